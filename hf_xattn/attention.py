@@ -1,0 +1,377 @@
+"""Cross-attention: text queries, image keys and values.
+
+How it differs from self-attention, and what follows:
+
+- There is no causal order on the image axis. So every query that shares keys and values may stand in one query axis:
+  the heads of a K/V group, the text positions, and the text rows that look at the same image. Folded like that, K/V are
+  never repeated, neither for GQA nor for beams, and one decode step reads them once.
+- No rotary embedding: image features bring their own positions. A context that has an order may use T5's relative bias.
+- The output projection starts at zero (`zero_init`), so that a fresh layer changes nothing.
+
+Letters in comments: R image rows, r text rows an image row, T text tokens, N image tokens, K K/V heads, G query heads a
+K/V head, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from .configuration_xattn import CrossAttentionConfig
+from .visibility import Visibility, check_cross_attention_mask, lay_out
+
+
+logger = logging.get_logger(__name__)
+
+
+class CrossAttentionRMSNorm(nn.Module):
+    """RMSNorm in float32, whatever the input's dtype; the weight stays float32 in half-precision models."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = hidden_states.to(_at_least_float32(hidden_states.dtype))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * wide).to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class CrossAttentionLayerNorm(nn.Module):
+    """LayerNorm in float32, whatever the input's dtype; weight and bias stay float32 in half-precision models."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=_norm_dtype()))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        dtype = _at_least_float32(hidden_states.dtype)
+        normed = nn.functional.layer_norm(
+            hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps
+        )
+        return normed.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+NORMS = {"rmsnorm": CrossAttentionRMSNorm, "layernorm": CrossAttentionLayerNorm}
+
+
+def _norm_dtype() -> torch.dtype:
+    """float32, or float64 where that is the default (gradient checks)."""
+    return _at_least_float32(torch.get_default_dtype())
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
+    """A projection that knows whether it starts at zero.
+
+    The mark sits on the module itself because transformers initialises weights module by module, also when they are
+    missing in a checkpoint and were built on the meta device.
+    """
+    linear = nn.Linear(in_features, out_features, bias=bias)
+    linear.zero_init = zero_init
+    if zero_init:
+        nn.init.zeros_(linear.weight)
+        if bias:
+            nn.init.zeros_(linear.bias)
+    return linear
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain attention in the folded layout, with its weights. Same contract as transformers' attention interface."""
+    scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
+    scores = scores.to(_at_least_float32(scores.dtype))
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1).to(query.dtype)
+    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(dropped, value).transpose(1, 2), weights
+
+
+class GatedCrossAttention(nn.Module):
+    """Multi-head cross-attention over a context of any width, usable on its own on plain tensors.
+
+    The gate that scales its output sits in [`GatedCrossAttentionBlock`], beside the residual it guards.
+
+    Args:
+        config ([`CrossAttentionConfig`]): sizes and options.
+    """
+
+    is_causal = False
+    num_key_value_groups = 1  # folded calls have as many query heads as K/V heads
+
+    def __init__(self, config: CrossAttentionConfig):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.quiet_softmax = config.quiet_softmax
+        query_size = config.num_attention_heads * config.head_dim
+        key_value_size = config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(config.context_size, key_value_size, bias=bias)
+        self.v_proj = nn.Linear(config.context_size, key_value_size, bias=bias)
+        self.o_proj = zero_init_linear(query_size, config.hidden_size, bias, config.zero_init)
+        self.q_norm = CrossAttentionRMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = CrossAttentionRMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.relative_attention_bias = (
+            nn.Embedding(config.position_bias_num_buckets, config.num_attention_heads)
+            if config.position_bias
+            else None
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cross_attention_states: torch.Tensor,
+        cross_attention_mask: torch.Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`.
+            cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
+            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
+                `(batch, text_len, num_image_tokens)`. A text token that may see nothing gets a zero output (before the
+                output projection's bias).
+            output_attentions (`bool`): also return the attention weights.
+
+        Returns:
+            `(output, weights)`: `(batch, text_len, hidden_size)`, and `(batch, num_attention_heads, text_len,
+            num_image_tokens)` or None.
+
+        Raises:
+            TypeError: for a mask that is not boolean or states that are not floating point.
+            ValueError: for a wrong rank, width or batch.
+        """
+        check_text_and_states(hidden_states, cross_attention_states, self.config)
+        batch_size, text_len = hidden_states.shape[:2]
+        sees = None
+        if cross_attention_mask is not None:
+            check_cross_attention_mask(cross_attention_mask, batch_size, text_len, cross_attention_states.shape[1])
+            sees = cross_attention_mask[:, None] if cross_attention_mask.dim() == 2 else cross_attention_mask
+        key, value = self.project_key_value(cross_attention_states)
+        visibility = lay_out(
+            sees,
+            image_rows=batch_size,
+            text_rows=batch_size,
+            text_len=text_len,
+            group=self.config.num_attention_heads // self.config.num_key_value_heads,
+            null_key=self.quiet_softmax,
+        )
+        return self.attend(hidden_states, key, value, visibility, output_attentions=output_attentions)
+
+    def project_key_value(self, cross_attention_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a context, in the layout of transformers' caches.
+
+        Args:
+            cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
+
+        Returns:
+            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`.
+        """
+        states = cross_attention_states.to(self.k_proj.weight.dtype) if not torch.is_autocast_enabled(
+            cross_attention_states.device.type
+        ) else cross_attention_states
+        # -1 for the head count: under tensor parallelism a rank holds some of the heads.
+        shape = (*states.shape[:2], -1, self.head_dim)
+        key = self.k_proj(states).view(shape)
+        value = self.v_proj(states).view(shape)
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        # Contiguous: a decode step reads K/V as they lie, once for every token that is ever generated.
+        return key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
+
+    def with_null_key(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Puts the null key in front. Its score is 0, so it adds `exp(0) = 1` to the softmax's denominator."""
+        null = key.new_zeros(*key.shape[:2], 1, key.shape[-1])
+        return torch.cat([null, key], dim=2), torch.cat([null, value], dim=2)
+
+    def attend(
+        self,
+        hidden_states: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visibility: Visibility,
+        *,
+        query_positions: torch.Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of all text rows over the images they look at.
+
+        Args:
+            hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
+                row `i`.
+            key, value (`torch.Tensor`): `(R, num_key_value_heads, N, head_dim)`, from [`project_key_value`].
+            visibility ([`Visibility`]): in the folded layout, from [`lay_out`].
+            query_positions (`torch.LongTensor`, *optional*): `(R * r or 1, T)`, positions of the text tokens, for the
+                relative position bias; defaults to 0 ... T - 1.
+            output_attentions (`bool`): also return the weights.
+        """
+        text_rows, text_len = hidden_states.shape[:2]
+        rows, kv_heads, num_tokens = key.shape[:3]
+        repeats = text_rows // rows
+        if num_tokens == 1 and not (self.quiet_softmax or output_attentions or torch.is_grad_enabled()):
+            # The softmax over one key is 1: the output is the value itself, whatever the query.
+            heads = value.repeat_interleave(self.q_proj.out_features // self.k_proj.out_features, dim=1)
+            output = self.o_proj(heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1))
+            return output.reshape(text_rows, text_len, -1), None
+
+        query = self.q_proj(hidden_states).view(text_rows, text_len, -1, self.head_dim)
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        num_heads = query.shape[2]
+        group = num_heads // kv_heads
+        # (R, r, T, K, G, D) -> (R, K, r * T * G, D)
+        query = query.view(rows, repeats, text_len, kv_heads, group, self.head_dim)
+        query = query.permute(0, 3, 1, 2, 4, 5).reshape(rows, kv_heads, -1, self.head_dim)
+
+        position_bias = None
+        if self.relative_attention_bias is not None:
+            position_bias = self._position_bias(query_positions, text_rows, text_len, num_tokens, key.device)
+            # (R * r, K * G, T, N) -> (R, K, r * T * G, N)
+            position_bias = position_bias.view(rows, repeats, kv_heads, group, text_len, num_tokens)
+            position_bias = position_bias.permute(0, 2, 1, 4, 3, 5).reshape(rows, kv_heads, -1, num_tokens)
+            position_bias = position_bias.to(query.dtype)
+        if self.quiet_softmax:
+            key, value = self.with_null_key(key, value)
+            if position_bias is not None:
+                position_bias = nn.functional.pad(position_bias, (1, 0))
+
+        attention_interface, mask = self._attention_interface(visibility.mask, query, key, position_bias, output_attentions)
+        output, weights = attention_interface(
+            self,
+            query.to(key.dtype),
+            key,
+            value,
+            mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            is_causal=False,
+            **({} if position_bias is None else {"position_bias": position_bias}),
+        )
+        # (R, r * T * G, K, D) -> (R * r, T, K * G * D)
+        output = output.view(rows, repeats, text_len, group, kv_heads, self.head_dim)
+        output = output.transpose(3, 4).reshape(text_rows, text_len, -1)
+        if visibility.visible is not None:
+            output = torch.where(visibility.visible, output, 0)
+        output = self.o_proj(output)
+        if not output_attentions:
+            return output, None
+        weights = weights.view(rows, kv_heads, repeats, text_len, group, -1)[..., -num_tokens:]
+        weights = weights.permute(0, 2, 1, 4, 3, 5).reshape(text_rows, num_heads, text_len, num_tokens)
+        if visibility.visible is not None:
+            weights = torch.where(visibility.visible[:, None], weights, 0)
+        return output, weights
+
+    def _attention_interface(self, mask, query, key, position_bias, output_attentions):
+        """The kernel to call and the mask in the form that it takes."""
+        name = self.config._attn_implementation or "sdpa"
+        if output_attentions or name == "eager":
+            return eager_attention_forward, mask
+        if "flash" in name and (mask is not None or position_bias is not None or key.dtype == torch.float32):
+            logger.warning_once(
+                f"`{name}` takes no cross-attention mask, no position bias and no float32: these calls use `sdpa`."
+            )
+            name = "sdpa"
+        if name == "flex_attention" and mask is not None:
+            # Flex adds the mask to the scores, and reads it at every position.
+            mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+            mask = mask.expand(-1, -1, query.shape[2], -1)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), mask
+
+    def _position_bias(self, query_positions, text_rows, text_len, num_tokens, device):
+        """`(text_rows, num_heads, text_len, num_image_tokens)`, T5's bias of token k for a query at position q."""
+        if query_positions is None:
+            query_positions = torch.arange(text_len, device=device)[None]
+        distance = torch.arange(num_tokens, device=device) - query_positions[:, :, None]
+        buckets = relative_position_bucket(
+            distance, self.config.position_bias_num_buckets, self.config.position_bias_max_distance
+        )
+        return self.relative_attention_bias(buckets).permute(0, 3, 1, 2).expand(text_rows, -1, -1, -1).contiguous()
+
+
+def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
+    """T5's bidirectional buckets: half a side; of each half, half exact and half logarithmic up to `max_distance`.
+
+    Formula: Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 2.1.
+
+    Args:
+        distance (`torch.LongTensor`): key position minus query position, any shape.
+        num_buckets (`int`): even, at least 4.
+        max_distance (`int`): distances from here on share the last bucket.
+
+    Returns:
+        `torch.LongTensor`: bucket ids in `[0, num_buckets)`, shape of `distance`.
+    """
+    half = num_buckets // 2
+    exact = half // 2
+    side = (distance > 0).long() * half
+    distance = distance.abs()
+    scaled = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    logarithmic = (exact + (scaled * (half - exact)).long()).clamp(max=half - 1)
+    return side + torch.where(distance < exact, distance, logarithmic)
+
+
+def check_text_and_states(
+    hidden_states: torch.Tensor, cross_attention_states: torch.Tensor, config: CrossAttentionConfig
+) -> None:
+    """Raises where the text stream or the K/V source has a wrong rank, width, batch or dtype."""
+    if hidden_states.dim() != 3 or hidden_states.shape[-1] != config.hidden_size:
+        raise ValueError(
+            f"`hidden_states` must be (batch, text_len, hidden_size={config.hidden_size}), got shape "
+            f"{tuple(hidden_states.shape)}."
+        )
+    check_states(cross_attention_states, hidden_states.shape[0], config.context_size)
+
+
+def check_states(cross_attention_states: torch.Tensor, batch_size: int | None, context_size: int) -> None:
+    """Raises where a K/V source is not `(batch_size, num_image_tokens, context_size)` of floating point numbers.
+
+    Raises:
+        TypeError: for integers and booleans.
+        ValueError: for a wrong rank, width or batch, or no token at all.
+    """
+    shape = tuple(cross_attention_states.shape)
+    if not cross_attention_states.is_floating_point():
+        raise TypeError(f"`cross_attention_states` must be floating point, got {cross_attention_states.dtype}.")
+    if len(shape) != 3 or shape[-1] != context_size:
+        raise ValueError(
+            f"`cross_attention_states` must be (batch, num_image_tokens, context_size={context_size}), got shape {shape}."
+        )
+    if shape[1] == 0:
+        raise ValueError(f"`cross_attention_states` holds no image token (shape {shape}).")
+    if batch_size is not None and shape[0] != batch_size:
+        raise ValueError(
+            f"`cross_attention_states` has batch {shape[0]}, but the text has batch {batch_size}. To ask many questions "
+            "about one image, encode it once with `encode_images` and pass the cache."
+        )

@@ -1,0 +1,161 @@
+"""The pre-norm block: norm, cross-attention, gate, residual; norm, MLP, gate, residual.
+
+Differs from an encoder-decoder's cross-attention in three ways. It starts as the identity: of each branch exactly one
+factor is zero (`o_proj` and `down_proj`, or the tanh gate). It is bounded: a text position that may see no image keeps
+its hidden state bit for bit, in the attention branch as well as in the MLP branch. And it is a `PreTrainedModel`,
+because transformers initialises every module with the `_init_weights` of the nearest `PreTrainedModel` above it: inside a
+Llama, a plain module would get Llama's, which knows no gates and fills zero-initialised projections with noise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+
+from .attention import NORMS, GatedCrossAttention, check_text_and_states, zero_init_linear
+from .configuration_xattn import CrossAttentionConfig
+from .context import CrossAttentionContext, plain_context
+
+
+class CrossAttentionMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate projection."""
+
+    def __init__(self, config: CrossAttentionConfig):
+        super().__init__()
+        bias = config.mlp_bias
+        self.gate_proj = (
+            nn.Linear(config.hidden_size, config.intermediate_size, bias=bias) if config.mlp_type == "gated" else None
+        )
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = zero_init_linear(config.intermediate_size, config.hidden_size, bias, config.zero_init)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class GatedCrossAttentionBlock(PreTrainedModel):
+    """One gated cross-attention block, in a decoder layer or on its own.
+
+    Args:
+        config ([`CrossAttentionConfig`]): sizes and options.
+        layer_idx (`int`): place of its keys and values in the cross-attention half of a cache.
+    """
+
+    config_class = CrossAttentionConfig
+    base_model_prefix = ""
+    main_input_name = "hidden_states"
+    _no_split_modules = ["GatedCrossAttentionBlock"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    # Small and decisive: a gate's update vanishes in bfloat16 long before the weights' do.
+    _keep_in_fp32_modules_strict = ["attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm"]
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # no experts here, but a decoder's choice reaches every part's configuration
+
+    def __init__(self, config: CrossAttentionConfig, layer_idx: int = 0):
+        super().__init__(config)
+        self.layer_idx = layer_idx
+        norm = NORMS[config.norm_type]
+        self.attn_norm = norm(config.hidden_size, config.norm_eps)
+        self.attn = GatedCrossAttention(config)
+        self.mlp_norm = norm(config.hidden_size, config.norm_eps)
+        self.mlp = CrossAttentionMLP(config)
+        if config.gate == "tanh":
+            # Never 0-d: FSDP cannot shard a scalar.
+            shape = (1,) if config.gate_granularity == "scalar" else (config.hidden_size,)
+            dtype = self.attn_norm.weight.dtype
+            self.attn_gate = nn.Parameter(torch.full(shape, float(config.gate_init), dtype=dtype))
+            self.mlp_gate = nn.Parameter(torch.full(shape, float(config.gate_init), dtype=dtype))
+        else:
+            self.attn_gate = self.mlp_gate = None
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            if getattr(module, "zero_init", False):
+                init.zeros_(module.weight)
+            else:
+                init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, tuple(NORMS.values())):
+            init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, GatedCrossAttentionBlock) and module.attn_gate is not None:
+            init.constant_(module.attn_gate, float(self.config.gate_init))
+            init.constant_(module.mlp_gate, float(self.config.gate_init))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cross_attention_states: torch.Tensor | None = None,
+        cross_attention_mask: torch.Tensor | None = None,
+        cross_attention: CrossAttentionContext | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`.
+            cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
+            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
+                `(batch, text_len, num_image_tokens)`.
+            cross_attention ([`CrossAttentionContext`], *optional*): what a model hands to its blocks in place of the
+                two arguments before.
+
+        Returns:
+            `torch.Tensor`: `(batch, text_len, hidden_size)`; a text token that may see nothing keeps its hidden state
+            bit for bit.
+
+        Raises:
+            TypeError: for a mask that is not boolean or states that are not floating point.
+            ValueError: for a wrong rank, width or batch, or where neither states nor a context are given.
+        """
+        if cross_attention is None:
+            if cross_attention_states is None:
+                raise ValueError("`cross_attention_states` is required: (batch, num_image_tokens, context_size).")
+            check_text_and_states(hidden_states, cross_attention_states, self.config)
+            cross_attention = plain_context(hidden_states, cross_attention_states, cross_attention_mask, self.config)
+        key, value = cross_attention.key_value(self)
+        visibility = cross_attention.visibility
+
+        attended, weights = self.attn.attend(
+            self.attn_norm(hidden_states),
+            key,
+            value,
+            visibility,
+            query_positions=cross_attention.query_positions,
+            output_attentions=cross_attention.output_attentions,
+        )
+        cross_attention.record(self.layer_idx, weights)
+        update = _gated(attended, self.attn_gate, hidden_states.dtype)
+        seen = hidden_states + update
+        update = _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, hidden_states.dtype)
+        seen = seen + update
+        if visibility.visible is None:
+            return seen
+        # `where`, not a product with the mask: NaN * 0 is NaN.
+        return torch.where(visibility.visible, seen, hidden_states)
+
+
+def _gated(branch: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """`tanh(gate) * branch` in the gate's precision, back in the text stream's."""
+    if gate is None:
+        return branch.to(dtype)
+    return (torch.tanh(gate) * branch).to(dtype)
+
+
+__all__ = ["GatedCrossAttentionBlock"]

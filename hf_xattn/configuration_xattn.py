@@ -1,0 +1,380 @@
+"""Configurations of the cross-attention block and of a decoder that carries such blocks.
+
+Every constraint between fields is checked here, once, so that a wrong value fails before a weight is
+allocated. The model code below this file may take the values for granted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import SubConfigSpec
+
+
+# Looked up by the checks below and named in their messages; the layer code has one branch for each.
+NORM_TYPES = ("rmsnorm", "layernorm")
+MLP_TYPES = ("gated", "plain")
+GATES = ("tanh", "none")
+GATE_GRANULARITIES = ("scalar", "channel")
+CONNECTOR_TYPES = ("identity", "linear", "mlp")
+IMAGE_VISIBILITIES = ("all", "previous", "latest")
+
+
+def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{field}` must be one of {list(choices)}, got {value!r}.")
+
+
+def _check_positive_int(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"`{field}` must be a positive integer, got {value!r}.")
+
+
+def _check_activation(field: str, value: Any) -> None:
+    if value not in ACT2FN:
+        raise ValueError(f"`{field}` must be an activation of transformers (one of {sorted(ACT2FN)}), got {value!r}.")
+
+
+def _check_probability(field: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
+        raise ValueError(f"`{field}` must be in [0, 1), got {value!r}.")
+
+
+class CrossAttentionConfig(PreTrainedConfig):
+    r"""Configuration of one gated cross-attention block: text queries, image keys and values.
+
+    Args:
+        hidden_size (`int`, defaults to 768): width of the text stream, of queries' input and of the block's output.
+        context_size (`int`, *optional*): width of the K/V source; defaults to `hidden_size`.
+        num_attention_heads (`int`, defaults to 12): number of query heads.
+        num_key_value_heads (`int`, *optional*): number of K/V heads; 1 is MQA, `num_attention_heads` (the default)
+            is MHA, a divisor in between is GQA.
+        head_dim (`int`, *optional*): width of one head, free of `hidden_size`; defaults to
+            `hidden_size // num_attention_heads`.
+        intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
+        hidden_act (`str`, defaults to `"silu"`): any activation of transformers.
+        mlp_type (`"gated"` or `"plain"`, defaults to `"gated"`): `down(act(gate(x)) * up(x))` (SwiGLU with `silu`),
+            or `down(act(up(x)))`.
+        norm_type (`"rmsnorm"` or `"layernorm"`, defaults to `"rmsnorm"`).
+        norm_eps (`float`, defaults to 1e-6).
+        attention_bias (`bool`, defaults to `False`): biases on q/k/v/o projections.
+        mlp_bias (`bool`, defaults to `False`): biases in the MLP.
+        attention_dropout (`float`, defaults to 0.0): dropout on the attention weights, in training.
+        gate (`"tanh"` or `"none"`, defaults to `"tanh"`): each branch is multiplied by `tanh(gate)`, or by nothing.
+        gate_granularity (`"scalar"` or `"channel"`, defaults to `"scalar"`): gate of shape `(1,)` or `(hidden_size,)`.
+        gate_init (`float`, defaults to 1.0): value of the gates before `tanh`.
+        zero_init (`bool`, defaults to `True`): start `o_proj` and the MLP's `down_proj` at zero.
+        qk_norm (`bool`, defaults to `False`): RMSNorm over `head_dim` on queries and keys.
+        quiet_softmax (`bool`, defaults to `False`): `exp(x) / (1 + sum(exp(x)))`, so that a head may attend to nothing
+            (E. Miller, "Attention Is Off By One", 2023).
+        position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias, for a context that has an
+            order (audio, video). Images have none.
+        position_bias_num_buckets (`int`, defaults to 32), position_bias_max_distance (`int`, defaults to 128):
+            as in T5 (bidirectional buckets).
+        initializer_range (`float`, defaults to 0.02): standard deviation of the random weights.
+
+    Raises:
+        ValueError: where a field is outside its range, where heads do not divide, or where gate and projection would
+            both start at zero: the gradient of each is the other's value, so neither would ever move.
+    """
+
+    model_type = "xattn_block"
+    base_config_key = "cross_attention_config"
+
+    hidden_size: int = 768
+    context_size: int | None = None
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "silu"
+    mlp_type: str = "gated"
+    norm_type: str = "rmsnorm"
+    norm_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float | int = 0.0
+    gate: str = "tanh"
+    gate_granularity: str = "scalar"
+    gate_init: float | int = 1.0
+    zero_init: bool = True
+    qk_norm: bool = False
+    quiet_softmax: bool = False
+    position_bias: bool = False
+    position_bias_num_buckets: int = 32
+    position_bias_max_distance: int = 128
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs):
+        for field in ("hidden_size", "num_attention_heads"):
+            _check_positive_int(field, getattr(self, field))
+        if self.context_size is None:
+            self.context_size = self.hidden_size
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"`num_attention_heads` ({self.num_attention_heads}) does not divide `hidden_size` "
+                    f"({self.hidden_size}): set `head_dim` explicitly or choose a divisor."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        self._check_fields()
+        super().__post_init__(**kwargs)
+
+    def _check_fields(self) -> None:
+        for field in (
+            "context_size",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "position_bias_num_buckets",
+            "position_bias_max_distance",
+        ):
+            _check_positive_int(field, getattr(self, field))
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_key_value_heads` ({self.num_key_value_heads}) must divide `num_attention_heads` "
+                f"({self.num_attention_heads})."
+            )
+        _check_activation("hidden_act", self.hidden_act)
+        _check_choice("mlp_type", self.mlp_type, MLP_TYPES)
+        _check_choice("norm_type", self.norm_type, NORM_TYPES)
+        _check_choice("gate", self.gate, GATES)
+        _check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
+        _check_probability("attention_dropout", self.attention_dropout)
+        if self.norm_eps <= 0:
+            raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps!r}.")
+        if self.position_bias and (self.position_bias_num_buckets < 4 or self.position_bias_num_buckets % 2):
+            raise ValueError(
+                "`position_bias_num_buckets` must be an even number of at least 4 (half for each direction), got "
+                f"{self.position_bias_num_buckets}."
+            )
+        if self.position_bias and self.position_bias_max_distance <= self.position_bias_num_buckets // 4:
+            raise ValueError(
+                f"`position_bias_max_distance` ({self.position_bias_max_distance}) must be larger than a quarter of "
+                f"`position_bias_num_buckets` ({self.position_bias_num_buckets})."
+            )
+        if self.gate == "tanh" and self.gate_init == 0.0 and self.zero_init:
+            raise ValueError(
+                "`gate_init=0.0` together with `zero_init=True` starts both factors of each branch at zero. The "
+                "gradient of each factor is the other's value, so neither would ever learn. Use `gate_init=0.0` with "
+                "`zero_init=False` (Flamingo's way), or `zero_init=True` with a non-zero `gate_init` or `gate='none'`."
+            )
+
+    @property
+    def starts_at_identity(self) -> bool:
+        """Whether a fresh block leaves the text stream exactly as it was: one factor of each branch is zero."""
+        return self.zero_init or (self.gate == "tanh" and self.gate_init == 0.0)
+
+
+class XAttnConfig(PreTrainedConfig):
+    r"""Configuration of a text decoder with gated cross-attention blocks, and optionally a vision tower.
+
+    Args:
+        text_config (`PreTrainedConfig` or `dict`): configuration of the text-only causal language model.
+        vision_config (`PreTrainedConfig` or `dict`, *optional*): configuration of a vision model of transformers whose
+            output has `last_hidden_state`. Without one the model takes `cross_attention_states` only.
+        cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): sizes that are not given follow the
+            text configuration.
+        cross_attention_layers (`list[int]`, *optional*): decoder layers that get a block in front of them, counted from
+            0. Defaults to every 4th: 3, 7, 11, ...
+        image_token_id (`int`, *optional*): id of the token that marks an image's place in the text.
+        image_visibility (`"all"`, `"previous"` or `"latest"`, defaults to `"all"`): which images a text token may see:
+            all of its row; those whose marker stands before it; or only the last of those (Flamingo, Idefics).
+        connector_type (`"identity"`, `"linear"` or `"mlp"`, defaults to `"mlp"`): vision features to K/V source.
+        connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` connector.
+        connector_bias (`bool`, defaults to `True`).
+
+    Raises:
+        ValueError: where layers are out of range or repeated, where the block's width differs from the decoder's, or
+            where a setting needs another that is missing.
+    """
+
+    model_type = "xattn"
+    sub_configs_defaults = {
+        "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama"),
+        "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="siglip_vision_model", optional=True),
+        "cross_attention_config": SubConfigSpec(config_class=CrossAttentionConfig, optional=True),
+    }
+
+    text_config: dict | PreTrainedConfig | None = None
+    vision_config: dict | PreTrainedConfig | None = None
+    cross_attention_config: dict | PreTrainedConfig | None = None
+    cross_attention_layers: list[int] | None = None
+    image_token_id: int | None = None
+    image_visibility: Literal["all", "previous", "latest"] = "all"
+    connector_type: str = "mlp"
+    connector_hidden_act: str = "gelu"
+    connector_bias: bool = True
+
+    def __post_init__(self, **kwargs):
+        # A live sub-config has its kernels chosen already. The parent's setter would reset them to None, and with
+        # None the causal mask of some decoders silently vanishes, so they are read before and put back after.
+        live = {
+            name: (config, config._attn_implementation, config._experts_implementation)
+            for name in self.sub_configs
+            if isinstance(config := getattr(self, name), PreTrainedConfig)
+        }
+        asked_attn, asked_experts = kwargs.get("attn_implementation"), kwargs.get("experts_implementation")
+        if not isinstance(self.text_config, (dict, PreTrainedConfig)):
+            raise ValueError(
+                "`text_config` must be the configuration of a text-only causal language model, got "
+                f"{type(self.text_config).__name__}."
+            )
+        block = self.cross_attention_config
+        self.cross_attention_config = None
+        super().__post_init__(**kwargs)
+        if not isinstance(block, PreTrainedConfig):
+            block = complete_cross_attention_config(block, self.text_config)
+        self.cross_attention_config = block
+        for name, (config, attn, experts) in live.items():
+            if asked_attn is None:
+                config._attn_implementation = attn
+                if name == "text_config":
+                    self._attn_implementation_internal = attn
+                    if block._attn_implementation is None:
+                        block._attn_implementation = attn
+            if asked_experts is None:
+                config._experts_implementation = experts
+                if name == "text_config":
+                    self._experts_implementation_internal = experts
+        if isinstance(asked_attn, str):
+            block._attn_implementation = asked_attn
+        self._check_fields()
+
+    def _check_fields(self) -> None:
+        _check_choice("connector_type", self.connector_type, CONNECTOR_TYPES)
+        _check_choice("image_visibility", self.image_visibility, IMAGE_VISIBILITIES)
+        _check_activation("connector_hidden_act", self.connector_hidden_act)
+        num_layers = text_num_hidden_layers(self.text_config)
+        if self.cross_attention_layers is None:
+            self.cross_attention_layers = every_nth_layer(4, num_layers)
+        self.cross_attention_layers = check_layers(self.cross_attention_layers, num_layers)
+        width = text_hidden_size(self.text_config)
+        if self.cross_attention_config.hidden_size != width:
+            raise ValueError(
+                f"`cross_attention_config.hidden_size` ({self.cross_attention_config.hidden_size}) must be the text "
+                f"decoder's hidden size ({width})."
+            )
+        if self.vision_config is not None and self.connector_type == "identity":
+            features = vision_hidden_size(self.vision_config)
+            if features != self.cross_attention_config.context_size:
+                raise ValueError(
+                    f"`connector_type='identity'` needs `cross_attention_config.context_size` "
+                    f"({self.cross_attention_config.context_size}) to be the vision tower's width ({features})."
+                )
+        if self.image_visibility != "all" and self.image_token_id is None:
+            raise ValueError(
+                f"`image_visibility={self.image_visibility!r}` follows the image markers in the text, so "
+                "`image_token_id` must be set."
+            )
+        vocab_size = getattr(self.text_config.get_text_config(), "vocab_size", None)
+        if self.image_token_id is not None and vocab_size is not None and not 0 <= self.image_token_id < vocab_size:
+            raise ValueError(
+                f"`image_token_id` ({self.image_token_id}) must be an id of the text vocabulary, which has "
+                f"{vocab_size} entries."
+            )
+
+
+def text_num_hidden_layers(text_config: PreTrainedConfig) -> int:
+    """Number of layers of the decoder's stack."""
+    return text_config.get_text_config(decoder=True).num_hidden_layers
+
+
+def text_hidden_size(text_config: PreTrainedConfig) -> int:
+    """Width of the text stream."""
+    return text_config.get_text_config(decoder=True).hidden_size
+
+
+def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
+    """Width of `last_hidden_state` of a vision model.
+
+    Raises:
+        ValueError: where the configuration names no width.
+    """
+    for config in (vision_config, getattr(vision_config, "vision_config", None)):
+        size = getattr(config, "hidden_size", None)
+        if isinstance(size, int):
+            return size
+        sizes = getattr(config, "hidden_sizes", None)
+        if sizes:
+            return sizes[-1]
+    raise ValueError(
+        f"`vision_config` of type {vision_config.model_type!r} names no `hidden_size`, so the width of its features "
+        "is unknown. Use a vision model with `hidden_size` or `hidden_sizes`."
+    )
+
+
+def every_nth_layer(every: int, num_layers: int) -> list[int]:
+    """Layers `every - 1`, `2 * every - 1`, ...; a decoder with fewer layers gets one block, before its last layer."""
+    _check_positive_int("every", every)
+    step = min(every, num_layers)
+    return list(range(step - 1, num_layers, step))
+
+
+def check_layers(layers: Any, num_layers: int) -> list[int]:
+    """Sorted layer indices.
+
+    Raises:
+        ValueError: for an empty list, indices outside `[0, num_layers)` or repeated ones.
+    """
+    if not isinstance(layers, (list, tuple, range, set)) or not all(type(index) is int for index in layers):
+        raise ValueError(f"`cross_attention_layers` must be a list of integers, got {layers!r}.")
+    layers = list(layers)
+    if not layers:
+        raise ValueError("`cross_attention_layers` is empty: name at least one decoder layer.")
+    outside = [index for index in layers if not 0 <= index < num_layers]
+    if outside:
+        raise ValueError(
+            f"`cross_attention_layers` holds {outside}, but the decoder has {num_layers} layers: indices go from 0 to "
+            f"{num_layers - 1}."
+        )
+    repeated = sorted({index for index in layers if layers.count(index) > 1})
+    if repeated:
+        raise ValueError(f"`cross_attention_layers` names {repeated} more than once; a layer takes one block.")
+    return sorted(layers)
+
+
+def complete_cross_attention_config(partial: dict | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:
+    """A [`CrossAttentionConfig`] whose missing sizes follow the text decoder's.
+
+    Args:
+        partial (`dict`, *optional*): fields the caller decided on.
+        text_config (`PreTrainedConfig`): configuration of the decoder.
+    """
+    decoder = text_config.get_text_config(decoder=True)
+    fields = dict(partial or {})
+    if "model_type" in fields:  # saved by `to_dict`: complete already
+        return CrossAttentionConfig(**fields)
+    known = {field.name for field in dataclasses.fields(CrossAttentionConfig)}
+    unknown = [name for name in fields if name not in known and not name.startswith("_")]
+    if unknown:
+        raise ValueError(f"`cross_attention` has unknown fields {unknown}; known are {sorted(known)}.")
+    fields.setdefault("hidden_size", text_hidden_size(text_config))
+    if "num_attention_heads" not in fields:
+        heads = getattr(decoder, "num_attention_heads", None)
+        heads = heads if isinstance(heads, int) and heads > 0 else max(1, fields["hidden_size"] // 64)
+        fields["num_attention_heads"] = heads
+        kv_heads = getattr(decoder, "num_key_value_heads", None)
+        if "num_key_value_heads" not in fields and isinstance(kv_heads, int) and kv_heads and heads % kv_heads == 0:
+            fields["num_key_value_heads"] = kv_heads
+        head_dim = getattr(decoder, "head_dim", None)
+        if "head_dim" not in fields and isinstance(head_dim, int):
+            fields["head_dim"] = head_dim
+    if "head_dim" not in fields:
+        fields["head_dim"] = max(1, fields["hidden_size"] // fields["num_attention_heads"])
+    if "intermediate_size" not in fields:
+        inner = getattr(decoder, "intermediate_size", None)
+        fields["intermediate_size"] = inner if isinstance(inner, int) and inner > 0 else 4 * fields["hidden_size"]
+    if "initializer_range" not in fields and isinstance(getattr(decoder, "initializer_range", None), float):
+        fields["initializer_range"] = decoder.initializer_range
+    return CrossAttentionConfig(**fields)
+
+
+__all__ = ["CrossAttentionConfig", "XAttnConfig"]

@@ -1,0 +1,55 @@
+"""Vision features to K/V source."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+
+from .configuration_xattn import XAttnConfig, vision_hidden_size
+
+
+class XAttnConnector(PreTrainedModel):
+    """Maps `(..., vision_hidden_size)` to `(..., context_size)`: not at all, by one layer, or by two with an activation.
+
+    A `PreTrainedModel`, so that it is initialised by its own rule wherever it sits (see [`GatedCrossAttentionBlock`]).
+
+    Args:
+        config ([`XAttnConfig`]): `connector_type` and sizes.
+    """
+
+    config_class = XAttnConfig
+    main_input_name = "features"
+    # No attention here, but the configuration is the whole model's, whichever kernels it names.
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # no experts here, but a decoder's choice reaches every part's configuration
+
+    def __init__(self, config: XAttnConfig):
+        super().__init__(config)
+        features, context = vision_hidden_size(config.vision_config), config.cross_attention_config.context_size
+        bias = config.connector_bias
+        if config.connector_type == "identity":
+            self.layers = nn.ModuleList()
+        elif config.connector_type == "linear":
+            self.layers = nn.ModuleList([nn.Linear(features, context, bias=bias)])
+        else:
+            act = ACT2FN[config.connector_hidden_act]
+            self.layers = nn.ModuleList([nn.Linear(features, context, bias=bias), act, nn.Linear(context, context, bias=bias)])
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            features = layer(features)
+        return features

@@ -1,0 +1,208 @@
+"""Puts blocks into a decoder's own layers.
+
+A layer keeps being the object it was: it gets one submodule, `cross_attention_block`, and a class that derives from its
+own. The derived `forward` takes one keyword, runs the block, and calls the layer's own `forward`. So no parameter of the
+decoder changes its name, and whatever follows the layer (device maps, FSDP units, activation checkpointing, compile)
+follows the block.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .block import GatedCrossAttentionBlock
+from .configuration_xattn import XAttnConfig, text_num_hidden_layers
+from .context import CrossAttentionContext
+
+
+# The keyword that carries a `CrossAttentionContext` to the layers. No decoder of transformers has an argument of this name.
+KEYWORD = "cross_attention_context"
+
+# Where decoders keep their stack of layers.
+LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
+
+
+@functools.lru_cache(maxsize=None)
+def cross_attending_class(layer_class: type[nn.Module]) -> type[nn.Module]:
+    """The class a decoder layer gets: its own, plus a block in front. One class a layer class, with a name of its own
+    (FSDP policies and device maps find layers by class name)."""
+
+    def forward(self, *args, **kwargs):
+        context: CrossAttentionContext | None = kwargs.pop(KEYWORD, None)
+        block = self._modules.get("cross_attention_block")
+        if context is None or block is None:
+            return layer_class.forward(self, *args, **kwargs)
+        if context.encode_only:
+            context.key_value(block)
+            return None
+        if args:
+            args = (block(args[0], cross_attention=context), *args[1:])
+        else:
+            kwargs["hidden_states"] = block(kwargs["hidden_states"], cross_attention=context)
+        return layer_class.forward(self, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol):
+        # The class is made at run time, so pickle and deepcopy get its recipe instead of its name.
+        return _rebuild_layer, (layer_class,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+
+    name = f"CrossAttending{layer_class.__name__}"
+    return type(
+        name,
+        (layer_class,),
+        {
+            "forward": functools.wraps(layer_class.forward)(forward),
+            "__reduce_ex__": __reduce_ex__,
+            "__module__": __name__,
+            "__qualname__": name,
+            "__doc__": layer_class.__doc__,
+        },
+    )
+
+
+def _rebuild_layer(layer_class: type[nn.Module]) -> nn.Module:
+    new_class = cross_attending_class(layer_class)
+    return new_class.__new__(new_class)
+
+
+def is_cross_attending(layer: nn.Module) -> bool:
+    """Whether a decoder layer was prepared by [`insert_blocks`]."""
+    return type(layer).__name__.startswith("CrossAttending") and type(layer).__module__ == __name__
+
+
+def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
+    """The module that runs the decoder's layers, and the layers.
+
+    Raises:
+        ValueError: where the model has no stack of `num_hidden_layers` layers.
+    """
+    num_layers = text_num_hidden_layers(language_model.config)
+    candidates = []
+    for name, module in language_model.named_modules():
+        for attribute in LAYER_ATTRIBUTES:
+            layers = module._modules.get(attribute)
+            if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
+                candidates.append((name.count(".") + bool(name), LAYER_ATTRIBUTES.index(attribute), name, module, layers))
+    if not candidates:
+        raise ValueError(
+            f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) has no stack of "
+            f"{num_layers} decoder layers under one of {list(LAYER_ATTRIBUTES)}, so there is no place for "
+            "cross-attention blocks."
+        )
+    *_, decoder, layers = min(candidates, key=lambda candidate: candidate[:3])
+    return decoder, layers
+
+
+def layers_receive_keywords(decoder: nn.Module) -> bool:
+    """Whether a decoder's `forward` hands its own `**kwargs` on to its layers.
+
+    Read off the source, because a model may be too large to be run for it, or have no weights yet.
+    """
+    forward = inspect.unwrap(type(decoder).forward)
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return False
+    if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
+        return False
+    keywords = function.args.kwarg.arg
+    for loop in (node for node in ast.walk(function) if isinstance(node, ast.For)):
+        targets = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+        for call in (node for node in ast.walk(loop) if isinstance(node, ast.Call)):
+            is_layer = isinstance(call.func, ast.Name) and call.func.id in targets
+            passes = any(
+                keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords
+                for keyword in call.keywords
+            )
+            if is_layer and passes:
+                return True
+    return False
+
+
+def check_insertable(language_model: PreTrainedModel) -> None:
+    """Raises where blocks cannot go into a model, before anything is built.
+
+    Raises:
+        ValueError: for a model that has blocks already, is no decoder, carries accelerate hooks, or does not hand keyword
+            arguments to its layers.
+    """
+    config = language_model.config
+    name = f"{type(language_model).__name__} (model_type {config.model_type!r})"
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model: it has cross-attention of its own. Use a decoder-only model.")
+    if config.model_type == "xattn" or any(is_cross_attending(module) for module in language_model.modules()):
+        raise ValueError(f"{name} already has cross-attention blocks. Retrofit its text-only base instead.")
+    if not language_model.can_generate() or language_model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} is not a causal language model with a head. Load the checkpoint with `AutoModelForCausalLM`."
+        )
+    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+        # BERT and its kind attend in both directions unless `is_decoder=True`; GPT-2 has no such switch.
+        decoder, _ = find_decoder(language_model)
+        if type(decoder).__name__.endswith("Encoder"):
+            raise ValueError(
+                f"{name} is an encoder: its text attends in both directions. Use a decoder, or set `is_decoder=True`."
+            )
+    decoder, layers = find_decoder(language_model)
+    hooked = [index for index, layer in enumerate(layers) if hasattr(layer, "_hf_hook")]
+    if hooked:
+        raise ValueError(
+            f"{name} was dispatched with a device map: accelerate's hooks sit on layers {hooked}. Retrofit the model "
+            "before it is dispatched, or retrofit, save, and load the result with `device_map`."
+        )
+    if not layers_receive_keywords(decoder):
+        raise ValueError(
+            f"{name} does not hand keyword arguments to its layers ({type(decoder).__name__}.forward calls them without "
+            "`**kwargs`), so images could not reach its blocks. Architectures such as llama, qwen3, mistral, gemma3, gpt2 "
+            "or opt do."
+        )
+
+
+def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
+    """Puts one block in front of each layer of `config.cross_attention_layers`.
+
+    All layers of the stack change their class, so that the keyword never leaks into a layer without a block.
+
+    Args:
+        language_model (`PreTrainedModel`): causal language model; changed in place.
+        config ([`XAttnConfig`]): which layers, and the blocks' configuration.
+
+    Returns:
+        `list[str]`: class names of layers that must not be split across devices.
+    """
+    check_insertable(language_model)
+    _, layers = find_decoder(language_model)
+    names = {type(layer).__name__ for layer in layers}
+    for index, layer in enumerate(layers):
+        if index in config.cross_attention_layers:
+            parameter = next(layer.parameters())
+            block = GatedCrossAttentionBlock(
+                config.cross_attention_config, layer_idx=config.cross_attention_layers.index(index)
+            )
+            if parameter.is_floating_point() and parameter.device.type != "meta":
+                _match(block, parameter)
+            layer.cross_attention_block = block
+        layer.__class__ = cross_attending_class(type(layer))
+        names.add(type(layer).__name__)
+    return sorted(names)
+
+
+@torch.no_grad()
+def _match(block: GatedCrossAttentionBlock, like: torch.Tensor) -> None:
+    """Device of a layer's weights, and their dtype but for gates and norms."""
+    for name, parameter in block.named_parameters():
+        keep = any(name.startswith(kept) for kept in block._keep_in_fp32_modules_strict)
+        narrow = like.dtype in (torch.float16, torch.bfloat16)
+        parameter.data = parameter.data.to(device=like.device, dtype=parameter.dtype if keep and narrow else like.dtype)
+
+
+def cross_attention_blocks(language_model: nn.Module) -> list[GatedCrossAttentionBlock]:
+    """The blocks of a retrofitted model, in the order of the layers."""
+    blocks = [module for module in language_model.modules() if isinstance(module, GatedCrossAttentionBlock)]
+    return sorted(blocks, key=lambda block: block.layer_idx)

@@ -1,0 +1,452 @@
+"""A text decoder with gated cross-attention blocks, and optionally a vision tower.
+
+Unlike the vision-language models of transformers, which build their own decoder, these hold any causal language model of
+transformers as it is. Its layers carry the blocks (see `insertion.py`), its head gives the logits, its cache is the
+self-attention half of an `EncoderDecoderCache`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
+from transformers.utils import logging
+
+from .cache import ImageCache
+from .configuration_xattn import XAttnConfig
+from .connector import XAttnConnector
+from .generation import XAttnGenerationMixin
+from .images import ImageEncoder
+from .insertion import KEYWORD, check_insertable, cross_attention_blocks, find_decoder, insert_blocks
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class XAttnMoeCausalLMOutput(CausalLMOutputWithCrossAttentions):
+    """[`CausalLMOutputWithCrossAttentions`] of a mixture-of-experts decoder.
+
+    Attributes:
+        aux_loss (`torch.Tensor`, *optional*): load-balancing loss, part of `loss`.
+        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
+    """
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+class XAttnPreTrainedModel(PreTrainedModel):
+    """What both models share with transformers' loading, saving and dispatching."""
+
+    config_class = XAttnConfig
+    base_model_prefix = "model"
+    input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = ["past_key_values"]
+    # Named with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
+    _keep_in_fp32_modules_strict = [
+        f"cross_attention_block.{name}"
+        for name in ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
+    ]
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # the decoder decides, where it has experts
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
+
+
+class XAttnModel(XAttnPreTrainedModel):
+    """Decoder, blocks, connector and vision tower; gives hidden states.
+
+    Args:
+        config ([`XAttnConfig`]): the parts and where the blocks go.
+        text_model (`PreTrainedModel`, *optional*): a causal language model to take over, weights and all; blocks are
+            put into its layers in place. Built from `config.text_config` otherwise.
+        vision_tower (`PreTrainedModel`, *optional*): a vision model to take over. Built from `config.vision_config`
+            otherwise.
+    """
+
+    def __init__(
+        self,
+        config: XAttnConfig,
+        text_model: PreTrainedModel | None = None,
+        vision_tower: PreTrainedModel | None = None,
+    ):
+        super().__init__(config)
+        for given in (text_model, vision_tower):
+            if given is not None:
+                _keep_weights(given)
+        if text_model is None:
+            text_model = AutoModelForCausalLM.from_config(config.text_config)
+        check_insertable(text_model)
+        split = insert_blocks(text_model, config)
+        self.text_model = text_model
+        self.vision_tower = self.connector = None
+        if config.vision_config is not None:
+            tower = AutoModel.from_config(config.vision_config) if vision_tower is None else vision_tower
+            self.vision_tower = tower
+            self.connector = XAttnConnector(config)
+        self._no_split_modules = [*(text_model._no_split_modules or []), *split]
+        self._text_arguments = set(inspect.signature(text_model.forward).parameters)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.text_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.text_model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.text_model.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.text_model.set_output_embeddings(new_embeddings)
+
+    def get_decoder(self) -> nn.Module:
+        return find_decoder(self.text_model)[0]
+
+    @property
+    def blocks(self) -> list:
+        """The cross-attention blocks, in the order of the layers."""
+        return cross_attention_blocks(self.text_model)
+
+    @property
+    def images(self) -> ImageEncoder:
+        """Checks and encodes images for this model."""
+        return ImageEncoder(self)
+
+    def get_image_features(self, pixel_values: torch.Tensor, image_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Pixels to K/V source.
+
+        Args:
+            pixel_values (`torch.Tensor`): `(batch, num_images, channels, height, width)` or `(batch, channels, height,
+                width)`.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here.
+
+        Returns:
+            `torch.Tensor`: `(batch, num_images, tokens an image, context_size)`.
+        """
+        pixel_values = self.images.check_pixels(pixel_values, image_mask)
+        return self.images.features(pixel_values)
+
+    @torch.no_grad()
+    def encode_images(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+        cross_attention_states: torch.Tensor | None = None,
+        cross_attention_mask: torch.Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> EncoderDecoderCache:
+        """Runs the vision tower and every block's K/V projection once, for any number of questions.
+
+        Args:
+            pixel_values, image_mask, cross_attention_states, cross_attention_mask: as in `forward`.
+            past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place.
+
+        Returns:
+            [`ImageCache`]: an `EncoderDecoderCache` whose cross half is filled; or `past_key_values`.
+
+        Raises:
+            ValueError: without images, or where their shapes do not fit.
+        """
+        cross_cache = DynamicCache() if past_key_values is None else past_key_values.cross_attention_cache
+        new = self.images.read(
+            pixel_values, image_mask, cross_attention_states, cross_attention_mask, cache=cross_cache
+        )
+        if pixel_values is None and cross_attention_states is None:
+            raise ValueError("`encode_images` needs `pixel_values` or `cross_attention_states`.")
+        if new is not None and new.text_mask is not None:
+            raise ValueError(
+                "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token sees "
+                "what is decided with the text."
+            )
+        if past_key_values is None:
+            past_key_values = ImageCache(DynamicCache(config=self.config.get_text_config(decoder=True)), cross_cache)
+        self.images.fill(past_key_values, new)
+        return past_key_values
+
+    def _run(self, runner: nn.Module, text_inputs: dict, image_inputs: dict, use_cache: bool | None, attentions: bool | None):
+        """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
+        past_key_values = text_inputs.pop("past_key_values", None)
+        input_ids, inputs_embeds = text_inputs.get("input_ids"), text_inputs.get("inputs_embeds")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        text = input_ids if input_ids is not None else inputs_embeds
+        if text.dim() != (2 if input_ids is not None else 3):
+            raise ValueError(
+                "`input_ids` must be (batch, text_len) and `inputs_embeds` (batch, text_len, hidden_size), got shape "
+                f"{tuple(text.shape)}."
+            )
+        batch_size, text_len = text.shape[:2]
+        recomputes = self.training and self.is_gradient_checkpointing
+        if use_cache is None:
+            use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)
+        use_cache = bool(use_cache) and not recomputes
+
+        encoder = self.images
+        cross_cache = getattr(past_key_values, "cross_attention_cache", None)
+        if past_key_values is None and use_cache:
+            past_key_values = EncoderDecoderCache(
+                DynamicCache(config=self.config.get_text_config(decoder=True)), DynamicCache()
+            )
+            cross_cache = past_key_values.cross_attention_cache
+        new = encoder.read(**image_inputs, batch_size=batch_size, text_len=text_len, cache=cross_cache)
+        self_cache = past_key_values
+        if isinstance(past_key_values, EncoderDecoderCache):
+            self_cache = past_key_values.self_attention_cache
+        elif past_key_values is not None and new is not None:
+            raise ValueError(
+                f"`past_key_values` is a {type(past_key_values).__name__}, which has no place for images: pass "
+                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+            )
+        if recomputes:
+            cross_cache = None  # a recomputed layer would write a second time
+        context = encoder.context(
+            new,
+            cross_cache,
+            image_inputs["cross_attention_mask"],
+            input_ids,
+            batch_size,
+            text_len,
+            self_cache,
+            text_inputs.get("position_ids"),
+            attentions,
+        )
+        if new is not None and cross_cache is not None:
+            encoder.mark_updated(past_key_values)
+
+        arguments = {name: value for name, value in text_inputs.items() if self._passes(name, value)}
+        if context is not None:
+            arguments[KEYWORD] = context
+        if attentions:
+            arguments["output_attentions"] = True
+        outputs = runner(**arguments, past_key_values=self_cache, use_cache=use_cache, return_dict=True)
+        if context is not None and not torch.compiler.is_compiling() and len(context.recorder.weights) != len(
+            self.config.cross_attention_layers
+        ):
+            raise RuntimeError(
+                f"{type(self.text_model).__name__} did not hand the images to its layers: "
+                f"{len(context.recorder.weights)} of {len(self.config.cross_attention_layers)} blocks ran."
+            )
+        cross_attentions = None
+        if attentions and context is not None:
+            cross_attentions = tuple(weights for _, weights in sorted(context.recorder.weights.items()))
+        if not isinstance(past_key_values, EncoderDecoderCache):
+            past_key_values = outputs.get("past_key_values")
+        return outputs, (past_key_values if use_cache else None), cross_attentions
+
+    def _passes(self, name: str, value) -> bool:
+        """Arguments that `generate` makes for every model, but not every decoder takes."""
+        return value is not None and (name in self._text_arguments or name not in ("position_ids", "logits_to_keep"))
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+        cross_attention_states: torch.Tensor | None = None,
+        cross_attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
+        """
+        Args:
+            input_ids (`torch.LongTensor`): `(batch, text_len)`.
+            pixel_values (`torch.Tensor`, *optional*): `(batch, num_images, channels, height, width)`; `(batch, channels,
+                height, width)` means one image a row.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True = a real image.
+            cross_attention_states (`torch.Tensor`, *optional*): `(batch, num_image_tokens, context_size)`, or `(batch,
+                num_images, tokens, context_size)`; bypasses the vision tower.
+            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, or `(batch,
+                text_len, num_image_tokens)` where the caller decides for each text token.
+            attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, the text's own.
+            position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`.
+            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. Images that come with
+                a filled cache are appended, but for those that are in it already.
+            inputs_embeds (`torch.Tensor`, *optional*): `(batch, text_len, hidden_size)`, in place of `input_ids`.
+            use_cache (`bool`, *optional*): return a cache.
+            output_attentions (`bool`, *optional*): `cross_attentions` holds, for each block, the weights `(batch,
+                num_attention_heads, text_len, num_image_tokens)`.
+
+        Raises:
+            TypeError: for masks that are not boolean, or states and pixels that are not floating point.
+            ValueError: for shapes that do not fit, images without a vision tower, or contradicting arguments.
+        """
+        outputs, cache, cross_attentions = self._run(
+            _Body(self.text_model, self.get_decoder()),
+            {
+                "input_ids": input_ids,
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "past_key_values": past_key_values,
+                **kwargs,
+            },
+            {
+                "pixel_values": pixel_values,
+                "image_mask": image_mask,
+                "cross_attention_states": cross_attention_states,
+                "cross_attention_mask": cross_attention_mask,
+            },
+            use_cache,
+            output_attentions,
+        )
+        result = BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=outputs.last_hidden_state,
+            past_key_values=cache,
+            hidden_states=outputs.get("hidden_states"),
+            attentions=outputs.get("attentions"),
+            cross_attentions=cross_attentions,
+        )
+        return result if return_dict is not False else result.to_tuple()
+
+
+class _Body:
+    """The decoder without its head."""
+
+    def __init__(self, text_model: PreTrainedModel, decoder: nn.Module):
+        base = text_model.base_model
+        self.body = base if base is not text_model else decoder
+
+    def __call__(self, **arguments):
+        return self.body(**arguments)
+
+
+class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, GenerationMixin):
+    """[`XAttnModel`] with the decoder's head, a loss and `generate`.
+
+    Args:
+        config ([`XAttnConfig`]), text_model, vision_tower: see [`XAttnModel`].
+    """
+
+    def __init__(
+        self,
+        config: XAttnConfig,
+        text_model: PreTrainedModel | None = None,
+        vision_tower: PreTrainedModel | None = None,
+    ):
+        super().__init__(config)
+        self.model = XAttnModel(config, text_model, vision_tower)
+        if text_model is not None:
+            self.generation_config = text_model.generation_config
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.model.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.model.set_output_embeddings(new_embeddings)
+
+    def get_decoder(self) -> nn.Module:
+        return self.model.get_decoder()
+
+    def get_image_features(self, pixel_values: torch.Tensor, image_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """See [`XAttnModel.get_image_features`]."""
+        return self.model.get_image_features(pixel_values, image_mask)
+
+    def encode_images(self, *args, **kwargs) -> EncoderDecoderCache:
+        """See [`XAttnModel.encode_images`]."""
+        return self.model.encode_images(*args, **kwargs)
+
+    @property
+    def blocks(self) -> list:
+        """The cross-attention blocks, in the order of the layers."""
+        return self.model.blocks
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+        cross_attention_states: torch.Tensor | None = None,
+        cross_attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithCrossAttentions | tuple:
+        """
+        Args:
+            labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, ids to predict, -100 = ignored. Image markers
+                are ignored too: they need no row in the head.
+            logits_to_keep (`int` or `torch.Tensor`): logits of the last positions only; 0 = all.
+            others: as in [`XAttnModel.forward`].
+        """
+        if labels is not None and self.config.image_token_id is not None:
+            labels = labels.masked_fill(labels == self.config.image_token_id, -100)
+        text_model = self.model.text_model
+        outputs, cache, cross_attentions = self.model._run(
+            text_model,
+            {
+                "input_ids": input_ids,
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "past_key_values": past_key_values,
+                "labels": labels,
+                "logits_to_keep": logits_to_keep if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep else None,
+                **kwargs,
+            },
+            {
+                "pixel_values": pixel_values,
+                "image_mask": image_mask,
+                "cross_attention_states": cross_attention_states,
+                "cross_attention_mask": cross_attention_mask,
+            },
+            use_cache,
+            output_attentions,
+        )
+        fields = {
+            "loss": outputs.get("loss"),
+            "logits": outputs.logits,
+            "past_key_values": cache,
+            "hidden_states": outputs.get("hidden_states"),
+            "attentions": outputs.get("attentions"),
+            "cross_attentions": cross_attentions,
+        }
+        experts = {name: outputs.get(name) for name in ("aux_loss", "router_logits") if outputs.get(name) is not None}
+        result = XAttnMoeCausalLMOutput(**fields, **experts) if experts else CausalLMOutputWithCrossAttentions(**fields)
+        return result if return_dict is not False else result.to_tuple()
+
+
+def _keep_weights(model: nn.Module) -> None:
+    """Marks a loaded model as initialised, so that `post_init` of the model around it leaves its weights alone."""
+    for module in model.modules():
+        module._is_hf_initialized = True
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True
+
+
+__all__ = ["XAttnForConditionalGeneration", "XAttnModel", "XAttnPreTrainedModel"]
