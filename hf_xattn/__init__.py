@@ -1,25 +1,25 @@
 """Gated cross-attention for any text decoder of transformers. Importing registers everything with the Auto classes."""
 
-from transformers import AutoConfig, AutoModel
+import transformers
 
 from .attention import GatedCrossAttention
 from .block import GatedCrossAttentionBlock
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from .processing_xattn import XAttnProcessor
+from .retrofit import freeze_base, retrofit
 from .version import __version__
 
 
-
 def _register() -> None:
-    import transformers
-
-    AutoConfig.register(XAttnConfig.model_type, XAttnConfig)
-    AutoConfig.register(CrossAttentionConfig.model_type, CrossAttentionConfig)
-    AutoModel.register(XAttnConfig, XAttnModel)
-    AutoModel.register(CrossAttentionConfig, GatedCrossAttentionBlock)
+    transformers.AutoConfig.register(XAttnConfig.model_type, XAttnConfig)
+    transformers.AutoConfig.register(CrossAttentionConfig.model_type, CrossAttentionConfig)
+    transformers.AutoModel.register(XAttnConfig, XAttnModel)
+    transformers.AutoModel.register(CrossAttentionConfig, GatedCrossAttentionBlock)
     for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
         if (auto_class := getattr(transformers, name, None)) is not None:
             auto_class.register(XAttnConfig, XAttnForConditionalGeneration)
+    transformers.AutoProcessor.register(XAttnConfig, XAttnProcessor)
 
 
 _register()
@@ -31,5 +31,8 @@ __all__ = [
     "XAttnConfig",
     "XAttnForConditionalGeneration",
     "XAttnModel",
+    "XAttnProcessor",
     "__version__",
+    "freeze_base",
+    "retrofit",
 ]

@@ -1,0 +1,54 @@
+"""Encodes a picture once and asks many questions about it: no vision tower, no K/V projection, one copy of K/V.
+
+python examples/encode_once_ask_many.py [MODEL IMAGE]
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hf_xattn.image_cache import load_image_cache, save_image_cache
+
+
+QUESTIONS = ["what is in the picture ?", "how many ?", "which colour ?", "describe it"]
+
+
+def main(folder: str, picture: Image.Image, file: str) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    projections = []
+    for block in model.blocks:
+        block.attn.k_proj.register_forward_hook(lambda *_: projections.append(1))
+
+    images = model.encode_images(pixel_values=processor(images=picture)["pixel_values"])
+    questions = processor(text=QUESTIONS)
+    questions.pop("token_type_ids", None)
+    tokens = model.generate(**questions, past_key_values=images, max_new_tokens=8, do_sample=False)
+    for question, answer in zip(QUESTIONS, tokens[:, questions["input_ids"].shape[1] :]):
+        print(f"{question} {processor.decode(answer, skip_special_tokens=True)!r}")
+    print(f"K/V projections: {len(projections)} for {len(model.blocks)} blocks and {len(QUESTIONS)} questions")
+
+    save_image_cache(images, file, model)
+    again = model.generate(
+        **questions, past_key_values=load_image_cache(file, model), max_new_tokens=8, do_sample=False
+    )
+    print(f"the same answers from the file: {again.equal(tokens)}")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder) / "picture.safetensors")
+        if len(sys.argv) == 3:
+            main(sys.argv[1], Image.open(sys.argv[2]).convert("RGB"), file)
+        else:
+            from retrofit_text_model import main as retrofit_main
+            from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+
+            text = make_text_checkpoint(Path(folder) / "text")
+            vision = make_vision_checkpoint(Path(folder) / "vision")
+            model = str(Path(folder) / "model")
+            retrofit_main(str(text), str(vision), model)
+            main(model, make_picture(), file)

@@ -1,0 +1,45 @@
+"""Gives a text-only checkpoint eyes, and shows that it changed nothing else.
+
+python examples/retrofit_text_model.py [TEXT VISION OUTPUT]
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
+
+from hf_xattn import XAttnProcessor, freeze_base, retrofit
+
+
+def main(text: str, vision: str, output: str) -> None:
+    model = retrofit(text, vision, every=2)
+    processor = XAttnProcessor(AutoImageProcessor.from_pretrained(vision), AutoTokenizer.from_pretrained(text))
+
+    base = AutoModelForCausalLM.from_pretrained(text).eval()
+    inputs = processor(text="what is in the picture ?")
+    inputs.pop("token_type_ids", None)
+    with torch.no_grad():
+        same = torch.equal(model(**inputs).logits, base(**inputs).logits)
+    print(f"blocks in front of layers {model.config.cross_attention_layers}, logits bit-identical to the base: {same}")
+
+    freeze_base(model)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    print(f"{trainable:,} of {model.num_parameters():,} parameters train")
+
+    model.save_pretrained(output)
+    processor.save_pretrained(output)
+    print(f"saved to {output}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        main(*sys.argv[1:])
+    else:
+        from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+
+        with tempfile.TemporaryDirectory() as folder:
+            text = make_text_checkpoint(Path(folder) / "text")
+            vision = make_vision_checkpoint(Path(folder) / "vision")
+            main(str(text), str(vision), str(Path(folder) / "model"))

@@ -1,0 +1,58 @@
+"""Small checkpoints with random weights, made on the spot, so that the examples run anywhere without a download."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+)
+
+
+WORDS = "[PAD] [EOS] [UNK] what is in the picture ? how many which colour describe it a an dog cat house tree".split()
+
+
+def make_text_checkpoint(folder: Path) -> Path:
+    """A Llama of four layers with a word-level tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]", padding_side="left"
+    ).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_vision_checkpoint(folder: Path) -> Path:
+    """A SigLIP tower of two layers: 16 tokens from an image of 32 by 32."""
+    torch.manual_seed(1)
+    config = SiglipVisionConfig(
+        hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    AutoModel.from_config(config).save_pretrained(folder)
+    SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def make_picture(seed: int = 0) -> Image.Image:
+    """Random pixels."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (40, 40, 3), dtype=np.uint8))

@@ -1,0 +1,233 @@
+"""The command line: `hf-xattn retrofit | inspect | generate | encode | demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .version import __version__
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0, or 2 with one line that says what is wrong."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"hf-xattn {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-xattn", description="Gated cross-attention for any text decoder of transformers."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("retrofit", help="put cross-attention blocks into a text-only checkpoint")
+    command.add_argument("text", metavar="TEXT", help="text-only causal language model: a folder or a Hub id")
+    command.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
+    command.add_argument("--every", type=int, default=4, help="a block in front of every N-th layer (default: 4)")
+    command.add_argument("--layers", type=_integers, metavar="I,J,...", help="these layers instead, counted from 0")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the new model goes")
+    command.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    command.add_argument("--revision", help="revision of TEXT and V on the Hub")
+    command.add_argument("--trust-remote-code", action="store_true", help="run the code that a checkpoint brings")
+    command.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default: 5GB)")
+    command.set_defaults(run=_retrofit)
+
+    command = commands.add_parser("inspect", help="what a model's blocks add: parameters, K/V bytes, compute")
+    command.add_argument("model", nargs="?", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
+    command.add_argument("--architectures", action="store_true", help="print which decoders are served, and how")
+    command.set_defaults(run=_inspect)
+
+    command = commands.add_parser("generate", help="answer a prompt about images")
+    _add_model_and_images(command, images_required=False)
+    command.add_argument("--prompt", required=True, metavar="TEXT")
+    command.add_argument("--image-cache", type=Path, metavar="FILE", help="images that `hf-xattn encode` wrote")
+    command.add_argument("--max-new-tokens", type=int, default=64)
+    command.add_argument("--num-beams", type=int, default=1)
+    command.set_defaults(run=_generate)
+
+    command = commands.add_parser("encode", help="run the vision tower and the K/V projections once, into a file")
+    _add_model_and_images(command, images_required=True)
+    command.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .safetensors file")
+    command.set_defaults(run=_encode)
+
+    command = commands.add_parser("demo", help="train, retrofit and read handwritten digits, in minutes, offline")
+    command.add_argument("--output", type=Path, default=Path("hf-xattn-demo"), metavar="DIR")
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=_demo)
+    return parser
+
+
+def _add_model_and_images(command: argparse.ArgumentParser, images_required: bool) -> None:
+    command.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
+    command.add_argument(
+        "--image",
+        action="append",
+        type=Path,
+        required=images_required,
+        metavar="FILE",
+        help="may be given several times",
+    )
+    command.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, got {text!r}") from None
+
+
+def _new_folder(folder: Path) -> Path:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"`--output` ({folder}) exists and is not an empty folder.")
+    return folder
+
+
+def _retrofit(arguments: argparse.Namespace) -> None:
+    output = _new_folder(arguments.output)
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    from .processing_xattn import XAttnProcessor
+    from .retrofit import retrofit
+
+    hub = {"trust_remote_code": arguments.trust_remote_code}
+    if arguments.revision is not None:
+        hub["revision"] = arguments.revision
+    print(f"Loading {arguments.text}" + (f" and {arguments.vision}" if arguments.vision else ""), flush=True)
+    model = retrofit(
+        arguments.text,
+        arguments.vision,
+        cross_attention_layers=arguments.layers,
+        every=arguments.every,
+        dtype=arguments.dtype,
+        **hub,
+    )
+    print(f"Saving to {output}", flush=True)
+    model.save_pretrained(output, max_shard_size=arguments.max_shard_size)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.text, **hub)
+    except (OSError, ValueError):
+        print(f"No processor saved: {arguments.text} has no tokenizer.")
+    else:
+        image_processor = None
+        if arguments.vision is not None:
+            try:
+                image_processor = AutoImageProcessor.from_pretrained(arguments.vision, **hub)
+            except (OSError, ValueError):
+                print(f"Processor saved without images: {arguments.vision} has no image processor.")
+        if image_processor is None:
+            tokenizer.save_pretrained(output)
+        else:
+            XAttnProcessor(image_processor, tokenizer).save_pretrained(output)
+    _print_report(model)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    if arguments.architectures:
+        from .architectures import markdown_table
+
+        print(markdown_table())
+        return
+    if arguments.model is None:
+        raise ValueError("name a model's folder or Hub id, or give --architectures.")
+    import torch
+
+    from .configuration_xattn import XAttnConfig
+    from .modeling_xattn import XAttnForConditionalGeneration
+
+    config = XAttnConfig.from_pretrained(_checked_model(arguments.model))
+    with torch.device("meta"):  # shapes only: nothing is read but the configuration
+        model = XAttnForConditionalGeneration._from_config(config)
+    _print_report(model)
+
+
+def _print_report(model) -> None:
+    from .inspection import describe
+
+    for name, value in describe(model).items():
+        print(f"{name:<34} {value}")
+
+
+def _checked_model(model: str) -> str:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    if config.model_type != "xattn":
+        raise ValueError(
+            f"{model} is a {config.model_type!r} model without cross-attention blocks: run `hf-xattn retrofit {model}` first."
+        )
+    return model
+
+
+def _load(arguments: argparse.Namespace):
+    """Model, processor and the images of a command."""
+    for file in arguments.image or []:
+        if not file.is_file():
+            raise ValueError(f"`--image` ({file}) is not a file.")
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    name = _checked_model(arguments.model)
+    processor = AutoProcessor.from_pretrained(name)
+    images = [Image.open(file).convert("RGB") for file in arguments.image or []]
+    model = AutoModelForImageTextToText.from_pretrained(name, dtype=arguments.dtype).to(arguments.device).eval()
+    if images and getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"{arguments.model} has no image processor, so `--image` cannot be read.")
+    return model, processor, images
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    if arguments.image and arguments.image_cache:
+        raise ValueError("give --image or --image-cache, not both.")
+    if arguments.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
+    if arguments.image_cache is not None and not arguments.image_cache.is_file():
+        raise ValueError(f"`--image-cache` ({arguments.image_cache}) is not a file.")
+    model, processor, images = _load(arguments)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    inputs = (
+        processor(text=arguments.prompt, images=images or None, return_tensors="pt")
+        if images
+        else tokenizer(arguments.prompt, return_tensors="pt")
+    )
+    inputs = {name: value.to(model.device) for name, value in inputs.items() if name != "token_type_ids"}
+    if arguments.image_cache is not None:
+        from .image_cache import load_image_cache
+
+        inputs["past_key_values"] = load_image_cache(arguments.image_cache, model)
+    prompt_length = inputs["input_ids"].shape[1]
+    tokens = model.generate(
+        **inputs, max_new_tokens=arguments.max_new_tokens, num_beams=arguments.num_beams, do_sample=False
+    )
+    print(tokenizer.decode(tokens[0, prompt_length:], skip_special_tokens=True))
+
+
+def _encode(arguments: argparse.Namespace) -> None:
+    if arguments.output.exists():
+        raise ValueError(f"`--output` ({arguments.output}) exists already.")
+    model, processor, images = _load(arguments)
+    from .image_cache import save_image_cache
+
+    pixel_values = processor(images=[images])["pixel_values"].to(model.device)
+    cache = model.encode_images(pixel_values=pixel_values)
+    save_image_cache(cache, arguments.output, model)
+    print(f"{len(images)} image(s), {arguments.output.stat().st_size:,} bytes: {arguments.output}")
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from .demo import run
+
+    run(arguments.output, seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

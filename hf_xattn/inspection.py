@@ -1,0 +1,83 @@
+"""What a model's blocks add: parameters, cache bytes, compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .configuration_xattn import CrossAttentionConfig
+from .modeling_xattn import XAttnForConditionalGeneration
+
+
+def tokens_per_image(model: XAttnForConditionalGeneration) -> int | None:
+    """Tokens the vision tower makes of one image; None without a tower. Runs the tower on shapes only, where the model is
+    on the meta device."""
+    vision = model.config.vision_config
+    if vision is None:
+        return None
+    size = getattr(vision, "image_size", 224)
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    tower = model.model.vision_tower
+    pixels = torch.zeros(1, 1, getattr(vision, "num_channels", 3), *size, dtype=tower.dtype, device=tower.device)
+    with torch.no_grad():
+        return model.model.images.features(pixels).shape[2]
+
+
+def key_value_bytes_per_token(config: CrossAttentionConfig, num_blocks: int, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one image token in all blocks."""
+    return 2 * num_blocks * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+
+def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_image_tokens: int) -> int:
+    """Floating point operations that the blocks add to one text token, 2 for a multiply-add; K/V projections, done once an
+    image, not counted."""
+    query_size = config.num_attention_heads * config.head_dim
+    projections = 2 * 2 * config.hidden_size * query_size
+    attention = 2 * 2 * query_size * num_image_tokens
+    matrices = 3 if config.mlp_type == "gated" else 2
+    mlp = 2 * matrices * config.hidden_size * config.intermediate_size
+    return num_blocks * (projections + attention + mlp)
+
+
+def describe(model: XAttnForConditionalGeneration) -> dict[str, Any]:
+    """Figures of a model, ready to print."""
+    config, block = model.config, model.config.cross_attention_config
+    layers = config.cross_attention_layers
+    added = sum(parameter.numel() for block_ in model.blocks for parameter in block_.parameters())
+    text = sum(parameter.numel() for parameter in model.model.text_model.parameters()) - added
+    vision = connector = 0
+    if model.model.vision_tower is not None:
+        vision = sum(parameter.numel() for parameter in model.model.vision_tower.parameters())
+        connector = sum(parameter.numel() for parameter in model.model.connector.parameters())
+    dtype = block_dtype(model)
+    tokens = tokens_per_image(model)
+    per_token = key_value_bytes_per_token(block, len(layers), dtype)
+    heads = f"{block.num_attention_heads}/{block.num_key_value_heads} heads of {block.head_dim}"
+    figures: dict[str, Any] = {
+        "text decoder": f"{config.text_config.model_type}, {text:,} parameters",
+        "vision tower": "none" if not vision else f"{config.vision_config.model_type}, {vision:,} parameters",
+        "blocks in front of layers": ", ".join(map(str, layers)),
+        "block": f"{heads}, context {block.context_size}, {block.norm_type}, gate {block.gate}",
+        "parameters added (blocks)": f"{added:,}",
+        "parameters added (connector)": f"{connector:,}",
+        "parameters of the base, frozen": f"{text + vision:,}",
+        "K/V bytes an image token": f"{per_token:,} ({str(dtype).removeprefix('torch.')})",
+    }
+    if tokens is not None:
+        figures["tokens an image"] = f"{tokens:,}"
+        figures["K/V bytes an image"] = f"{tokens * per_token:,}"
+        figures["compute added a text token"] = (
+            f"{flops_per_text_token(block, len(layers), tokens):,} FLOP with one image"
+        )
+    else:
+        figures["compute added a text token"] = (
+            f"{flops_per_text_token(block, len(layers), 0):,} FLOP, and "
+            f"{flops_per_text_token(block, len(layers), 1) - flops_per_text_token(block, len(layers), 0):,} an image token"
+        )
+    return figures
+
+
+def block_dtype(model: XAttnForConditionalGeneration) -> torch.dtype:
+    """dtype of the keys and values: of the blocks' projections."""
+    return model.blocks[0].attn.k_proj.weight.dtype

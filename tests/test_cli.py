@@ -1,0 +1,97 @@
+"""The command line, called as a person would."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hf_xattn import XAttnProcessor
+from hf_xattn.cli import main
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    make_text_checkpoint(folder / "text")
+    make_vision_checkpoint(folder / "vision")
+    make_picture().save(folder / "picture.png")
+    command = ["retrofit", folder / "text", "--vision", folder / "vision", "--every", "2", "--output", folder / "model"]
+    assert main(list(map(str, [*command, "--max-shard-size", "100KB"]))) == 0
+    return folder
+
+
+def run(capsys, *arguments):
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_retrofit_writes_model_and_processor(folder):
+    """A folder that the Auto classes cannot load; one big file where shards were asked for."""
+    assert len(list((folder / "model").glob("model-*.safetensors"))) > 1
+    assert not list((folder / "model").glob("*.bin"))
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    assert model.config.cross_attention_layers == [1, 3]
+    assert isinstance(AutoProcessor.from_pretrained(folder / "model"), XAttnProcessor)
+
+
+def test_inspect(folder, capsys):
+    """Figures that do not follow from the model's sizes."""
+    status, out, _ = run(capsys, "inspect", folder / "model")
+    assert status == 0
+    figures = {line[:34].strip(): line[35:] for line in out.splitlines()}
+    assert figures["blocks in front of layers"] == "1, 3"
+    # 2 blocks, keys and values, 2 heads of 16, 4 bytes; 16 patches an image
+    assert figures["K/V bytes an image token"].startswith(f"{2 * 2 * 2 * 16 * 4}")
+    assert figures["K/V bytes an image"] == f"{16 * 2 * 2 * 2 * 16 * 4:,}"
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    added = sum(parameter.numel() for block in model.blocks for parameter in block.parameters())
+    assert figures["parameters added (blocks)"] == f"{added:,}"
+    # a block: q and o projections 2 * 2 * 64 * 64, scores and sum 2 * 2 * 64 * 16, MLP 2 * 3 * 64 * 128
+    flops = 2 * (2 * 2 * 64 * 64 + 2 * 2 * 64 * 16 + 2 * 3 * 64 * 128)
+    assert figures["compute added a text token"].startswith(f"{flops:,} FLOP")
+
+
+def test_generate_and_encode(folder, capsys, tmp_path):
+    """An image cache that answers otherwise than the image."""
+    question = ["--prompt", "what is it ?", "--max-new-tokens", "5"]
+    status, direct, _ = run(capsys, "generate", folder / "model", "--image", folder / "picture.png", *question)
+    assert status == 0 and direct.strip()
+    file = tmp_path / "picture.safetensors"
+    assert run(capsys, "encode", folder / "model", "--image", folder / "picture.png", "--output", file)[0] == 0
+    status, cached, _ = run(capsys, "generate", folder / "model", "--image-cache", file, *question)
+    assert status == 0 and cached == direct
+    assert run(capsys, "generate", folder / "model", *question)[0] == 0
+
+
+def test_errors_are_one_line(folder, capsys, tmp_path):
+    """A traceback, or work done before the error."""
+    text, vision, model = folder / "text", folder / "vision", folder / "model"
+    wrong = [
+        (["retrofit", text, "--output", model], "not an empty folder"),
+        (["retrofit", tmp_path / "missing", "--output", tmp_path / "a"], "missing"),
+        (["retrofit", vision, "--output", tmp_path / "a"], "not a causal language model"),
+        (["retrofit", text, "--layers", "9", "--output", tmp_path / "a"], "4 layers"),
+        (["retrofit", text, "--every", "0", "--output", tmp_path / "a"], "`every`"),
+        (["inspect", text], "without cross-attention blocks"),
+        (["inspect"], "--architectures"),
+        (["generate", model, "--prompt", "a", "--image", tmp_path / "no.png"], "no.png"),
+        (["generate", text, "--prompt", "a"], "hf-xattn retrofit"),
+        (["generate", model, "--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
+        (["generate", model, "--prompt", "a", "--image-cache", tmp_path / "no"], "not a file"),
+        (["encode", model, "--image", folder / "picture.png", "--output", folder / "picture.png"], "exists already"),
+    ]
+    for arguments, message in wrong:
+        status, _, error = run(capsys, *arguments)
+        assert status == 2, arguments
+        last = error.strip().splitlines()
+        assert any(message in line for line in last), (arguments, error)
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(SystemExit):
+        main(["retrofit", str(text), "--layers", "a,b", "--output", str(tmp_path / "a")])
+    assert "integers" in capsys.readouterr().err

@@ -1,0 +1,26 @@
+"""Every example runs, as it stands."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EXPECTED = {
+    "retrofit_text_model": ["bit-identical to the base: True", "parameters train"],
+    "load_and_generate": ["one image: ", "two images: ", "no image: "],
+    "encode_once_ask_many": ["K/V projections: 2 for 2 blocks and 4 questions", "the same answers from the file: True"],
+}
+
+
+@pytest.mark.parametrize("example", EXPECTED)
+def test_example(example):
+    """An example that its reader cannot run."""
+    output = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{example}.py")], capture_output=True, text=True, timeout=300
+    )
+    assert output.returncode == 0, output.stderr
+    for line in EXPECTED[example]:
+        assert line in output.stdout

@@ -1,0 +1,99 @@
+"""Encoded images as values: batches of them, and files."""
+
+import pytest
+import torch
+from conftest import make_model, pixels, randomize, token_ids
+from safetensors.torch import save_file
+
+from hf_xattn.image_cache import combine_images, fingerprint, load_image_cache, save_image_cache, select_images
+
+
+def answers(model, ids, **kwargs):
+    return model.generate(ids, max_new_tokens=8, do_sample=False, **kwargs)
+
+
+def test_combined_caches_equal_one_batch():
+    """Rows that change places, or padding that is attended to."""
+    model, ids = make_model(), token_ids(3)
+    both = pixels(3, 2)
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    caches = [
+        model.encode_images(pixel_values=both[:1]),
+        model.encode_images(pixel_values=both[1:2, :1]),
+        model.encode_images(pixel_values=both[2:]),
+    ]
+    combined = combine_images(caches)
+    expected = model(ids, pixel_values=both, image_mask=mask).logits
+    assert torch.allclose(model(ids, past_key_values=combined).logits, expected, atol=1e-5)
+    combined = combine_images(caches)
+    assert torch.equal(
+        answers(model, ids, past_key_values=combined), answers(model, ids, pixel_values=both, image_mask=mask)
+    )
+
+
+def test_selected_rows_share_nothing_with_the_wrong_image():
+    """A question answered about its neighbour's image."""
+    model, ids = make_model(), token_ids(3)
+    images = pixels(2)
+    cache = model.encode_images(pixel_values=images)
+    chosen = select_images(cache, [1, 0, 1])
+    assert torch.equal(answers(model, ids, past_key_values=chosen), answers(model, ids, pixel_values=images[[1, 0, 1]]))
+    assert cache.cross_attention_cache.layers[0].keys.shape[0] == 2
+    for rows in ([2], [], [-1]):
+        with pytest.raises(IndexError, match="from 0 to 1"):
+            select_images(cache, rows)
+
+
+def test_file_round_trip(tmp_path):
+    """K/V, masks or digests that do not survive a file."""
+    model, ids = make_model(), token_ids(2)
+    images, mask = pixels(2, 2), torch.tensor([[True, True], [True, False]])
+    cache = model.encode_images(pixel_values=images, image_mask=mask)
+    save_image_cache(cache, tmp_path / "images.safetensors", model)
+    loaded = load_image_cache(tmp_path / "images.safetensors", model)
+    for before, after in zip(cache.cross_attention_cache.layers, loaded.cross_attention_cache.layers):
+        assert torch.equal(before.keys, after.keys) and torch.equal(before.values, after.values)
+    assert torch.equal(
+        answers(model, ids, past_key_values=loaded), answers(model, ids, pixel_values=images, image_mask=mask)
+    )
+    again = model.generate(ids, pixel_values=images, past_key_values=loaded, max_new_tokens=2)
+    assert again.shape == (2, 9)
+    assert loaded.cross_attention_cache.get_seq_length() == 32
+
+
+def test_files_of_other_weights_are_refused(tmp_path):
+    """Keys and values of another model, read as noise."""
+    model = make_model()
+    file = tmp_path / "images.safetensors"
+    save_image_cache(model.encode_images(pixel_values=pixels(1)), file, model)
+    for change in (
+        lambda other: randomize(other, seed=9),
+        lambda other: (
+            torch.nn.init.zeros_(other.model.connector.layers[0].bias[:1])
+            + other.model.connector.layers[0].bias.data.add_(1)
+        ),
+        lambda other: other.model.vision_tower.to(torch.bfloat16),
+    ):
+        other = make_model()
+        change(other)
+        with pytest.raises(ValueError, match="fingerprint"):
+            load_image_cache(file, other)
+    assert fingerprint(model) == fingerprint(make_model())
+    save_file({"a": torch.zeros(1)}, tmp_path / "else.safetensors")
+    with pytest.raises(ValueError, match="not an image cache"):
+        load_image_cache(tmp_path / "else.safetensors", model)
+    (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        load_image_cache(tmp_path / "cut.safetensors", model)
+    with pytest.raises(FileNotFoundError):
+        load_image_cache(tmp_path / "missing.safetensors", model)
+
+
+def test_caches_of_other_models_are_not_combined():
+    """Rows of different widths in one batch."""
+    first = make_model().encode_images(pixel_values=pixels(1))
+    second = make_model(cross_attention_layers=[0]).encode_images(pixel_values=pixels(1))
+    with pytest.raises(ValueError, match="different models"):
+        combine_images([first, second])
+    with pytest.raises(ValueError, match="empty"):
+        combine_images([])

@@ -1,0 +1,48 @@
+"""The package as a whole: import, registration, layout."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_xattn
+
+
+ROOT = Path(hf_xattn.__file__).parents[1]
+
+
+def test_import_is_cheap():
+    """An import that pulls vision, plotting or training libraries beyond what transformers itself pulls."""
+    script = (
+        "import sys, json, torch, transformers; from transformers import PreTrainedModel, GenerationMixin, ProcessorMixin;"
+        "before = set(sys.modules); import hf_xattn;"
+        "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    new = set(json.loads(output.splitlines()[-1]))
+    heavy = {"PIL", "torchvision", "matplotlib", "sklearn", "cv2", "datasets", "scipy", "pandas", "tensorflow"}
+    assert not new & heavy
+
+
+def test_registered_with_the_auto_classes():
+    """A model type that an Auto class does not know."""
+    import transformers
+
+    config = hf_xattn.XAttnConfig
+    assert transformers.AutoConfig.for_model("xattn_block").model_type == "xattn_block"
+    assert transformers.AutoModel._model_mapping[config] is hf_xattn.XAttnModel
+    assert transformers.AutoModel._model_mapping[hf_xattn.CrossAttentionConfig] is hf_xattn.GatedCrossAttentionBlock
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+        auto_class = getattr(transformers, name, None)
+        if auto_class is not None:
+            assert auto_class._model_mapping[config] is hf_xattn.XAttnForConditionalGeneration
+
+
+def test_no_file_is_too_long():
+    """A room that holds more than one concept."""
+    long = {
+        path.name: length
+        for path in ROOT.glob("hf_xattn/**/*.py")
+        if (length := len(path.read_text().splitlines())) > 500
+    }
+    assert not long

@@ -1,0 +1,86 @@
+"""`XAttnProcessor`: texts and their images to inputs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoProcessor, AutoTokenizer
+
+from hf_xattn import XAttnProcessor, retrofit
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    make_text_checkpoint(folder / "text")
+    make_vision_checkpoint(folder / "vision")
+    from transformers import AutoImageProcessor
+
+    return folder, AutoTokenizer.from_pretrained(folder / "text"), AutoImageProcessor.from_pretrained(folder / "vision")
+
+
+def test_one_several_and_no_images(parts):
+    """Images bound to the wrong text, or padding images that count."""
+    _, tokenizer, image_processor = parts
+    processor = XAttnProcessor(image_processor, tokenizer)
+    a, b, c = make_picture(0), make_picture(1), make_picture(2)
+    inputs = processor(images=[a, [b, c], None], text=["a dog", "what is it ?", "a"])
+    assert inputs["input_ids"].shape == (3, 4)
+    assert inputs["pixel_values"].shape == (3, 2, 3, 32, 32)
+    assert inputs["image_mask"].tolist() == [[True, False], [True, True], [False, False]]
+    single = image_processor([c], return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(inputs["pixel_values"][1, 1], single)
+    assert "image_mask" not in processor(images=[a, b], text=["a", "dog"])
+    assert processor(images=a, text="a")["pixel_values"].shape == (1, 1, 3, 32, 32)
+    assert processor(images=[a, b], text="a")["pixel_values"].shape == (1, 2, 3, 32, 32)
+    assert processor(images=[[a, b]])["pixel_values"].shape == (1, 2, 3, 32, 32)
+    assert "pixel_values" not in processor(text="a")
+    assert "pixel_values" not in processor(text=["a", "dog"], images=[None, []])
+
+
+def test_saved_with_the_model_and_found_by_auto(parts, tmp_path):
+    """A processor that does not come back, or comes back as something else."""
+    folder, tokenizer, image_processor = parts
+    tokenizer = AutoTokenizer.from_pretrained(folder / "text")
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    processor = XAttnProcessor(image_processor, tokenizer, image_token="<image>")
+    processor.save_pretrained(tmp_path)
+    retrofit(folder / "text", folder / "vision").save_pretrained(tmp_path)
+    loaded = AutoProcessor.from_pretrained(tmp_path)
+    assert isinstance(loaded, XAttnProcessor)
+    assert (loaded.image_token, loaded.image_token_id) == ("<image>", processor.image_token_id)
+    first = processor(images=make_picture(), text="<image> a dog")
+    second = loaded(images=make_picture(), text="<image> a dog")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_errors(parts):
+    """Silent truncation where texts and images do not match."""
+    folder, tokenizer, image_processor = parts
+    processor = XAttnProcessor(image_processor, tokenizer)
+    picture = make_picture()
+    with pytest.raises(ValueError, match="2 entries for 3 texts"):
+        processor(images=[picture, picture], text=["a", "a", "a"])
+    with pytest.raises(ValueError, match="one text"):
+        processor(images=[[picture], [picture]], text="a")
+    with pytest.raises(ValueError, match="`text`, `images` or both"):
+        processor()
+    with pytest.raises(ValueError, match="return_tensors.*np"):
+        processor(text="a", return_tensors="np")
+    with pytest.raises(ValueError, match="image_processor"):
+        XAttnProcessor(None, tokenizer)
+    with pytest.raises(ValueError, match="<image>.*vocabulary"):
+        XAttnProcessor(image_processor, tokenizer, image_token="<image>")
+    with pytest.raises(ValueError, match="tokenizer"):
+        XAttnProcessor(image_processor)
+    marked = AutoTokenizer.from_pretrained(folder / "text")
+    marked.add_tokens(["<image>"], special_tokens=True)
+    processor = XAttnProcessor(image_processor, marked, image_token="<image>")
+    with pytest.raises(ValueError, match="Text 0 holds 2 image markers.*1 images"):
+        processor(text="<image> <image> a", images=picture)

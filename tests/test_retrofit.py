@@ -1,0 +1,238 @@
+"""`retrofit`: from checkpoints and from loaded models, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import SIZES, VOCAB_SIZE, make_text, pixels, token_ids, vision_config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    Dinov2Config,
+    LlamaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+)
+
+from hf_xattn import CrossAttentionConfig, freeze_base, retrofit
+
+
+TOWERS = {
+    "siglip": vision_config,
+    "clip": lambda: CLIPVisionConfig(
+        hidden_size=24,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+    ),
+    "dinov2": lambda: Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
+    ),
+    "vit": lambda: ViTConfig(
+        hidden_size=24,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A text-only and a vision checkpoint, as ordinary folders."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    make_text().save_pretrained(folder / "text", max_shard_size="20KB")
+    torch.manual_seed(5)
+    AutoModel.from_config(vision_config()).save_pretrained(folder / "vision")
+    return folder
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_vision_towers_from_folders(folders, tmp_path, tower):
+    """A tower whose output is not understood, or whose weights are re-initialised on the way."""
+    torch.manual_seed(6)
+    vision = AutoModel.from_config(TOWERS[tower]()).eval()
+    vision.save_pretrained(tmp_path / "vision")
+    model = retrofit(folders / "text", tmp_path / "vision", every=2)
+    for name, tensor in model.model.vision_tower.state_dict().items():
+        assert torch.equal(tensor, vision.state_dict()[name]), name
+    base = AutoModelForCausalLM.from_pretrained(folders / "text")
+    ids = token_ids()
+    with torch.no_grad():
+        assert torch.equal(model(ids, pixel_values=pixels()).logits, base(ids).logits)
+    model.save_pretrained(tmp_path / "model")
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.get_image_features(pixels()).shape[:2] == (2, 1)
+
+
+def test_base_weights_stay_under_their_names(folders):
+    """Re-initialised or renamed base weights."""
+    model = retrofit(folders / "text", every=2)
+    base = AutoModelForCausalLM.from_pretrained(folders / "text")
+    kept = {name: value for name, value in model.model.text_model.state_dict().items() if "cross_attention" not in name}
+    assert kept.keys() == base.state_dict().keys()
+    assert all(torch.equal(value, base.state_dict()[name]) for name, value in kept.items())
+    assert model.config.cross_attention_layers == [1, 3]
+
+
+def test_loaded_model_keeps_changed_weights():
+    """`post_init` re-initialising a module that the caller put in after loading (a resized embedding)."""
+    text = make_text()
+    text.resize_token_embeddings(VOCAB_SIZE + 4, mean_resizing=False)
+    torch.nn.init.constant_(text.get_input_embeddings().weight, 0.5)
+    text.get_input_embeddings().weight._is_hf_initialized = False
+    model = retrofit(text)
+    assert (model.get_input_embeddings().weight == 0.5).all()
+
+
+def test_sizes_follow_the_text_config(folders):
+    """Block sizes that do not fit the decoder, and options that get lost on the way."""
+    block = retrofit(folders / "text", cross_attention={"num_key_value_heads": 1, "context_size": 20}).config
+    block = block.cross_attention_config
+    assert (block.hidden_size, block.num_attention_heads, block.num_key_value_heads, block.context_size) == (
+        32,
+        4,
+        1,
+        20,
+    )
+    config = CrossAttentionConfig(hidden_size=32, num_attention_heads=2, gate="none", context_size=8)
+    model = retrofit(folders / "text", cross_attention=config, cross_attention_layers=[0, 2])
+    assert model.config.cross_attention_config.gate == "none"
+    assert model.config.cross_attention_layers == [0, 2]
+    assert retrofit(folders / "text", every=3).config.cross_attention_layers == [2]
+
+
+def test_bfloat16_keeps_gates_and_norms_in_float32(folders):
+    """Gate updates that vanish in bfloat16."""
+    model = retrofit(folders / "text", folders / "vision", dtype=torch.bfloat16)
+    for name, parameter in model.blocks[0].named_parameters():
+        expected = torch.float32 if "gate" in name.split(".")[-1] or "norm" in name else torch.bfloat16
+        assert parameter.dtype == expected, name
+    assert model.dtype == torch.bfloat16
+    assert model.model.vision_tower.dtype == torch.bfloat16
+
+
+def test_freeze_base_leaves_what_was_added():
+    """A trained base, or blocks that stay frozen."""
+    model = freeze_base(retrofit(make_text(), AutoModel.from_config(vision_config()), every=2))
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable == {
+        name for name, _ in model.named_parameters() if "cross_attention_block" in name or ".connector." in name
+    }
+    freeze_base(model, vision=False)
+    assert all(parameter.requires_grad for parameter in model.model.vision_tower.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every": 0}, "`every`.*0"),
+        ({"cross_attention_layers": [4]}, r"\[4\].*4 layers"),
+        ({"cross_attention_layers": [-1]}, r"\[-1\]"),
+        ({"cross_attention_layers": [1, 1]}, r"\[1\] more than once"),
+        ({"cross_attention_layers": []}, "empty"),
+        ({"cross_attention": {"num_attention_heads": 3, "head_dim": 4, "num_key_value_heads": 2}}, "2.*divide.*3"),
+        ({"cross_attention": {"heads": 3}}, "unknown fields.*heads"),
+        ({"cross_attention": 3}, "CrossAttentionConfig or a dict"),
+        ({"cross_attention": {"hidden_size": 16}}, "16.*32"),
+        ({"connector_type": "conv"}, "connector_type.*conv"),
+        ({"image_visibility": "first"}, "image_visibility.*first"),
+        ({"image_visibility": "latest"}, "image_token_id"),
+        ({"image_token_id": 1000}, "1000.*96"),
+    ],
+)
+def test_wrong_options_are_refused_before_loading(folders, monkeypatch, arguments, message):
+    """A late failure, after minutes of loading."""
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=message):
+        retrofit(folders / "text", **arguments)
+
+
+def test_wrong_models_are_refused(folders, tmp_path):
+    """Blocks inside a model they cannot serve."""
+    with pytest.raises(ValueError, match="already has"):
+        retrofit(retrofit(make_text()).model.text_model)
+    with pytest.raises(ValueError, match="already has"):
+        retrofit(retrofit(make_text()))
+    bert = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    with pytest.raises(ValueError, match="not a causal language model"):
+        retrofit(BertModel(bert))
+    t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=20))
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        retrofit(t5)
+    t5.save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        retrofit(tmp_path / "t5")
+    retrofit(folders / "text").save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match="already has"):
+        retrofit(tmp_path / "again")
+    with pytest.raises(ValueError, match="not a causal language model"):
+        retrofit(folders / "vision")
+    with pytest.raises(TypeError, match="`text`.*int"):
+        retrofit(3)
+    with pytest.raises(TypeError, match="`vision`.*int"):
+        retrofit(folders / "text", 3)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    clip = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 32, "patch_size": 8}, text_config=small))
+    with pytest.raises(ValueError, match="more than a vision model"):
+        retrofit(make_text(), clip)
+
+
+def test_pickled_weights_are_never_read(folders, tmp_path):
+    """A checkpoint folder with pickled weights only."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text((folders / "text" / "config.json").read_text())
+    torch.save({}, tmp_path / "text" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \*.safetensors.*pytorch_model.bin"):
+        retrofit(tmp_path / "text")
+
+
+MEASURE = """
+import json, os, resource, sys, threading, time
+import torch, transformers, hf_xattn
+from hf_xattn.modeling_xattn import XAttnForConditionalGeneration
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+before, peak, done = anonymous(), 0, False
+
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = hf_xattn.retrofit(sys.argv[1], cross_attention_layers=[0], cross_attention=dict(intermediate_size=8))
+done = True
+watcher.join()
+size = sum(p.numel() * p.element_size() for p in model.parameters())
+print(json.dumps({"peak": peak - before, "size": size}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory(tmp_path):
+    """A second copy of the weights while loading."""
+    sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 8192}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    output = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
+    measured = json.loads(output.stdout.splitlines()[-1])
+    assert measured["peak"] < 1.15 * measured["size"], measured
