@@ -144,9 +144,7 @@ class GatedCrossAttention(nn.Module):
         self.q_norm = CrossAttentionRMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = CrossAttentionRMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.relative_attention_bias = (
-            nn.Embedding(config.position_bias_num_buckets, config.num_attention_heads)
-            if config.position_bias
-            else None
+            nn.Embedding(config.position_bias_num_buckets, config.num_attention_heads) if config.position_bias else None
         )
 
     def forward(
@@ -199,9 +197,11 @@ class GatedCrossAttention(nn.Module):
         Returns:
             two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`.
         """
-        states = cross_attention_states.to(self.k_proj.weight.dtype) if not torch.is_autocast_enabled(
-            cross_attention_states.device.type
-        ) else cross_attention_states
+        states = (
+            cross_attention_states.to(self.k_proj.weight.dtype)
+            if not torch.is_autocast_enabled(cross_attention_states.device.type)
+            else cross_attention_states
+        )
         # -1 for the head count: under tensor parallelism a rank holds some of the heads.
         shape = (*states.shape[:2], -1, self.head_dim)
         key = self.k_proj(states).view(shape)
@@ -240,20 +240,21 @@ class GatedCrossAttention(nn.Module):
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads, num_tokens = key.shape[:3]
         repeats = text_rows // rows
-        if num_tokens == 1 and not (self.quiet_softmax or output_attentions or torch.is_grad_enabled()):
+        dropout = self.attention_dropout if self.training else 0.0
+        if num_tokens == 1 and not (self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()):
             # The softmax over one key is 1: the output is the value itself, whatever the query.
             heads = value.repeat_interleave(self.q_proj.out_features // self.k_proj.out_features, dim=1)
-            output = self.o_proj(heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1))
-            return output.reshape(text_rows, text_len, -1), None
+            output = heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1).reshape(text_rows, text_len, -1)
+            if visibility.visible is not None:
+                output = torch.where(visibility.visible, output, 0)
+            return self.o_proj(output), None
 
         query = self.q_proj(hidden_states).view(text_rows, text_len, -1, self.head_dim)
         if self.q_norm is not None:
             query = self.q_norm(query)
         num_heads = query.shape[2]
         group = num_heads // kv_heads
-        # (R, r, T, K, G, D) -> (R, K, r * T * G, D)
-        query = query.view(rows, repeats, text_len, kv_heads, group, self.head_dim)
-        query = query.permute(0, 3, 1, 2, 4, 5).reshape(rows, kv_heads, -1, self.head_dim)
+        query = fold_queries(query, rows, kv_heads)
 
         position_bias = None
         if self.relative_attention_bias is not None:
@@ -267,21 +268,21 @@ class GatedCrossAttention(nn.Module):
             if position_bias is not None:
                 position_bias = nn.functional.pad(position_bias, (1, 0))
 
-        attention_interface, mask = self._attention_interface(visibility.mask, query, key, position_bias, output_attentions)
+        attention_interface, mask = self._attention_interface(
+            visibility.mask, query, key, position_bias, output_attentions
+        )
         output, weights = attention_interface(
             self,
             query.to(key.dtype),
             key,
             value,
             mask,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=dropout,
             scaling=self.scaling,
             is_causal=False,
             **({} if position_bias is None else {"position_bias": position_bias}),
         )
-        # (R, r * T * G, K, D) -> (R * r, T, K * G * D)
-        output = output.view(rows, repeats, text_len, group, kv_heads, self.head_dim)
-        output = output.transpose(3, 4).reshape(text_rows, text_len, -1)
+        output = unfold_output(output, repeats, text_len)
         if visibility.visible is not None:
             output = torch.where(visibility.visible, output, 0)
         output = self.o_proj(output)
@@ -303,6 +304,9 @@ class GatedCrossAttention(nn.Module):
                 f"`{name}` takes no cross-attention mask, no position bias and no float32: these calls use `sdpa`."
             )
             name = "sdpa"
+        if name == "flex_attention" and mask is not None and not _flex_reads_masks(query.device):
+            logger.warning_once("`flex_attention` takes no cross-attention mask on CPU: these calls use `sdpa`.")
+            name = "sdpa"
         if name == "flex_attention" and mask is not None:
             # Flex adds the mask to the scores, and reads it at every position.
             mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
@@ -318,6 +322,33 @@ class GatedCrossAttention(nn.Module):
             distance, self.config.position_bias_num_buckets, self.config.position_bias_max_distance
         )
         return self.relative_attention_bias(buckets).permute(0, 3, 1, 2).expand(text_rows, -1, -1, -1).contiguous()
+
+
+def _flex_reads_masks(device: torch.device) -> bool:
+    """torch's compiled CPU kernel crashes the process where it is given a mask tensor (seen in torch 2.13)."""
+    return device.type != "cpu"
+
+
+def fold_queries(query: torch.Tensor, rows: int, kv_heads: int) -> torch.Tensor:
+    """Puts all queries that share keys and values into one query axis.
+
+    Args:
+        query (`torch.Tensor`): `(R * r, T, K * G, D)`.
+        rows, kv_heads (`int`): R and K.
+
+    Returns:
+        `torch.Tensor`: `(R, K, r * T * G, D)`.
+    """
+    text_rows, text_len, _, head_dim = query.shape
+    query = query.reshape(rows, text_rows // rows, text_len, kv_heads, -1, head_dim)
+    return query.permute(0, 3, 1, 2, 4, 5).reshape(rows, kv_heads, -1, head_dim)
+
+
+def unfold_output(output: torch.Tensor, repeats: int, text_len: int) -> torch.Tensor:
+    """Takes an attention's output apart again: `(R, r * T * G, K, D)` to `(R * r, T, K * G * D)`."""
+    rows, _, kv_heads, head_dim = output.shape
+    output = output.reshape(rows * repeats, text_len, -1, kv_heads, head_dim)
+    return output.transpose(2, 3).reshape(rows * repeats, text_len, -1)
 
 
 def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
@@ -346,6 +377,8 @@ def check_text_and_states(
     hidden_states: torch.Tensor, cross_attention_states: torch.Tensor, config: CrossAttentionConfig
 ) -> None:
     """Raises where the text stream or the K/V source has a wrong rank, width, batch or dtype."""
+    if not hidden_states.is_floating_point():
+        raise TypeError(f"`hidden_states` must be floating point, got {hidden_states.dtype}.")
     if hidden_states.dim() != 3 or hidden_states.shape[-1] != config.hidden_size:
         raise ValueError(
             f"`hidden_states` must be (batch, text_len, hidden_size={config.hidden_size}), got shape "

@@ -60,6 +60,10 @@ class GatedCrossAttentionBlock(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm"]
 
     @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers guesses from this file's text, but the attention interface is called in attention.py
+
+    @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True  # no experts here, but a decoder's choice reaches every part's configuration
 

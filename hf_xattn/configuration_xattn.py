@@ -7,6 +7,7 @@ allocated. The model code below this file may take the values for granted.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -31,6 +32,11 @@ def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
 def _check_positive_int(field: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"`{field}` must be a positive integer, got {value!r}.")
+
+
+def _check_number(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"`{field}` must be a finite number, got {value!r}.")
 
 
 def _check_activation(field: str, value: Any) -> None:
@@ -148,8 +154,13 @@ class CrossAttentionConfig(PreTrainedConfig):
         _check_choice("gate", self.gate, GATES)
         _check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
         _check_probability("attention_dropout", self.attention_dropout)
+        _check_number("norm_eps", self.norm_eps)
         if self.norm_eps <= 0:
             raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps!r}.")
+        _check_number("gate_init", self.gate_init)
+        _check_number("initializer_range", self.initializer_range)
+        if self.initializer_range < 0:
+            raise ValueError(f"`initializer_range` must not be negative, got {self.initializer_range!r}.")
         if self.position_bias and (self.position_bias_num_buckets < 4 or self.position_bias_num_buckets % 2):
             raise ValueError(
                 "`position_bias_num_buckets` must be an even number of at least 4 (half for each direction), got "
@@ -230,6 +241,11 @@ class XAttnConfig(PreTrainedConfig):
         block = self.cross_attention_config
         self.cross_attention_config = None
         super().__post_init__(**kwargs)
+        if isinstance(block, PreTrainedConfig) and not isinstance(block, CrossAttentionConfig):
+            raise ValueError(
+                f"`cross_attention_config` must be a CrossAttentionConfig or a dict of its fields, got "
+                f"{type(block).__name__}."
+            )
         if not isinstance(block, PreTrainedConfig):
             block = complete_cross_attention_config(block, self.text_config)
         self.cross_attention_config = block

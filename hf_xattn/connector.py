@@ -39,7 +39,9 @@ class XAttnConnector(PreTrainedModel):
             self.layers = nn.ModuleList([nn.Linear(features, context, bias=bias)])
         else:
             act = ACT2FN[config.connector_hidden_act]
-            self.layers = nn.ModuleList([nn.Linear(features, context, bias=bias), act, nn.Linear(context, context, bias=bias)])
+            self.layers = nn.ModuleList(
+                [nn.Linear(features, context, bias=bias), act, nn.Linear(context, context, bias=bias)]
+            )
         self.post_init()
 
     @torch.no_grad()

@@ -91,7 +91,11 @@ class XAttnGenerationMixin:
             return
         pixel_values, states = kwargs.get("pixel_values"), kwargs.get("cross_attention_states")
         markers = (input_ids == marker).sum(dim=-1)
-        if pixel_values is None and states is None and encoded_images(getattr(cache, "cross_attention_cache", None)) is None:
+        if (
+            pixel_values is None
+            and states is None
+            and encoded_images(getattr(cache, "cross_attention_cache", None)) is None
+        ):
             if markers.any():
                 raise ValueError(
                     f"`input_ids` holds image markers (token {marker}; {markers.tolist()} a row), but no images were given: "
@@ -133,7 +137,9 @@ class XAttnGenerationMixin:
         if image_rows is not None:  # without a cache: the same images again, a row for each text row
             repeats = text_rows // image_rows
             for name, tensor in (("cross_attention_states", cross_attention_states), ("image_mask", image_mask)):
-                inputs[name] = tensor.repeat_interleave(repeats, dim=0) if tensor is not None and repeats > 1 else tensor
+                inputs[name] = (
+                    tensor.repeat_interleave(repeats, dim=0) if tensor is not None and repeats > 1 else tensor
+                )
         if cross_attention_mask is None:
             return inputs
         mask = cross_attention_mask

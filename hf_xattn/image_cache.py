@@ -168,7 +168,8 @@ def _combine_tokens(parts: list[ImageTokens], rows: list[int], length: int) -> I
     if any(not torch.equal(part.image_of_token, widest.image_of_token[: part.num_tokens]) for part in parts):
         raise ValueError("`caches` hold images of different numbers of tokens: combine caches of equally large images.")
     device = widest.image_of_token.device
-    token_masks, image_masks = [], []
+    token_masks: list[torch.Tensor] = []
+    image_masks: list[torch.Tensor] = []
     for part, count in zip(parts, rows):
         for size, full, mask, masks in (
             (part.num_tokens, length, part.token_mask, token_masks),

@@ -140,7 +140,9 @@ class ImageEncoder:
         if split.dim() != 4:
             check_states(states, batch_size, context_size)  # names the rank that came
         check_states(split.flatten(1, 2), batch_size if known is None else None, context_size)
-        _check_rows("cross_attention_states", split.shape[0], batch_size if known is None else known_rows(known, split.shape[0]))
+        _check_rows(
+            "cross_attention_states", split.shape[0], batch_size if known is None else known_rows(known, split.shape[0])
+        )
         if image_mask is not None:
             _check_image_mask(image_mask, tuple(split.shape[:2]))
         digests = digest_images(split.flatten(1, 2)) if digest else None

@@ -88,7 +88,9 @@ def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.M
         for attribute in LAYER_ATTRIBUTES:
             layers = module._modules.get(attribute)
             if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
-                candidates.append((name.count(".") + bool(name), LAYER_ATTRIBUTES.index(attribute), name, module, layers))
+                candidates.append(
+                    (name.count(".") + bool(name), LAYER_ATTRIBUTES.index(attribute), name, module, layers)
+                )
     if not candidates:
         raise ValueError(
             f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) has no stack of "
@@ -135,7 +137,9 @@ def check_insertable(language_model: PreTrainedModel) -> None:
     config = language_model.config
     name = f"{type(language_model).__name__} (model_type {config.model_type!r})"
     if config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model: it has cross-attention of its own. Use a decoder-only model.")
+        raise ValueError(
+            f"{name} is an encoder-decoder model: it has cross-attention of its own. Use a decoder-only model."
+        )
     if config.model_type == "xattn" or any(is_cross_attending(module) for module in language_model.modules()):
         raise ValueError(f"{name} already has cross-attention blocks. Retrofit its text-only base instead.")
     if not language_model.can_generate() or language_model.get_output_embeddings() is None:

@@ -179,7 +179,9 @@ class XAttnModel(XAttnPreTrainedModel):
         self.images.fill(past_key_values, new)
         return past_key_values
 
-    def _run(self, runner: nn.Module, text_inputs: dict, image_inputs: dict, use_cache: bool | None, attentions: bool | None):
+    def _run(
+        self, runner: nn.Module, text_inputs: dict, image_inputs: dict, use_cache: bool | None, attentions: bool | None
+    ):
         """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
         past_key_values = text_inputs.pop("past_key_values", None)
         input_ids, inputs_embeds = text_inputs.get("input_ids"), text_inputs.get("inputs_embeds")
@@ -192,7 +194,7 @@ class XAttnModel(XAttnPreTrainedModel):
                 f"{tuple(text.shape)}."
             )
         batch_size, text_len = text.shape[:2]
-        recomputes = self.training and self.is_gradient_checkpointing
+        recomputes = self.training and self.is_activation_checkpointing
         if use_cache is None:
             use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)
         use_cache = bool(use_cache) and not recomputes
@@ -235,8 +237,10 @@ class XAttnModel(XAttnPreTrainedModel):
         if attentions:
             arguments["output_attentions"] = True
         outputs = runner(**arguments, past_key_values=self_cache, use_cache=use_cache, return_dict=True)
-        if context is not None and not torch.compiler.is_compiling() and len(context.recorder.weights) != len(
-            self.config.cross_attention_layers
+        if (
+            context is not None
+            and not torch.compiler.is_compiling()
+            and len(context.recorder.weights) != len(self.config.cross_attention_layers)
         ):
             raise RuntimeError(
                 f"{type(self.text_model).__name__} did not hand the images to its layers: "
@@ -416,7 +420,9 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
                 "position_ids": position_ids,
                 "past_key_values": past_key_values,
                 "labels": labels,
-                "logits_to_keep": logits_to_keep if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep else None,
+                "logits_to_keep": logits_to_keep
+                if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep
+                else None,
                 **kwargs,
             },
             {

@@ -91,7 +91,8 @@ def lay_out(
         visible = visible.repeat_interleave(repeats, dim=0) if repeats > 1 else visible
     else:
         if rows != text_rows:
-            mask, visible = mask.repeat_interleave(repeats, dim=0), visible.repeat_interleave(repeats, dim=0)
+            mask = mask.repeat_interleave(text_rows // rows, dim=0)
+            visible = visible.repeat_interleave(text_rows // rows, dim=0)
         mask = mask.view(image_rows, repeats, steps, 1, num_keys)
         mask = mask.expand(-1, -1, text_len, group, -1).reshape(image_rows, 1, -1, num_keys)
     return Visibility(mask, visible)
@@ -273,7 +274,7 @@ def digest_images(images: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.LongTensor`: `(R, num_images)`.
     """
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[images.element_size()]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[images.element_size()]
     flat = images.detach().contiguous().flatten(2).view(bits).long()
     weights = torch.arange(1, flat.shape[-1] + 1, device=flat.device) * 6364136223846793005 + 1442695040888963407
     return ((flat + 1) * (weights ^ (weights >> 29))).sum(dim=-1)

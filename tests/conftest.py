@@ -27,6 +27,9 @@ from transformers import (
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 
 
+# Threads cost more than they give on models of this size, and several test runs share the machine.
+torch.set_num_threads(1)
+
 VOCAB_SIZE = 96
 SIZES = {
     "hidden_size": 32,

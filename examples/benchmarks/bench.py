@@ -1,0 +1,390 @@
+"""Speed and memory of folded cross-attention, beside its peers in the same process.
+
+python examples/benchmarks/bench.py [--quick] [--only NAME ...] [--output FILE]
+
+Every figure is a ratio of medians of interleaved runs, so that a slow minute of the machine falls on both sides. The table
+goes to the terminal and, with the machine and the versions, to a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from peers import (
+    MllamaWithFeatures,
+    idefics_attention,
+    mllama_attention,
+    mllama_config,
+    our_model,
+    repeated_attention,
+    repeated_on_gqa,
+)
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+import hf_xattn
+from hf_xattn import CrossAttentionConfig, GatedCrossAttention
+from hf_xattn.attention import fold_queries, unfold_output
+from hf_xattn.visibility import EVERYTHING
+
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median time of each run, the runs taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 1):
+        for name, run in runs.items():
+            _synchronize()
+            start = time.perf_counter()
+            run()
+            _synchronize()
+            if repeat:  # the first round warms up
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of a plain reduction over a tensor larger than the caches."""
+    data = torch.ones(2**27, device=DEVICE)
+    return data.numel() * data.element_size() / seconds({"sum": lambda: data.sum()}, 9)["sum"]
+
+
+def _key_value(tokens: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (rows, KV_HEADS, tokens, HEAD_DIM)
+    return tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+
+
+def folded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """One decode step as the package does it: `(B, 1, H, D)` queries, `(R, K, N, D)` keys and values."""
+    output = nn.functional.scaled_dot_product_attention(fold_queries(query, *key.shape[:2]), key, value)
+    return unfold_output(output.transpose(1, 2), query.shape[0] // key.shape[0], query.shape[1])
+
+
+def attention(repeats: int) -> dict[str, dict]:
+    figures = {}
+    for beams, tokens in ((1, 6404), (4, 1601)):
+        key, value = _key_value(tokens)
+        query = torch.randn(beams, 1, HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+        many_key, many_value = (states.repeat_interleave(beams, dim=0) for states in (key, value))
+        reference = repeated_attention(query, many_key, many_value)
+        difference = (folded(query, key, value) - reference).abs().max().item()
+        assert difference < 0.02, difference
+        times = seconds(
+            {
+                "folded": lambda: folded(query, key, value),
+                "repeat": lambda: repeated_attention(query, many_key, many_value),
+                "gqa": lambda: repeated_on_gqa(query, many_key, many_value),
+            },
+            repeats,
+        )
+        name = f"decode attention, {beams} beam(s), N {tokens}"
+        figures[f"{name}, against repeat_interleave"] = _ratio(times, "repeat", "folded", 20 if beams == 1 else 40)
+        figures[f"{name}, against enable_gqa"] = _ratio(times, "gqa", "folded", 7 if beams == 1 else 16)
+        if beams == 1:
+            bandwidth = read_bandwidth()
+            achieved = 2 * key.numel() * key.element_size() / times["folded"]
+            figures["fraction of read bandwidth, N 6404"] = {
+                "value": achieved / bandwidth,
+                "floor": 0.5,
+                "detail": f"{achieved / 1e9:.1f} of {bandwidth / 1e9:.1f} GB/s",
+            }
+    return figures
+
+
+def growth(repeats: int) -> dict[str, dict]:
+    query = torch.randn(1, 1, HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    states = {tokens: _key_value(tokens) for tokens in (1601, 25616)}
+    times = seconds({str(n): (lambda kv=kv: folded(query, *kv)) for n, kv in states.items()}, repeats)
+    ratio = times["25616"] / times["1601"]
+    return {
+        "growth of a decode step, N 1601 to 25616, over linear": {
+            "value": ratio / 16,
+            "ceiling": 1.0,
+            "detail": f"{times['1601'] * 1e3:.2f} ms to {times['25616'] * 1e3:.2f} ms, 16 times the tokens",
+        }
+    }
+
+
+@torch.no_grad()
+def layer(repeats: int) -> dict[str, dict]:
+    hidden = HEADS * HEAD_DIM
+    config = CrossAttentionConfig(
+        hidden_size=hidden,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        qk_norm=True,
+        norm_eps=1e-5,
+        intermediate_size=1,
+    )
+    ours = GatedCrossAttention(config).to(DEVICE, torch.bfloat16).eval()
+    theirs = mllama_attention(hidden, HEADS, KV_HEADS).to(DEVICE, torch.bfloat16).eval()
+    nn.init.normal_(ours.o_proj.weight, std=0.02)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        getattr(theirs, name).weight.copy_(getattr(ours, name).weight)
+    figures = {}
+    for beams, floor in ((1, 4), (4, 10)):
+        states = torch.randn(1, 6404, hidden, device=DEVICE, dtype=torch.bfloat16)
+        key, value = ours.project_key_value(states)
+        cache = DynamicCache()
+        theirs(torch.zeros(beams, 1, hidden, device=DEVICE, dtype=torch.bfloat16), states.repeat(beams, 1, 1), cache)
+        text = torch.randn(beams, 1, hidden, device=DEVICE, dtype=torch.bfloat16)
+        difference = (ours.attend(text, key, value, EVERYTHING)[0] - theirs(text, None, cache)[0]).abs().max().item()
+        assert difference < 0.05, difference
+        times = seconds(
+            {
+                "ours": lambda: ours.attend(text, key, value, EVERYTHING),
+                "mllama": lambda: theirs(text, None, cache),
+            },
+            repeats,
+        )
+        name = f"cross-attention with projections, {beams} row(s), N 6404, against Mllama's"
+        figures[name] = _ratio(times, "mllama", "ours", floor)
+
+    idefics = idefics_attention(hidden, HEADS).to(DEVICE, torch.bfloat16).eval()
+    states = torch.randn(1, 1601, hidden, device=DEVICE, dtype=torch.bfloat16)
+    text = torch.randn(1, 1, hidden, device=DEVICE, dtype=torch.bfloat16)
+    key, value = ours.project_key_value(states)
+    times = seconds(
+        {
+            "ours": lambda: ours.attend(text, key, value, EVERYTHING),
+            "idefics": lambda: idefics(text, key_value_states=states),
+        },
+        max(3, repeats // 3),
+    )
+    figures["decode step, N 1601, against Idefics (projects K/V again)"] = _ratio(times, "idefics", "ours", 50)
+    return figures
+
+
+@torch.no_grad()
+def generate(repeats: int) -> dict[str, dict]:
+    """64 tokens of a decoder of 8 layers with 2 blocks, hidden 2048, N 6404."""
+    ours = our_model(2048, 8, [3, 7], heads=32, kv_heads=8, inner=8192).to(DEVICE, torch.bfloat16).eval()
+    config = mllama_config(2048, 10, [3, 8], heads=32, kv_heads=8, inner=8192)
+    theirs = MllamaWithFeatures(config).to(DEVICE, torch.bfloat16).eval()
+    states = torch.randn(1, 6404, 2048, device=DEVICE, dtype=torch.bfloat16)
+    ids = torch.randint(3, 1000, (1, 16), device=DEVICE)
+    figures = {}
+    for beams, floor in ((1, 1.3), (4, 2.5)):
+        options = {"max_new_tokens": 64, "min_new_tokens": 64, "num_beams": beams, "do_sample": False}
+        times = seconds(
+            {
+                "ours": lambda: ours.generate(ids, cross_attention_states=states, **options),
+                "mllama": lambda: theirs.generate(ids, cross_attention_states=states, **options),
+            },
+            max(2, repeats // 5),
+        )
+        name = f"generate 64 tokens, hidden 2048, 8 + 2 layers, N 6404, {beams} beam(s), against Mllama"
+        figures[name] = _ratio(times, "mllama", "ours", floor)
+    return figures
+
+
+@torch.no_grad()
+def questions(repeats: int) -> dict[str, dict]:
+    """32 questions on one image, against the image 32 times."""
+    model = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024).to(DEVICE).eval()
+    states = torch.randn(1, 1601, 512, device=DEVICE)
+    ids = torch.randint(3, 1000, (32, 8), device=DEVICE)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+
+    def once():
+        return model.generate(ids, past_key_values=model.encode_images(cross_attention_states=states), **options)
+
+    def every():
+        return model.generate(ids, cross_attention_states=states.repeat(32, 1, 1), **options)
+
+    def size(output) -> int:
+        layers = output.past_key_values.cross_attention_cache.layers
+        return sum(tensor.numel() * tensor.element_size() for layer in layers for tensor in (layer.keys, layer.values))
+
+    one, many = once(), every()
+    assert torch.equal(one.sequences, many.sequences)
+    times = seconds({"once": once, "every": every}, max(3, repeats // 5))
+    return {
+        "32 questions on one image, time, against the image 32 times": _ratio(times, "every", "once", 3),
+        "32 questions on one image, cross-cache bytes": {
+            "value": size(one) / size(many),
+            "ceiling": 1 / 32,
+            "detail": f"{size(one):,} of {size(many):,} bytes",
+        },
+    }
+
+
+@torch.no_grad()
+def text_only(repeats: int) -> dict[str, dict]:
+    base = our_model(512, 8, None, heads=8, kv_heads=4, inner=1024).to(DEVICE).eval()
+    ours = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024).to(DEVICE).eval()
+    ids = torch.randint(3, 1000, (1, 128), device=DEVICE)
+    times = seconds({"ours": lambda: ours(ids), "base": lambda: base(ids)}, 5 * repeats)
+    ratio = times["ours"] / times["base"]
+    detail = f"{times['ours'] * 1e3:.2f} ms, base {times['base'] * 1e3:.2f} ms"
+    return {"text-only call, hidden 512, 8 layers, over its base": {"value": ratio, "ceiling": 1.03, "detail": detail}}
+
+
+def training(repeats: int) -> dict[str, dict]:
+    """A step with a frozen text model; each model in a process of its own for its peak memory."""
+    measured = {}
+    for _ in range(2):
+        for name in ("ours", "mllama"):
+            command = [sys.executable, __file__, "--training-step", name, "--repeats", str(max(3, repeats // 3))]
+            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            measured.setdefault(name, []).append(json.loads(output.splitlines()[-1]))
+    figures = {}
+    for unit, what in (("time", "time"), ("memory", "peak memory")):
+        best = {name: min(run[unit] for run in runs) for name, runs in measured.items()}
+        scale, suffix = (1e3, "ms") if unit == "time" else (2**-20, "MiB")
+        figures[f"training step, frozen text model, {what}, over Mllama's"] = {
+            "value": best["ours"] / best["mllama"],
+            "ceiling": 1.0,
+            "detail": f"{best['ours'] * scale:.0f} {suffix}, Mllama {best['mllama'] * scale:.0f} {suffix}",
+        }
+    return figures
+
+
+def training_step(name: str, repeats: int) -> dict[str, float]:
+    """Median time of a step, and the memory it takes beyond weights, on its peak."""
+    sizes = {"heads": 8, "kv_heads": 4, "inner": 1024}
+    if name == "ours":
+        model = hf_xattn.freeze_base(our_model(512, 8, [3, 7], **sizes))
+    else:
+        model = MllamaWithFeatures(mllama_config(512, 10, [3, 8], **sizes))
+        model.requires_grad_(False)
+        for index in (3, 8):
+            model.model.layers[index].requires_grad_(True)
+            for parameter in (
+                model.model.layers[index].cross_attn_attn_gate,
+                model.model.layers[index].cross_attn_mlp_gate,
+            ):
+                nn.init.ones_(parameter)
+    model = model.to(DEVICE).train()
+    ids, states = torch.randint(3, 1000, (2, 128), device=DEVICE), torch.randn(2, 1601, 512, device=DEVICE)
+
+    def step():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, cross_attention_states=states, use_cache=False).loss.backward()
+
+    step()
+    time_of_step = seconds({name: step}, repeats)[name]
+    model.zero_grad()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return {"time": time_of_step, "memory": torch.cuda.max_memory_allocated() - before}
+    return {"time": time_of_step, "memory": _peak_of(step)}
+
+
+def _peak_of(step: Callable[[], None]) -> int:
+    """Largest sum of live CPU allocations of a run, from the profiler's own records."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    live = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def _ratio(times: dict[str, float], slow: str, fast: str, floor: float) -> dict:
+    detail = f"{times[fast] * 1e3:.2f} ms against {times[slow] * 1e3:.2f} ms"
+    return {"value": times[slow] / times[fast], "floor": floor, "detail": detail}
+
+
+def copy_bandwidth() -> dict[str, dict]:
+    """On a GPU: achieved bandwidth of a decode step against a device copy."""
+    if DEVICE != "cuda":
+        return {}
+    data = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
+    copy = 2 * data.numel() / seconds({"copy": lambda: data.clone()}, 20)["copy"]
+    key, value = _key_value(25616)
+    query = torch.randn(1, 1, HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    step = 2 * key.numel() * key.element_size() / seconds({"step": lambda: folded(query, key, value)}, 50)["step"]
+    return {
+        "GPU: bandwidth of a decode step, N 25616, over a device copy's": {
+            "value": step / copy,
+            "detail": f"{step / 1e9:.0f} of {copy / 1e9:.0f} GB/s",
+        }
+    }
+
+
+SECTIONS = {
+    "attention": attention,
+    "growth": growth,
+    "layer": layer,
+    "generate": generate,
+    "questions": questions,
+    "text_only": text_only,
+    "training": training,
+    "gpu": lambda repeats: copy_bandwidth(),
+}
+
+
+def machine() -> dict[str, str | int]:
+    name = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
+    return {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else name,
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_xattn": hf_xattn.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repeats, no models")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--training-step", choices=("ours", "mllama"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.training_step:
+        print(json.dumps(training_step(arguments.training_step, arguments.repeats)))
+        return
+    if arguments.quick:
+        arguments.repeats, arguments.only = 3, ["attention", "growth"]
+    figures: dict[str, dict] = {}
+    print(f"{'figure':<86} {'reached':>8} {'target':>8}  detail")
+    for name in arguments.only:
+        for figure, result in SECTIONS[name](arguments.repeats).items():
+            figures[figure] = result
+            target = (
+                f"≥ {result['floor']:g}"
+                if "floor" in result
+                else f"≤ {result['ceiling']:.3g}"
+                if "ceiling" in result
+                else ""
+            )
+            print(f"{figure:<86} {result['value']:>8.3g} {target:>8}  {result['detail']}", flush=True)
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2) + "\n")
+    print(json.dumps(machine()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Configurations: what they default to, what they refuse and with which words, and what survives saving."""
+
+import pytest
+from conftest import TEXT_CONFIGS, vision_config
+from transformers import AutoConfig, LlamaConfig
+
+from hf_xattn import CrossAttentionConfig, XAttnConfig
+
+
+def xattn_config(**fields) -> XAttnConfig:
+    return XAttnConfig(text_config=TEXT_CONFIGS["llama"](), **fields)
+
+
+DEFAULTS = {
+    "hidden_size": 768,
+    "context_size": 768,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "intermediate_size": 3072,
+    "hidden_act": "silu",
+    "mlp_type": "gated",
+    "norm_type": "rmsnorm",
+    "norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "gate": "tanh",
+    "gate_granularity": "scalar",
+    "gate_init": 1.0,
+    "zero_init": True,
+    "qk_norm": False,
+    "quiet_softmax": False,
+    "position_bias": False,
+    "position_bias_num_buckets": 32,
+    "position_bias_max_distance": 128,
+    "initializer_range": 0.02,
+}
+
+
+@pytest.mark.parametrize("field", DEFAULTS)
+def test_default(field):
+    """Rules out a default that moves unnoticed: checkpoints leave default fields out of their config.json."""
+    assert getattr(CrossAttentionConfig(), field) == DEFAULTS[field]
+
+
+SIZES = (
+    "hidden_size",
+    "context_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "position_bias_num_buckets",
+    "position_bias_max_distance",
+)
+
+
+@pytest.mark.parametrize("value", [0, -8, 2.5, True, "8"])
+@pytest.mark.parametrize("field", SIZES)
+def test_size_is_refused(field, value):
+    """Rules out a size that fails layers later, as an empty weight or a division by zero."""
+    with pytest.raises(ValueError) as error:
+        CrossAttentionConfig(**{field: value})
+    assert f"`{field}`" in str(error.value) and repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("hidden_act", "swoosh"),
+        ("hidden_act", None),
+        ("mlp_type", "moe"),
+        ("norm_type", "batchnorm"),
+        ("gate", "sigmoid"),
+        ("gate_granularity", "head"),
+        ("attention_dropout", 1.0),
+        ("attention_dropout", -0.1),
+        ("attention_dropout", "0.1"),
+        ("norm_eps", 0.0),
+        ("norm_eps", -1e-6),
+        ("norm_eps", "small"),
+        ("gate_init", float("nan")),
+        ("gate_init", "zero"),
+        ("initializer_range", -0.02),
+    ],
+)
+def test_value_is_refused(field, value):
+    """Rules out an unknown choice that silently falls through to some branch, or a number outside its range."""
+    with pytest.raises(ValueError) as error:
+        CrossAttentionConfig(**{field: value})
+    assert f"`{field}`" in str(error.value) and repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "field, choices",
+    [
+        ("mlp_type", ["gated", "plain"]),
+        ("norm_type", ["rmsnorm", "layernorm"]),
+        ("gate", ["tanh", "none"]),
+        ("gate_granularity", ["scalar", "channel"]),
+    ],
+)
+def test_refusal_names_the_choices(field, choices):
+    """Rules out an error that says no without saying what would be right, and a choice that is refused itself."""
+    with pytest.raises(ValueError) as error:
+        CrossAttentionConfig(**{field: "other"})
+    assert all(repr(choice) in str(error.value) for choice in choices)
+    for choice in choices:
+        assert getattr(CrossAttentionConfig(**{field: choice}), field) == choice
+
+
+def test_heads_must_divide():
+    """Rules out head counts that split a weight unevenly: a shape error in the first forward at best."""
+    with pytest.raises(ValueError, match=r"`num_attention_heads` \(5\) does not divide `hidden_size` \(32\)"):
+        CrossAttentionConfig(hidden_size=32, num_attention_heads=5)
+    with pytest.raises(ValueError, match=r"`num_key_value_heads` \(3\) must divide `num_attention_heads` \(4\)"):
+        CrossAttentionConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=3)
+    with pytest.raises(ValueError, match=r"`num_key_value_heads` \(8\) must divide `num_attention_heads` \(4\)"):
+        CrossAttentionConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=8)
+    assert CrossAttentionConfig(hidden_size=32, num_attention_heads=5, head_dim=7).head_dim == 7
+
+
+def test_position_bias_buckets():
+    """Rules out bucket numbers that T5's formula divides by zero on; they do not matter without a position bias."""
+    for buckets in (2, 7):
+        with pytest.raises(ValueError, match=f"`position_bias_num_buckets`.*{buckets}"):
+            CrossAttentionConfig(position_bias=True, position_bias_num_buckets=buckets)
+    with pytest.raises(ValueError, match=r"`position_bias_max_distance` \(8\).*\(32\)"):
+        CrossAttentionConfig(position_bias=True, position_bias_max_distance=8)
+    CrossAttentionConfig(position_bias_num_buckets=7)
+    CrossAttentionConfig(position_bias=True, position_bias_num_buckets=4, position_bias_max_distance=2)
+
+
+def test_double_zero_is_refused():
+    """Rules out gate and projection both zero: the gradient of each is the other's value, nothing would ever move."""
+    for gate_init in (0, 0.0, -0.0):
+        with pytest.raises(ValueError) as error:
+            CrossAttentionConfig(gate_init=gate_init, zero_init=True)
+        message = str(error.value)
+        assert "`gate_init=0.0`" in message and "`zero_init=True`" in message and "gradient" in message
+    with pytest.raises(ValueError, match="gradient"):
+        xattn_config(cross_attention_config={"gate_init": 0.0})
+
+
+@pytest.mark.parametrize(
+    "fields, identity",
+    [
+        ({}, True),
+        ({"zero_init": False, "gate_init": 0.0}, True),
+        ({"gate": "none"}, True),
+        ({"gate": "none", "gate_init": 0.0}, True),
+        ({"zero_init": False}, False),
+        ({"zero_init": False, "gate": "none", "gate_init": 0.0}, False),
+    ],
+)
+def test_starts_at_identity(fields, identity):
+    """Rules out a block that is announced as the identity and is none, or the other way round."""
+    assert CrossAttentionConfig(**fields).starts_at_identity is identity
+
+
+def test_text_config_is_required():
+    """Rules out a model around a decoder that nobody chose."""
+    with pytest.raises(ValueError, match="`text_config`.*NoneType"):
+        XAttnConfig()
+
+
+@pytest.mark.parametrize(
+    "layers, words",
+    [
+        ([1, 4], ["[4]", "4 layers", "0 to 3"]),
+        ([-1], ["[-1]", "4 layers"]),
+        ([1, 1, 3], ["[1]", "more than once"]),
+        ([], ["empty"]),
+        ([1.0], ["[1.0]"]),
+        ([True], ["[True]"]),
+        ("13", ["'13'"]),
+    ],
+)
+def test_layers_are_refused(layers, words):
+    """Rules out a block that sits nowhere, or two in front of one layer."""
+    with pytest.raises(ValueError, match="`cross_attention_layers`") as error:
+        xattn_config(cross_attention_layers=layers)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_layers_are_resolved():
+    """Rules out a config whose list of layers is unsorted or unknown until a model exists."""
+    assert xattn_config().cross_attention_layers == [3]
+    assert xattn_config(cross_attention_layers=(3, 0)).cross_attention_layers == [0, 3]
+    deep = XAttnConfig(text_config=LlamaConfig(num_hidden_layers=10, hidden_size=32, num_attention_heads=4))
+    assert deep.cross_attention_layers == [3, 7]
+    shallow = XAttnConfig(text_config=LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4))
+    assert shallow.cross_attention_layers == [1]
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"cross_attention_config": {"hidden_size": 48}}, ["hidden_size", "48", "32"]),
+        ({"cross_attention_config": CrossAttentionConfig(hidden_size=48)}, ["hidden_size", "48", "32"]),
+        ({"cross_attention_config": {"gates": "tanh"}}, ["gates", "gate_init"]),
+        ({"cross_attention_config": LlamaConfig(hidden_size=32)}, ["CrossAttentionConfig", "LlamaConfig"]),
+        ({"connector_type": "conv"}, ["`connector_type`", "'conv'", "'mlp'"]),
+        ({"connector_hidden_act": "swoosh"}, ["`connector_hidden_act`", "'swoosh'", "gelu"]),
+        ({"image_visibility": "next", "image_token_id": 5}, ["`image_visibility`", "'next'", "'latest'"]),
+        ({"image_visibility": "latest"}, ["'latest'", "`image_token_id`"]),
+        ({"image_visibility": "previous"}, ["'previous'", "`image_token_id`"]),
+        ({"image_token_id": 96}, ["`image_token_id`", "96"]),
+        ({"image_token_id": -1}, ["`image_token_id`", "-1", "96"]),
+    ],
+)
+def test_combination_is_refused(fields, words):
+    """Rules out settings that contradict the decoder or one another and would fail in the first forward."""
+    with pytest.raises(ValueError) as error:
+        xattn_config(**fields)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_identity_connector_needs_the_towers_width():
+    """Rules out vision features that reach the key projection with a width it does not take."""
+    with pytest.raises(ValueError, match=r"`connector_type='identity'`.*\(32\).*\(24\)"):
+        xattn_config(vision_config=vision_config(), connector_type="identity")
+    xattn_config(vision_config=vision_config(), connector_type="identity", cross_attention_config={"context_size": 24})
+
+
+def test_sizes_follow_the_decoder():
+    """Rules out a block of default sizes in a decoder of other sizes."""
+    block = xattn_config().cross_attention_config
+    assert (block.hidden_size, block.num_attention_heads, block.num_key_value_heads) == (32, 4, 2)
+    assert (block.head_dim, block.intermediate_size, block.context_size) == (8, 64, 32)
+    block = xattn_config(cross_attention_config={"num_attention_heads": 2, "qk_norm": True}).cross_attention_config
+    assert (block.num_attention_heads, block.num_key_value_heads, block.head_dim) == (2, 2, 16) and block.qk_norm
+
+
+NON_DEFAULT = {
+    "hidden_size": 32,
+    "context_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "intermediate_size": 40,
+    "hidden_act": "gelu",
+    "mlp_type": "plain",
+    "norm_type": "layernorm",
+    "norm_eps": 1e-4,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "attention_dropout": 0.25,
+    "gate": "tanh",
+    "gate_granularity": "channel",
+    "gate_init": 0.0,
+    "zero_init": False,
+    "qk_norm": True,
+    "quiet_softmax": True,
+    "position_bias": True,
+    "position_bias_num_buckets": 8,
+    "position_bias_max_distance": 16,
+    "initializer_range": 0.1,
+}
+
+
+@pytest.mark.parametrize("fields", [NON_DEFAULT, {}])
+def test_block_config_round_trip(tmp_path, fields):
+    """Rules out a field that is dropped on the way through `to_dict` or a file."""
+    config = CrossAttentionConfig(**fields)
+    config.save_pretrained(tmp_path)
+    for back in (CrossAttentionConfig.from_dict(config.to_dict()), AutoConfig.from_pretrained(tmp_path)):
+        assert type(back) is CrossAttentionConfig
+        for field in DEFAULTS:
+            assert getattr(back, field) == getattr(config, field), field
+    assert set(NON_DEFAULT) == set(DEFAULTS)
+
+
+def test_config_round_trip(tmp_path):
+    """Rules out a saved model that comes back with other blocks, layers or connector (T#36077)."""
+    config = xattn_config(
+        vision_config=vision_config(),
+        cross_attention_config=NON_DEFAULT,
+        cross_attention_layers=[0, 2],
+        image_token_id=0,
+        image_visibility="latest",
+        connector_type="linear",
+        connector_hidden_act="relu",
+        connector_bias=False,
+    )
+    config.save_pretrained(tmp_path)
+    for back in (XAttnConfig.from_dict(config.to_dict()), AutoConfig.from_pretrained(tmp_path)):
+        assert type(back) is XAttnConfig
+        for field in ("cross_attention_layers", "image_token_id", "image_visibility", "connector_type"):
+            assert getattr(back, field) == getattr(config, field), field
+        assert (back.connector_hidden_act, back.connector_bias) == ("relu", False)
+        for field in NON_DEFAULT:
+            assert getattr(back.cross_attention_config, field) == NON_DEFAULT[field], field
+        assert type(back.text_config) is LlamaConfig and back.text_config.vocab_size == config.text_config.vocab_size
+        assert back.vision_config.hidden_size == 24
+
+
+def test_derived_sizes_survive_saving(tmp_path):
+    """Rules out a block whose sizes equal class defaults, are left out of the file, and come back as the decoder's."""
+    text = LlamaConfig(hidden_size=768, num_attention_heads=6, num_key_value_heads=2, intermediate_size=100)
+    config = XAttnConfig(
+        text_config=text, cross_attention_config={"num_attention_heads": 12, "intermediate_size": 3072}
+    )
+    config.save_pretrained(tmp_path)
+    back = AutoConfig.from_pretrained(tmp_path).cross_attention_config
+    for field in DEFAULTS:
+        assert getattr(back, field) == getattr(config.cross_attention_config, field), field
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_live_text_config_keeps_its_kernels(implementation):
+    """Rules out the outer config resetting a live config's attention to None, with which the causal mask vanishes."""
+    text = TEXT_CONFIGS["mixtral"]()
+    text._attn_implementation = implementation
+    text._experts_implementation = "eager"
+    config = XAttnConfig(text_config=text)
+    assert config.text_config is text
+    assert text._attn_implementation == implementation and text._experts_implementation == "eager"
+    assert config._attn_implementation == implementation
+    assert config.cross_attention_config._attn_implementation == implementation

@@ -1,0 +1,306 @@
+"""`generate`: images are encoded once, and every way of decoding gives what the uncached model gives."""
+
+from collections import Counter
+
+import pytest
+import torch
+from conftest import make_model, make_text, pixels, token_ids
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+
+from hf_xattn.cache import StaticCrossAttentionCache
+
+
+MARKER = 3
+NEW = 8
+DECODERS = ["llama", "mistral", "gemma3", "gpt2"]  # mistral and gemma3 with a window shorter than the prompt
+CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}}
+METHODS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "return_sequences": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "beams_returned": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "beams_sampled": {"do_sample": True, "num_beams": 3},
+}
+
+
+def generate(model, ids, **kwargs):
+    torch.manual_seed(7)
+    return model.generate(ids, max_new_tokens=NEW, **kwargs)
+
+
+@torch.no_grad()
+def greedy_by_hand(model, ids, steps=NEW, **images):
+    """No cache, no `generate`: one forward over all text for each new token."""
+    for _ in range(steps):
+        logits = model(ids, use_cache=False, **images).logits[:, -1]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+    return ids
+
+
+class Calls:
+    """Counts forwards of the parts that images pass."""
+
+    def __init__(self, model):
+        self.count = Counter()
+        for index, block in enumerate(model.blocks):
+            for name in ("k_proj", "v_proj"):
+                getattr(block.attn, name).register_forward_hook(self._hook(f"{name}{index}"))
+        if model.model.vision_tower is not None:
+            model.model.vision_tower.register_forward_hook(self._hook("tower"))
+
+    def _hook(self, name):
+        return lambda *_: self.count.update([name])
+
+    def once(self, tower=1):
+        expected = {f"{name}{index}": 1 for name in ("k_proj", "v_proj") for index in range(2)}
+        return self.count == Counter({**expected, "tower": tower})
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("cache", [*CACHES, "uncached"])
+def test_greedy_equals_full_forwards(name, cache):
+    """A decode step that loses the images, sees them twice, or cuts them to the text's length or window."""
+    model, ids, images = make_model(name), token_ids(2, 9), pixels(2, 2)
+    mask = torch.tensor([[True, True], [True, False]])
+    expected = greedy_by_hand(model, ids, pixel_values=images, image_mask=mask)
+    options = CACHES.get(cache, {"use_cache": False})
+    tokens = generate(model, ids, pixel_values=images, image_mask=mask, do_sample=False, **options)
+    assert torch.equal(tokens, expected)
+    assert not torch.equal(tokens, generate(model, ids, do_sample=False))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_methods_equal_the_uncached_run(name, method, cache):
+    """Beams or return sequences that look at another sample's image, or K/V and tower that run more than once."""
+    model, ids, images = make_model(name), token_ids(), pixels()
+    expected = generate(model, ids, pixel_values=images, use_cache=False, **METHODS[method])
+    calls = Calls(model)
+    outputs = generate(
+        model, ids, pixel_values=images, return_dict_in_generate=True, **METHODS[method], **CACHES[cache]
+    )
+    assert torch.equal(outputs.sequences, expected)
+    assert calls.once(), calls.count
+    keys = outputs.past_key_values.cross_attention_cache.layers[0].keys
+    assert keys.shape == (2, 2, 16, 8), "one row an image, not one a beam; as long as the images, not the text"
+    if cache == "static":
+        assert isinstance(outputs.past_key_values.cross_attention_cache, StaticCrossAttentionCache)
+
+
+@pytest.mark.parametrize("images", ["pixels", "states", "padded_states"])
+def test_uncached_run_encodes_pixels_once(images):
+    """A vision tower that runs at every step where the cache is off, or a mask that is lost there."""
+    model, ids = make_model(), token_ids()
+    inputs = {"pixel_values": pixels()}
+    if images != "pixels":
+        inputs = {"cross_attention_states": model.get_image_features(pixels()).flatten(1, 2).detach()}
+    if images == "padded_states":
+        inputs["cross_attention_mask"] = torch.arange(16)[None] < torch.tensor([[16], [9]])
+    calls = Calls(model)
+    for options in ({"num_beams": 3}, {}):
+        calls.count.clear()
+        tokens = generate(model, ids, use_cache=False, do_sample=False, **options, **inputs)
+        assert calls.count["tower"] == (images == "pixels") and calls.count["k_proj0"] == NEW
+        assert torch.equal(tokens, generate(model, ids, do_sample=False, **options, **inputs))
+    assert torch.equal(tokens, greedy_by_hand(model, ids, **inputs))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_prompt_lookup(name):
+    """Rejected candidates that leave traces, or images that are encoded again for each candidate."""
+    model, images = make_model(name), pixels(1)
+    ids = token_ids(1, 4).repeat(1, 3)
+    expected = generate(model, ids, pixel_values=images, do_sample=False)
+    calls = Calls(model)
+    tokens = generate(model, ids, pixel_values=images, do_sample=False, prompt_lookup_num_tokens=3)
+    assert torch.equal(tokens, expected) and calls.once()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_text_only_assistant(name):
+    """Images that leak into the assistant, which has no place for them; candidates judged without the images."""
+    model, ids, images = make_model(name), token_ids(1), pixels(1)
+    assistant = make_text(name, seed=11)
+    assistant.generation_config.num_assistant_tokens = 3
+    seen = set()
+    assistant.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(key for key, value in kwargs.items() if value is not None),
+        with_kwargs=True,
+    )
+    expected = generate(model, ids, pixel_values=images, do_sample=False)
+    calls = Calls(model)
+    tokens = generate(model, ids, pixel_values=images, do_sample=False, assistant_model=assistant)
+    assert torch.equal(tokens, expected) and calls.once()
+    assert "input_ids" in seen and not seen & {"pixel_values", "image_mask", "cross_attention_states", "image_rows"}
+    assert not isinstance(assistant, type(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_left_padding(name, cache):
+    """A shorter prompt whose answer depends on the longer one beside it."""
+    model, images, ids = make_model(name), pixels(), token_ids()
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, :3] = 0
+    padded = ids.masked_fill(attention_mask == 0, 0)
+    tokens = generate(
+        model, padded, attention_mask=attention_mask, pixel_values=images, do_sample=False, **CACHES[cache]
+    )
+    alone = generate(model, ids[:1, 3:], pixel_values=images[:1], do_sample=False)
+    assert torch.equal(tokens[0, 7:], alone[0, 4:])
+
+
+@pytest.mark.parametrize("visibility", ["all", "previous", "latest"])
+def test_chunked_prefill(visibility):
+    """Images encoded for each chunk, or markers of an earlier chunk forgotten."""
+    model = make_model(image_token_id=MARKER, image_visibility=visibility)
+    ids, images = token_ids(2, 10), pixels(2, 2)
+    ids[:, 1] = ids[:, 6] = MARKER
+    expected = greedy_by_hand(model, ids, pixel_values=images)
+    calls = Calls(model)
+    tokens = generate(model, ids, pixel_values=images, do_sample=False, prefill_chunk_size=4)
+    assert torch.equal(tokens, expected) and calls.once()
+
+
+@pytest.mark.parametrize("visibility", ["previous", "latest"])
+@pytest.mark.parametrize("cache", [*CACHES, "uncached"])
+@pytest.mark.parametrize("method", ["greedy", "beams", "return_sequences"])
+def test_markers_of_the_prompt_hold_while_decoding(visibility, cache, method):
+    """New tokens that see another image than the last token of the prompt; beams that mix the samples' markers."""
+    model = make_model(image_token_id=MARKER, image_visibility=visibility)
+    ids, images = token_ids(2, 8), pixels(2, 2)
+    ids[:, 2] = ids[0, 5] = MARKER
+    mask = torch.tensor([[True, True], [True, False]])
+    inputs = {"pixel_values": images, "image_mask": mask}
+    if method == "greedy":
+        expected = greedy_by_hand(model, ids, **inputs)
+    else:
+        expected = generate(model, ids, use_cache=False, **inputs, **METHODS[method])
+    options = CACHES.get(cache, {"use_cache": False})
+    assert torch.equal(generate(model, ids, **inputs, **METHODS[method], **options), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}, {"prefill_chunk_size": 3}])
+def test_explicit_mask_holds_while_decoding(options):
+    """A mask as long as the prompt that runs out at the first new token, or is read from its start again."""
+    model, ids = make_model(vision=False), token_ids()
+    states = torch.randn(2, 6, 32)
+    mask = torch.rand(2, 7, 6) < 0.5
+    mask[:, 0] = False
+    mask[:, -1, :] = torch.tensor([True, False, True, False, False, True])
+    expected = ids
+    for _ in range(NEW):
+        more = mask[:, -1:].expand(-1, expected.shape[1] - 7, -1)
+        logits = model(
+            expected, cross_attention_states=states, cross_attention_mask=torch.cat([mask, more], 1), use_cache=False
+        ).logits
+        expected = torch.cat([expected, logits[:, -1].argmax(-1, keepdim=True)], 1)
+    inputs = {"cross_attention_states": states, "cross_attention_mask": mask}
+    assert torch.equal(generate(model, ids, do_sample=False, **inputs, **options), expected)
+    beams = {"do_sample": False, "num_beams": 3}
+    uncached = generate(model, ids, use_cache=False, **inputs, **beams)
+    assert torch.equal(generate(model, ids, **inputs, **beams, **options), uncached)
+
+
+def test_explicit_mask_with_prompt_lookup():
+    """A per-token mask that candidate tokens do not fit."""
+    model, ids = make_model(vision=False), token_ids(1, 4).repeat(1, 3)
+    inputs = {"cross_attention_states": torch.randn(1, 6, 32), "cross_attention_mask": torch.rand(1, 12, 6) < 0.5}
+    expected = generate(model, ids, do_sample=False, **inputs)
+    assert torch.equal(generate(model, ids, do_sample=False, prompt_lookup_num_tokens=3, **inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("method", ["greedy", "beams", "return_sequences"])
+def test_callers_cache(name, method):
+    """A plain `EncoderDecoderCache` of the caller, whose cross half would follow the beams or the sliding window."""
+    model, ids, images = make_model(name), token_ids(), pixels()
+    expected = generate(model, ids, pixel_values=images, use_cache=False, **METHODS[method])
+    caches = {
+        "dynamic": EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        "configured": EncoderDecoderCache(
+            DynamicCache(config=model.config.text_config), DynamicCache(config=model.config.text_config)
+        ),
+        "static": EncoderDecoderCache(
+            StaticCache(config=model.config.text_config, max_cache_len=64), DynamicCache()
+        ),
+        "both_static": EncoderDecoderCache(
+            StaticCache(config=model.config.text_config, max_cache_len=64),
+            StaticCache(config=model.config.text_config, max_cache_len=64),
+        ),
+    }
+    for kind, cache in caches.items():
+        tokens = generate(model, ids, pixel_values=images, past_key_values=cache, **METHODS[method])
+        assert torch.equal(tokens, expected), kind
+        assert cache.cross_attention_cache.layers[0].keys.shape[-2] == 16
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_three_generates_with_different_images(cache):
+    """The images of an earlier call in a later one: a cache kept on the model, or one that reports "updated" for ever."""
+    model = make_model()
+    for seed in (1, 2, 3):
+        ids, images = token_ids(2, 6 + seed), pixels(2, 1 + seed % 2, seed=seed)
+        tokens = generate(model, ids, pixel_values=images, do_sample=False, **CACHES[cache])
+        assert torch.equal(tokens, greedy_by_hand(model, ids, pixel_values=images))
+
+
+def test_text_without_images_is_the_bases_answer():
+    """A model that no longer answers plain questions like its base."""
+    ids = token_ids()
+    expected = generate(make_text(), ids, do_sample=False)
+    model = make_model()
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        assert torch.equal(generate(model, ids, do_sample=False, **options), expected)
+    mask = torch.tensor([[True], [False]])
+    mixed = generate(model, ids, pixel_values=pixels(), image_mask=mask, do_sample=False)
+    assert torch.equal(mixed[1], expected[1]) and not torch.equal(mixed[0], expected[0])
+
+
+def test_embeddings_in_place_of_ids():
+    """A prompt of embeddings (prompt tuning) that loses its images."""
+    model, ids, images = make_model(), token_ids(), pixels()
+    embeds = model.get_input_embeddings()(ids).detach()
+    expected = generate(model, ids, pixel_values=images, do_sample=False)[:, 7:]
+    tokens = model.generate(inputs_embeds=embeds, pixel_values=images, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(tokens, expected)
+
+
+def test_markers_and_images_belong_together():
+    """An answer about an image that was not there, or about another one than the text means."""
+    model = make_model(image_token_id=MARKER, image_visibility="previous")
+    ids = token_ids()
+    ids[0, 1] = ids[0, 3] = ids[1, 2] = MARKER
+    with pytest.raises(ValueError, match=r"token 3; \[2, 1\] a row\), but no images were given"):
+        generate(model, ids)
+    with pytest.raises(ValueError, match=r"\[2, 1\] image markers.*\[2, 2\] images"):
+        generate(model, ids, pixel_values=pixels(2, 2))
+    mask = torch.tensor([[True, True], [True, False]])
+    assert generate(model, ids, pixel_values=pixels(2, 2), image_mask=mask).shape == (2, 7 + NEW)
+    assert generate(model, token_ids(), do_sample=False).shape == (2, 7 + NEW)
+    with pytest.raises(ValueError, match="no images were given"):
+        generate(make_model(image_token_id=MARKER), ids)
+
+
+def test_bad_input_is_named():
+    """Errors from deep inside `generate`, or images dropped without a word."""
+    model, ids = make_model(), token_ids()
+    with pytest.raises(ValueError, match="not both"):
+        generate(model, ids, pixel_values=pixels(), cross_attention_states=torch.zeros(2, 5, 32))
+    with pytest.raises(ValueError, match="DynamicCache, which has no place for images"):
+        generate(model, ids, pixel_values=pixels(), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="`image_mask` was given without images"):
+        generate(model, ids, image_mask=torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="no vision tower"):
+        generate(make_model(vision=False), ids, pixel_values=pixels())
+    with pytest.raises(ValueError, match="use_cache=False"):
+        generate(model, ids, past_key_values=model.encode_images(pixels()), use_cache=False)
+    with pytest.raises(ValueError, match="pixel_value"):
+        generate(model, ids, pixel_value=pixels())
+    for options in ({}, {"use_cache": False}):
+        with pytest.raises(ValueError, match="3"):
+            generate(model, ids, pixel_values=pixels(3), **options)
+        with pytest.raises(ValueError, match="batch"):
+            generate(model, ids, pixel_values=pixels(1), **options)
