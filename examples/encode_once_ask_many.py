@@ -25,7 +25,6 @@ def main(folder: str, picture: Image.Image, file: str) -> None:
 
     images = model.encode_images(pixel_values=processor(images=picture)["pixel_values"])
     questions = processor(text=QUESTIONS)
-    questions.pop("token_type_ids", None)
     tokens = model.generate(**questions, past_key_values=images, max_new_tokens=8, do_sample=False)
     for question, answer in zip(QUESTIONS, tokens[:, questions["input_ids"].shape[1] :]):
         print(f"{question} {processor.decode(answer, skip_special_tokens=True)!r}")

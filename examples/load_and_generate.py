@@ -17,7 +17,6 @@ def main(folder: str, picture: Image.Image, prompt: str) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
     inputs = processor(images=[picture, [picture, picture], None], text=[prompt, prompt, prompt])
-    inputs.pop("token_type_ids", None)
     tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     answers = processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     for name, answer in zip(("one image", "two images", "no image"), answers):

@@ -19,7 +19,6 @@ def main(text: str, vision: str, output: str) -> None:
 
     base = AutoModelForCausalLM.from_pretrained(text).eval()
     inputs = processor(text="what is in the picture ?")
-    inputs.pop("token_type_ids", None)
     with torch.no_grad():
         same = torch.equal(model(**inputs).logits, base(**inputs).logits)
     print(f"blocks in front of layers {model.config.cross_attention_layers}, logits bit-identical to the base: {same}")

@@ -46,7 +46,9 @@ class CrossAttentionLayer(DynamicLayer):
         return self.keys, self.values
 
     def reset(self) -> None:
-        super().reset()
+        # Dropped, never zeroed: other caches may share the tensors.
+        self.keys = self.values = None
+        self.is_initialized = False
         self.images, self.repeats = None, 1
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -62,8 +64,14 @@ class CrossAttentionLayer(DynamicLayer):
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         rows = indices // self.repeats
+        if self.images is not None:
+            images, text_rows = self.images, self.keys.shape[0] * self.repeats
+            self.images = images.select(rows)
+            for name in ("text_mask", "markers_seen"):
+                tensor = getattr(images, name)
+                if tensor is not None and tensor.shape[0] == text_rows:
+                    setattr(self.images, name, tensor[indices.to(tensor.device)])
         self.keys, self.values = self.keys[rows.to(self.keys.device)], self.values[rows.to(self.values.device)]
-        self.images = None if self.images is None else self.images.select(rows)
         self.repeats = 1
 
 

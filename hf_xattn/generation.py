@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
 from .cache import ImageCache, cross_cache_like, encoded_images
+from .images import check_rows
 
 
 IMAGE_INPUTS = ("pixel_values", "image_mask", "cross_attention_states", "cross_attention_mask")
@@ -77,10 +78,22 @@ class XAttnGenerationMixin:
 
         Raises:
             ValueError: where the text names images that were not given, or, with `image_visibility` other than `"all"`,
-                where their numbers differ.
+                where their numbers differ; where text and images have different batches.
         """
-        self._check_markers(inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
+        self._check_markers(input_ids, kwargs)
+        self._check_batch(input_ids if input_ids is not None else kwargs.get("inputs_embeds"), kwargs)
         return super().generate(inputs, *args, **kwargs)
+
+    def _check_batch(self, text: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+        # Here, because later the text may be expanded (beams), and fewer images than rows look like shared ones.
+        known = encoded_images(getattr(kwargs.get("past_key_values"), "cross_attention_cache", None))
+        if text is None or known is not None:
+            return
+        for name, ranks in (("pixel_values", (4, 5)), ("cross_attention_states", (3, 4))):
+            images = kwargs.get(name)
+            if images is not None and images.dim() in ranks:
+                check_rows(name, images.shape[0], text.shape[0])
 
     def _check_markers(self, input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
         marker = self.config.image_token_id
@@ -120,6 +133,7 @@ class XAttnGenerationMixin:
         self,
         input_ids: torch.LongTensor,
         past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         is_first_iteration: bool | None = False,
         cross_attention_states: torch.Tensor | None = None,
         cross_attention_mask: torch.Tensor | None = None,
@@ -129,7 +143,11 @@ class XAttnGenerationMixin:
     ) -> dict[str, Any]:
         """Adds the image inputs of one step to transformers' own."""
         inputs = super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, is_first_iteration=is_first_iteration, **kwargs
+            input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
         )
         text = inputs.get("input_ids")
         text = text if text is not None else inputs["inputs_embeds"]

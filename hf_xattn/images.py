@@ -123,7 +123,7 @@ class ImageEncoder:
     def _read_pixels(self, pixel_values, image_mask, batch_size, known, digest):
         pixel_values = self.check_pixels(pixel_values, image_mask)
         rows, num_images = pixel_values.shape[:2]
-        _check_rows("pixel_values", rows, batch_size if known is None else known_rows(known, rows))
+        check_rows("pixel_values", rows, batch_size if known is None else known_rows(known, rows))
         digests = digest_images(pixel_values) if digest else None
         skip = _num_known(known, digests, "image")
         if skip == num_images:
@@ -140,7 +140,7 @@ class ImageEncoder:
         if split.dim() != 4:
             check_states(states, batch_size, context_size)  # names the rank that came
         check_states(split.flatten(1, 2), batch_size if known is None else None, context_size)
-        _check_rows(
+        check_rows(
             "cross_attention_states", split.shape[0], batch_size if known is None else known_rows(known, split.shape[0])
         )
         if image_mask is not None:
@@ -254,6 +254,9 @@ class ImageEncoder:
             )
         if new is None:
             tokens, rows = known, image_rows(cache)
+            if not torch.compiler.is_compiling():
+                for layer in cache.layers:
+                    layer.repeats = batch_size // rows
         elif cache is None:
             tokens, rows = new.tokens, new.states.shape[0]
         else:
@@ -333,7 +336,8 @@ def _num_known(known: ImageTokens | None, digests: torch.Tensor | None, unit: st
     return count if same and torch.equal(known.digest, digests[:, :count]) else 0
 
 
-def _check_rows(name: str, rows: int, expected: int | None) -> None:
+def check_rows(name: str, rows: int, expected: int | None) -> None:
+    """Raises a `ValueError` where images come in another batch than expected."""
     if expected is not None and rows != expected:
         raise ValueError(
             f"`{name}` has batch {rows}, expected {expected}. To ask many questions about one image, encode it once with "

@@ -76,6 +76,7 @@ class XAttnProcessor(ProcessorMixin):
             self._check_markers(texts, samples)
             if len(texts) > 1:
                 kwargs.setdefault("padding", True)
+            kwargs.setdefault("return_token_type_ids", False)  # decoders take none, some tokenizers make them
             data = {**self.tokenizer(texts, return_tensors="pt", **kwargs), **data}
         return BatchFeature(data)
 

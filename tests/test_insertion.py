@@ -150,7 +150,9 @@ def test_decoders_without_keywords_are_refused():
     [
         (
             lambda: AutoModelForSeq2SeqLM.from_config(
-                T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0)
+                T5Config(
+                    d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0
+                )
             ),
             "encoder-decoder.*cross-attention of its own",
         ),
@@ -193,7 +195,9 @@ def test_block_takes_device_and_dtype_of_its_layer():
     """A block that differs in dtype from the layer it sits in; gates whose updates vanish in bfloat16."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         text = make_text(dtype=dtype)
-        config = XAttnConfig(text_config=text.config, cross_attention_layers=[1], cross_attention_config={"qk_norm": True})
+        config = XAttnConfig(
+            text_config=text.config, cross_attention_layers=[1], cross_attention_config={"qk_norm": True}
+        )
         insert_blocks(text, config)
         for name, parameter in text.model.layers[1].cross_attention_block.named_parameters():
             narrow = dtype in (torch.bfloat16, torch.float16)

@@ -441,7 +441,11 @@ BAD_CALLS = {
         ValueError,
         "`cross_attention_mask` was given without images",
     ),
-    "image_mask_alone": ({"image_mask": torch.ones(2, 1, dtype=torch.bool)}, ValueError, "`image_mask` was given without"),
+    "image_mask_alone": (
+        {"image_mask": torch.ones(2, 1, dtype=torch.bool)},
+        ValueError,
+        "`image_mask` was given without",
+    ),
     "image_mask_shape": (
         {"pixel_values": pixels(), "image_mask": torch.ones(2, 2, dtype=torch.bool)},
         ValueError,
@@ -519,6 +523,4 @@ def test_caches_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="encode_images.*needs"):
         model.encode_images()
     with pytest.raises(ValueError, match=r"\(batch, num_image_tokens\)"):
-        model.encode_images(
-            cross_attention_states=states(), cross_attention_mask=torch.ones(2, 7, 5, dtype=torch.bool)
-        )
+        model.encode_images(cross_attention_states=states(), cross_attention_mask=torch.ones(2, 7, 5, dtype=torch.bool))

@@ -1,0 +1,120 @@
+"""The demo's data: real handwritten digits (scikit-learn's `load_digits`), one to three of them on a canvas.
+
+Digits are split before they are placed: a held-out canvas holds only digit images that no training canvas ever held.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+HEIGHT, WIDTH, DIGIT = 16, 48, 8
+PATCH = 4
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+PLACES = ("first", "second", "third")
+PROMPT = "digits :"
+
+
+class Canvas(NamedTuple):
+    """An image and what stands on it.
+
+    Attributes:
+        pixels (`np.ndarray`): `(16, 48)`, uint8, white on black.
+        digits (`list[int]`): from left to right.
+        corners (`list[tuple[int, int]]`): upper left corner of each digit, row and column.
+    """
+
+    pixels: np.ndarray
+    digits: list[int]
+    corners: list[tuple[int, int]]
+
+
+class DigitPool:
+    """The digit images of one side of the split.
+
+    Args:
+        held_out (`bool`): the fifth that no training canvas holds, or the other four.
+        seed (`int`): of the split.
+
+    Raises:
+        ImportError: without scikit-learn.
+    """
+
+    def __init__(self, held_out: bool, seed: int = 0):
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ImportError('The demo needs scikit-learn: pip install "hf_xattn[demo]"') from error
+        digits = load_digits()
+        order = np.random.default_rng(seed).permutation(len(digits.target))
+        first = len(order) // 5
+        self.indices = order[:first] if held_out else order[first:]
+        self.images = (digits.images * (255 / 16)).astype(np.uint8)
+        self.labels = digits.target
+
+    def canvas(self, rng: np.random.Generator) -> Canvas:
+        """One to three digits at random places, apart from one another, on a grid of 4 pixels."""
+        count = int(rng.integers(1, 4))
+        chosen = rng.choice(self.indices, count, replace=False)
+        free = (WIDTH - DIGIT * count) // PATCH
+        gaps = np.sort(rng.integers(0, free + 1, count)) * PATCH
+        pixels = np.zeros((HEIGHT, WIDTH), np.uint8)
+        corners = []
+        for place, (index, gap) in enumerate(zip(chosen, gaps)):
+            row = int(rng.integers(0, (HEIGHT - DIGIT) // PATCH + 1)) * PATCH
+            column = int(gap) + DIGIT * place
+            pixels[row : row + DIGIT, column : column + DIGIT] = self.images[index]
+            corners.append((row, column))
+        return Canvas(pixels, [int(self.labels[index]) for index in chosen], corners)
+
+
+def sentence(digits: list[int]) -> str:
+    """What a canvas says: `digits : first seven second two`."""
+    return " ".join([PROMPT, *(f"{PLACES[place]} {WORDS[digit]}" for place, digit in enumerate(digits))])
+
+
+def to_pixel_values(canvas: Canvas) -> torch.Tensor:
+    """`(1, 3, 16, 48)` in [-1, 1], what the demo's image processor makes of the picture."""
+    pixels = torch.from_numpy(canvas.pixels.astype(np.float32)) / 255
+    return ((pixels - 0.5) / 0.5).expand(1, 3, -1, -1)
+
+
+def patch_labels(canvas: Canvas) -> torch.Tensor:
+    """`(2, 48)`: for each patch of 4 by 4 pixels the digit it belongs to (10 for background), and that digit's place from
+    the left (3 for background)."""
+    labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
+    size = DIGIT // PATCH
+    for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):
+        patches = (slice(row // PATCH, row // PATCH + size), slice(column // PATCH, column // PATCH + size))
+        labels[0][patches], labels[1][patches] = digit, place
+    return labels.flatten(1)
+
+
+class CanvasDataset(torch.utils.data.Dataset):
+    """Canvases with their sentences, tokenized; the same ones for the same seed, others for each index.
+
+    The prompt's labels are -100: only what is to be read counts.
+    """
+
+    def __init__(self, pool: DigitPool, tokenizer, size: int, seed: int):
+        self.pool, self.tokenizer, self.size, self.seed = pool, tokenizer, size, seed
+        self.prompt_length = len(tokenizer(PROMPT)["input_ids"])
+        self.longest = self.prompt_length + 2 * len(PLACES) + 1
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        canvas = self.pool.canvas(np.random.default_rng((self.seed, index)))
+        ids = [*self.tokenizer(sentence(canvas.digits))["input_ids"], self.tokenizer.eos_token_id]
+        padding = self.longest - len(ids)
+        labels = [-100] * self.prompt_length + ids[self.prompt_length :] + [-100] * padding
+        return {
+            "input_ids": torch.tensor(ids + [self.tokenizer.pad_token_id] * padding),
+            "attention_mask": torch.tensor([1] * len(ids) + [0] * padding),
+            "labels": torch.tensor(labels),
+            "pixel_values": to_pixel_values(canvas),
+        }

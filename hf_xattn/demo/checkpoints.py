@@ -1,0 +1,118 @@
+"""The demo's two ordinary checkpoints, made on the spot: a text-only decoder and a vision tower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    SiglipImageProcessor,
+    ViTConfig,
+)
+
+from .canvases import HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
+
+
+def _optimize(parameters, steps: int, rate: float, loss_of_step, name: str) -> float:
+    """AdamW with warm-up and a progress bar. Returns the last loss."""
+    optimizer = torch.optim.AdamW(parameters, lr=rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    bar = tqdm(range(steps), desc=name)
+    loss = torch.tensor(float("nan"))
+    for step in bar:
+        loss = loss_of_step(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 20 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    return loss.item()
+
+
+def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
+    """A Llama and its tokenizer, trained on sentences alone: it learns the language and can only guess the digits."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    rng = np.random.default_rng((seed, 1))
+    sentences = [sentence(rng.integers(0, 10, rng.integers(1, 4)).tolist()) for _ in range(64 * 64)]
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(special_tokens=["[PAD]", "[EOS]", "[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator(sentences, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        eos_token="[EOS]",
+        unk_token="[UNK]",
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+
+    def loss_of_step(step: int) -> torch.Tensor:
+        start = step * 64 % len(sentences)
+        batch = tokenizer(
+            [f"{text} [EOS]" for text in sentences[start : start + 64]],
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
+        )
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return model(**batch, labels=labels).loss
+
+    _optimize(model.parameters(), steps, 3e-3, loss_of_step, "text model, on text alone")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int) -> None:
+    """A small ViT, trained to tell of each patch its digit and the digit's place; the heads that told are thrown away."""
+    torch.manual_seed(seed + 1)
+    config = ViTConfig(
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=(HEIGHT, WIDTH),
+        patch_size=PATCH,
+    )
+    tower = AutoModel.from_config(config)
+    heads = torch.nn.ModuleList([torch.nn.Linear(config.hidden_size, classes) for classes in (11, 4)])
+    # Most patches are background.
+    weights = [torch.tensor([1.0] * (head.out_features - 1) + [0.2]) for head in heads]
+
+    def loss_of_step(step: int) -> torch.Tensor:
+        canvases = [pool.canvas(np.random.default_rng((seed, 2, step, row))) for row in range(64)]
+        pixel_values = torch.cat([to_pixel_values(canvas) for canvas in canvases])
+        labels = torch.stack([patch_labels(canvas) for canvas in canvases], dim=1)
+        patches = tower(pixel_values=pixel_values).last_hidden_state[:, 1:].flatten(0, 1)  # without the class token
+        losses = [
+            torch.nn.functional.cross_entropy(head(patches), label.flatten(), weight=weight)
+            for head, label, weight in zip(heads, labels, weights)
+        ]
+        return losses[0] + losses[1]
+
+    parameters = [*tower.parameters(), *heads.parameters()]
+    _optimize(parameters, steps, 2e-3, loss_of_step, "vision tower, digits of patches")
+    tower.save_pretrained(folder)
+    SiglipImageProcessor(size={"height": HEIGHT, "width": WIDTH}).save_pretrained(folder)

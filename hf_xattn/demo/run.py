@@ -1,0 +1,237 @@
+"""The stages of the demo, its table and its picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from .. import XAttnProcessor, freeze_base, retrofit
+from .canvases import PROMPT, WORDS, Canvas, CanvasDataset, DigitPool, sentence
+from .checkpoints import make_text_checkpoint, make_vision_checkpoint
+
+
+MARK = "made-by-hf-xattn-demo"  # a file that says that the folder may be written over
+
+
+def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False) -> dict[str, Any]:
+    """Trains a text-only model and a small vision tower, retrofits, trains what was added, reads held-out canvases.
+
+    Args:
+        output (`str` or `Path`): folder for the checkpoints `text`, `vision` and `model`, the examples and the picture.
+        seed (`int`): of data, weights and split.
+        quick (`bool`): a few steps of everything, to see that it runs; the accuracy means nothing.
+
+    Returns:
+        `dict`: the table's figures, which also go to `results.json`.
+
+    Raises:
+        ValueError: where `output` is a file or a folder of something else.
+        ImportError: without scikit-learn.
+    """
+    output = _prepared(Path(output))
+    start = time.perf_counter()
+    set_seed(seed)
+    train_pool, test_pool = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
+
+    _say("1/4 A text-only decoder and its tokenizer, from sentences")
+    make_text_checkpoint(output / "text", steps=20 if quick else 250, seed=seed)
+    _say("2/4 A small vision tower")
+    make_vision_checkpoint(output / "vision", train_pool, steps=10 if quick else 400, seed=seed)
+
+    _say("3/4 Retrofit, and training of what was added")
+    model = retrofit(
+        output / "text",
+        output / "vision",
+        cross_attention_layers=[1, 2, 3],
+        # Weights of width 64 start larger than those of a large model would.
+        cross_attention={"qk_norm": True, "initializer_range": 0.12},
+        connector_type="linear",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(output / "text")
+    processor = XAttnProcessor(AutoImageProcessor.from_pretrained(output / "vision"), tokenizer)
+    same_before = _same_as_base(model, output, tokenizer)
+    _train(model, CanvasDataset(train_pool, tokenizer, 64 * (10 if quick else 1000), seed + 10), output, seed)
+    model.eval()
+    model.save_pretrained(output / "model")
+    processor.save_pretrained(output / "model")
+
+    _say("4/4 Held-out canvases")
+    model = AutoModelForImageTextToText.from_pretrained(output / "model")
+    processor = AutoProcessor.from_pretrained(output / "model")
+    rng = np.random.default_rng((seed, 3))
+    canvases = [test_pool.canvas(rng) for _ in range(32 if quick else 500)]
+    pictures = [_picture(canvas) for canvas in canvases]
+    base = AutoModelForCausalLM.from_pretrained(output / "text")
+    blind = _read(base, processor, canvases, None)
+    readings = _read(model, processor, canvases, pictures)
+    digits, whole = _accuracy(readings, canvases)
+    results = {
+        "held-out canvases": len(canvases),
+        "digits right, text-only model": _accuracy(blind, canvases)[0],
+        "digits right, retrofitted model": digits,
+        "canvases right, retrofitted model": whole,
+        "text-only logits bit-identical before training": same_before,
+        "text-only logits bit-identical after training": _same_as_base(model, output, tokenizer),
+        **_count_projections(model, processor, pictures[0]),
+        **_speed(model, processor, pictures[:16], repeats=1 if quick else 3),
+        "minutes": (time.perf_counter() - start) / 60,
+    }
+    _save_examples(output, canvases, pictures, readings)
+    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    _print_table(results, output)
+    return results
+
+
+def example_images(output: str | Path) -> list[Path]:
+    """Held-out canvases that the demo left in its folder; their names say what stands on them."""
+    return sorted((Path(output) / "examples").glob("*.png"))
+
+
+def _prepared(output: Path) -> Path:
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"`output` ({output}) is a file; name a folder.")
+    if output.is_dir() and any(output.iterdir()) and not (output / MARK).exists():
+        raise ValueError(f"`output` ({output}) is a folder with other things in it; name a new one.")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARK).touch()
+    return output
+
+
+def _say(text: str) -> None:
+    print(f"\n{text}", flush=True)
+
+
+def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> None:
+    """Transformers' own `Trainer`; the text model is frozen, blocks, connector and tower learn."""
+    freeze_base(model, vision=False)
+    arguments = TrainingArguments(
+        output_dir=str(output / "trainer"),
+        per_device_train_batch_size=64,
+        num_train_epochs=1,
+        learning_rate=3e-3,
+        warmup_steps=min(100, len(dataset) // 128),
+        lr_scheduler_type="cosine",
+        logging_steps=100,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+        seed=seed,
+        dataloader_num_workers=0,
+        remove_unused_columns=False,
+    )
+    Trainer(model=model, args=arguments, train_dataset=dataset).train()
+
+
+@torch.no_grad()
+def _same_as_base(model, output: Path, tokenizer) -> bool:
+    """Whether the text-only logits are those of the base checkpoint, bit for bit."""
+    base = AutoModelForCausalLM.from_pretrained(output / "text").eval()
+    batch = tokenizer([sentence([1, 2, 3]), sentence([7])], padding=True, return_tensors="pt")
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    training = model.training
+    same = torch.equal(model.eval()(**batch).logits, base.to(model.device)(**batch).logits)
+    model.train(training)
+    return same
+
+
+def _picture(canvas: Canvas):
+    from PIL import Image
+
+    return Image.fromarray(canvas.pixels).convert("RGB")
+
+
+def _read(model, processor, canvases: list[Canvas], pictures: list | None) -> list[list[str]]:
+    """The words a model says about each canvas, after the prompt."""
+    said = []
+    for start in range(0, len(canvases), 100):
+        texts = [PROMPT] * len(canvases[start : start + 100])
+        images = None if pictures is None else pictures[start : start + 100]
+        inputs = processor(text=texts, images=images).to(model.device)
+        tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+        said += [text.split() for text in processor.batch_decode(tokens, skip_special_tokens=True)]
+    return said
+
+
+def _accuracy(readings: list[list[str]], canvases: list[Canvas]) -> tuple[float, float]:
+    """Share of digits that were read right in their place, and share of canvases without a mistake."""
+    right = total = whole = 0
+    for words, canvas in zip(readings, canvases):
+        expected = [WORDS[digit] for digit in canvas.digits]
+        right += sum(word == truth for word, truth in zip(words[1::2], expected))
+        total += len(expected)
+        whole += words[1::2] == expected
+    return right / total, whole / len(canvases)
+
+
+def _count_projections(model, processor, picture) -> dict[str, Any]:
+    counts = []
+    hooks = [block.attn.k_proj.register_forward_hook(lambda *_: counts.append(1)) for block in model.blocks]
+    model.generate(**processor(text=PROMPT, images=picture).to(model.device), max_new_tokens=8, min_new_tokens=8)
+    for hook in hooks:
+        hook.remove()
+    return {"K/V projections in 8 steps": len(counts), "blocks": len(model.blocks)}
+
+
+def _speed(model, processor, pictures: list, repeats: int) -> dict[str, float]:
+    """Tokens a second of the same call, with and without cache."""
+    inputs = processor(text=[PROMPT] * len(pictures), images=pictures).to(model.device)
+    times: dict[bool, float] = {}
+    for use_cache in (True, False):
+        for _ in range(repeats):
+            start = time.perf_counter()
+            model.generate(**inputs, max_new_tokens=48, min_new_tokens=48, do_sample=False, use_cache=use_cache)
+            times[use_cache] = min(times.get(use_cache, float("inf")), time.perf_counter() - start)
+    return {
+        "tokens a second, with cache": 48 * len(pictures) / times[True],
+        "tokens a second, without": 48 * len(pictures) / times[False],
+    }
+
+
+def _save_examples(output: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
+    """Eight canvases as files, and one picture of them with what the model said."""
+    from PIL import Image, ImageDraw
+
+    folder = output / "examples"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    scale, columns, line = 5, 2, 22
+    width, height = 48 * scale, 16 * scale + line
+    sheet = Image.new("RGB", (columns * (width + 10) + 10, 4 * (height + 10) + 10), "white")
+    draw = ImageDraw.Draw(sheet)
+    for index, (canvas, picture, words) in enumerate(zip(canvases[:8], pictures, readings)):
+        picture.save(folder / f"{index}-{'-'.join(str(digit) for digit in canvas.digits)}.png")
+        x, y = 10 + index % columns * (width + 10), 10 + index // columns * (height + 10)
+        sheet.paste(picture.resize((48 * scale, 16 * scale), Image.Resampling.NEAREST), (x, y))
+        right = words[1::2] == [WORDS[digit] for digit in canvas.digits]
+        draw.text((x + 2, y + 16 * scale + 4), " ".join(words[1::2]), fill="black" if right else "red")
+    sheet.save(output / "canvases.png")
+
+
+def _print_table(results: dict[str, Any], output: Path) -> None:
+    print()
+    for name, value in results.items():
+        if isinstance(value, float):
+            text = f"{value:.1%}" if "right" in name else f"{value:.1f}"
+        else:
+            text = {True: "yes", False: "NO"}[value] if isinstance(value, bool) else str(value)
+        print(f"{name:<50} {text:>10}")
+    example = example_images(output)[0]
+    print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
+    print(f'Next: hf-xattn generate {output / "model"} --image {example} --prompt "{PROMPT}"')
+    print(f'      AutoModelForImageTextToText.from_pretrained("{output / "model"}")')

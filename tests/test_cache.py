@@ -1,0 +1,385 @@
+"""The cross half of a cache: images encoded once, asked again, added to, kept over a conversation."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from conftest import make_model, pixels, token_ids
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+
+from hf_xattn.cache import CrossAttentionLayer, ImageCache, StaticCrossAttentionCache, encoded_images
+
+
+MARKER = 3
+NEW = 6
+
+
+def generate(model, ids, **kwargs):
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False, **kwargs)
+
+
+def fresh_cache():
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+def static_cache(model):
+    return EncoderDecoderCache(StaticCache(config=model.config.text_config, max_cache_len=64), DynamicCache())
+
+
+def cross_length(cache):
+    lengths = {layer.keys.shape[-2] for layer in cache.cross_attention_cache.layers}
+    assert len(lengths) == 1
+    return lengths.pop()
+
+
+def count_encoding(model):
+    calls = Counter()
+    for block in model.blocks:
+        block.attn.k_proj.register_forward_hook(lambda *_: calls.update(["k_proj"]))
+    model.model.vision_tower.register_forward_hook(lambda *_: calls.update(["tower"]))
+    return calls
+
+
+def features(model, images):
+    with torch.no_grad():
+        return model.get_image_features(images)
+
+
+# --- a conversation
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
+def test_forward_in_pieces_equals_one_forward(name):
+    """A later piece of text that loses the images, or a mask that starts anew."""
+    model, ids, images = make_model(name), token_ids(2, 10), pixels(2, 2)
+    mask = torch.tensor([[True, True], [True, False]])
+    expected = model(ids, pixel_values=images, image_mask=mask, use_cache=False).logits
+    first = model(ids[:, :4], pixel_values=images, image_mask=mask)
+    cache = first.past_key_values
+    assert isinstance(cache, EncoderDecoderCache) and cross_length(cache) == 32
+    second = model(ids[:, 4:9], past_key_values=cache)
+    third = model(ids[:, 9:], past_key_values=second.past_key_values)
+    logits = torch.cat([first.logits, second.logits, third.logits], dim=1)
+    assert torch.allclose(logits, expected, atol=1e-4)
+    assert third.past_key_values is cache and cross_length(cache) == 32 and cache.get_seq_length() == 10
+    assert all(cache.is_updated[index] for index in range(2))
+
+
+@pytest.mark.parametrize("kind", ["returned", "callers", "static"])
+@pytest.mark.parametrize("again", [False, True], ids=["text_only", "same_images_again"])
+def test_conversation_on_a_kept_cache(kind, again):
+    """A second question answered without the image, or with the image twice."""
+    model, images = make_model(), pixels()
+    calls = count_encoding(model)
+    caches = {"returned": lambda: None, "callers": fresh_cache, "static": lambda: static_cache(model)}
+    cache, ids = caches[kind](), token_ids()
+    for turn in range(3):
+        given = {"pixel_values": images} if turn == 0 or again else {}
+        outputs = generate(model, ids, past_key_values=cache, return_dict_in_generate=True, **given)
+        assert calls == Counter({"k_proj": 2, "tower": 1}), "images are encoded in the first turn only"
+        assert cross_length(outputs.past_key_values) == 16
+        uncached = make_model()
+        assert torch.equal(outputs.sequences, generate(uncached, ids, pixel_values=images, use_cache=False)), turn
+        cache = outputs.past_key_values
+        ids = torch.cat([outputs.sequences, token_ids(2, 4, seed=20 + turn)], dim=1)
+
+
+@pytest.mark.parametrize("visibility", ["previous", "latest"])
+@pytest.mark.parametrize("given", ["new_only", "all"])
+@pytest.mark.parametrize("kind", ["pixels", "states", "padded"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_new_image_in_a_later_turn(visibility, given, kind, static):
+    """A later image that replaces the earlier ones, is numbered from one again, or brings them along twice."""
+    model = make_model(image_token_id=MARKER, image_visibility=visibility)
+    images, ids = pixels(2, 3), token_ids()
+    ids[:, 1] = MARKER
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    if kind == "padded":
+        mask[1, 1] = False
+    states = features(model, images)
+
+    def inputs(chosen):
+        result = {"image_mask": mask[:, chosen]} if kind == "padded" else {}
+        name, source = ("cross_attention_states", states) if kind == "states" else ("pixel_values", images)
+        return {name: source[:, chosen], **result}
+
+    cache = static_cache(model) if static else fresh_cache()
+    first = generate(model, ids, past_key_values=cache, return_dict_in_generate=True, **inputs(slice(0, 1)))
+    later = token_ids(2, 5, seed=21)
+    later[:, 1] = later[0, 3] = MARKER
+    if kind != "padded":
+        later[1, 3] = MARKER
+    ids = torch.cat([first.sequences, later], dim=1)
+    chosen = slice(1, 3) if given == "new_only" else slice(0, 3)
+    second = generate(model, ids, past_key_values=cache, return_dict_in_generate=True, **inputs(chosen))
+    assert cross_length(second.past_key_values) == 48
+    expected = generate(model, ids, use_cache=False, **inputs(slice(0, 3)))
+    assert torch.equal(second.sequences, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["pixels", "states"])
+def test_same_images_are_not_appended_twice(kind):
+    """Images that come with every call of a filled cache (T#48000), counted again at each."""
+    model, ids, images = make_model(), token_ids(2, 9), pixels(2, 2)
+    inputs = {"pixel_values": images}
+    if kind == "states":
+        inputs = {"cross_attention_states": features(model, images).flatten(1, 2)}
+    expected = model(ids, use_cache=False, **inputs).logits
+    calls = count_encoding(model)
+    cache = fresh_cache()
+    pieces = [model(ids[:, start : start + 3], past_key_values=cache, **inputs).logits for start in (0, 3, 6)]
+    assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-4)
+    assert cross_length(cache) == 32 and calls["k_proj"] == 2 and calls["tower"] == (kind == "pixels")
+    # The same image in another row is another image.
+    assert encoded_images(cache.cross_attention_cache).num_images == (2 if kind == "pixels" else 1)
+    swapped = {name: value.flip(0) for name, value in inputs.items()}
+    model(ids[:, :1], past_key_values=cache, **swapped)
+    assert cross_length(cache) == 64
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_length_is_the_number_of_image_tokens(name):
+    """A cross half cut to the sliding window, or padded to the text's length (T#46111, T#48141)."""
+    model, ids, images = make_model(name), token_ids(1, 4), pixels(1, 3)
+    outputs = generate(model, ids, pixel_values=images, return_dict_in_generate=True)
+    assert cross_length(outputs.past_key_values) == 48
+    outputs = generate(
+        model, ids, pixel_values=images, cache_implementation="static", return_dict_in_generate=True
+    )
+    assert cross_length(outputs.past_key_values) == 48
+    assert outputs.past_key_values.cross_attention_cache.get_seq_length() == 48
+    big = EncoderDecoderCache(
+        StaticCache(config=model.config.text_config, max_cache_len=100),
+        StaticCache(config=model.config.text_config, max_cache_len=100),
+    )
+    model(ids, pixel_values=images, past_key_values=big)
+    assert cross_length(big) == 48
+
+
+# --- encode once, ask often
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"num_beams": 3, "cache_implementation": "static"}],
+    ids=["greedy", "static", "beams", "static_beams"],
+)
+def test_ask_again(name, options):
+    """A first question that changes the answer to the second; a vision tower or projection that runs for a question."""
+    model, images = make_model(name), pixels()
+    encoded = model.encode_images(pixel_values=images)
+    assert isinstance(encoded, ImageCache) and encoded.get_seq_length() == 0
+    before = [(layer.keys, layer.values, layer.keys.clone()) for layer in encoded.cross_attention_cache.layers]
+    calls = count_encoding(model)
+    questions = [token_ids(2, 5, seed=30), token_ids(2, 9, seed=31), token_ids(2, 5, seed=30)]
+    answers = [generate(model, ids, past_key_values=encoded, **options) for ids in questions]
+    assert not calls
+    for ids, answer in zip(questions, answers):
+        assert torch.equal(answer, generate(model, ids, pixel_values=images, **options))
+    for layer, (keys, values, copied) in zip(encoded.cross_attention_cache.layers, before):
+        assert layer.keys is keys and layer.values is values and torch.equal(keys, copied)
+    assert encoded.get_seq_length() == 0 and cross_length(encoded) == 16
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+def test_many_questions_about_one_image(options):
+    """K/V copied for each question, or question 2 answered about image 1."""
+    model, images = make_model(), pixels(2)
+    ids = token_ids(6, 5)
+    encoded = model.encode_images(pixel_values=images)
+    outputs = generate(model, ids, past_key_values=encoded, return_dict_in_generate=True, **options)
+    keys = outputs.past_key_values.cross_attention_cache.layers[0].keys
+    assert keys.shape[0] == 2 and keys.data_ptr() == encoded.cross_attention_cache.layers[0].keys.data_ptr()
+    repeated = generate(model, ids, pixel_values=images.repeat_interleave(3, dim=0), **options)
+    assert torch.equal(outputs.sequences, repeated)
+
+
+@pytest.mark.parametrize("visibility", ["all", "previous"])
+def test_many_questions_with_masks_and_markers(visibility):
+    """Padding images or markers of one row applied to the questions of another."""
+    model = make_model(image_token_id=MARKER, image_visibility=visibility)
+    images, mask = pixels(2, 2), torch.tensor([[True, True], [True, False]])
+    ids = token_ids(4, 6)
+    ids[:, 1] = ids[1, 3] = ids[0, 4] = MARKER
+    encoded = model.encode_images(pixel_values=images, image_mask=mask)
+    repeated = {"pixel_values": images.repeat_interleave(2, 0), "image_mask": mask.repeat_interleave(2, 0)}
+    for options in ({}, {"num_beams": 2}):
+        expected = generate(model, ids, use_cache=False, **repeated, **options)
+        assert torch.equal(generate(model, ids, past_key_values=encoded, **options), expected)
+        assert torch.equal(generate(model, ids, past_key_values=encoded, **options), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["pixels", "states", "padded_states"])
+def test_appending_equals_one_call_with_all(kind):
+    """Images added to an encoded cache that differ from images encoded together."""
+    model, ids, images = make_model(), token_ids(), pixels(2, 3)
+    states = features(model, images).flatten(1, 2)
+    token_mask = torch.rand(2, 48) < 0.7
+
+    def inputs(first, last):
+        if kind == "pixels":
+            return {"pixel_values": images[:, first:last]}
+        tokens = slice(16 * first, 16 * last)
+        mask = {"cross_attention_mask": token_mask[:, tokens]} if kind == "padded_states" else {}
+        return {"cross_attention_states": states[:, tokens], **mask}
+
+    cache = model.encode_images(**inputs(0, 1))
+    assert model.encode_images(past_key_values=cache, **inputs(1, 3)) is cache
+    together = model.encode_images(**inputs(0, 3))
+    for mine, other in zip(cache.cross_attention_cache.layers, together.cross_attention_cache.layers):
+        assert torch.allclose(mine.keys, other.keys, atol=1e-5) and torch.allclose(mine.values, other.values, atol=1e-5)
+    expected = generate(model, ids, use_cache=False, **inputs(0, 3))
+    assert torch.equal(generate(model, ids, past_key_values=cache), expected)
+    assert torch.equal(generate(model, ids, past_key_values=together), expected)
+
+
+def test_a_fork_does_not_grow_the_original():
+    """An image added in one conversation that shows up in another one about the same encoded image."""
+    model, ids, images = make_model(), token_ids(), pixels(2, 2)
+    encoded = model.encode_images(pixel_values=images[:, :1])
+    both = generate(model, ids, past_key_values=encoded, pixel_values=images, return_dict_in_generate=True)
+    assert cross_length(both.past_key_values) == 32 and cross_length(encoded) == 16
+    assert encoded_images(encoded.cross_attention_cache).num_images == 1
+    assert torch.equal(both.sequences, generate(model, ids, pixel_values=images, use_cache=False))
+    assert torch.equal(generate(model, ids, past_key_values=encoded), generate(model, ids, pixel_values=images[:, :1]))
+
+
+def test_copies_are_independent():
+    """A copied cache (to branch a conversation) that shares its growing half."""
+    model, ids, images = make_model(), token_ids(), pixels()
+    outputs = generate(model, ids, pixel_values=images, return_dict_in_generate=True)
+    kept = copy.deepcopy(outputs.past_key_values)
+    more = torch.cat([outputs.sequences, token_ids(2, 3, seed=40)], dim=1)
+    first = generate(model, more, past_key_values=outputs.past_key_values)
+    assert torch.equal(generate(model, more, past_key_values=kept), first)
+
+
+# --- operations on a cache
+
+
+def filled(repeats=1):
+    model = make_model()
+    encoded = model.encode_images(pixel_values=pixels(3))
+    if repeats > 1:
+        encoded.cross_attention_cache.batch_repeat_interleave(repeats)
+    return model, encoded
+
+
+@torch.no_grad()
+def test_select():
+    """Rows of a cache dropped from the text half only (finished samples), or rows that become another's."""
+    model, _ = filled()
+    ids, images = token_ids(3), pixels(3)
+    rows = torch.tensor([2, 0])
+    mask = torch.tensor([[True, True], [True, False], [False, True]])
+    both = pixels(3, 2)
+    for inputs in ({"pixel_values": images}, {"pixel_values": both, "image_mask": mask}):
+        cache = model(ids, **inputs).past_key_values
+        cache.batch_select_indices(rows)
+        token = token_ids(2, 1, seed=41)
+        logits = model(token, past_key_values=cache).logits
+        full = torch.cat([ids[rows], token], dim=1)
+        expected = model(full, **{name: value[rows] for name, value in inputs.items()}).logits[:, -1:]
+        assert torch.allclose(logits, expected, atol=1e-4)
+
+
+def test_select_after_repeat():
+    """Text rows counted as image rows after the batch was repeated."""
+    _, encoded = filled(repeats=2)
+    keys = encoded.cross_attention_cache.layers[0].keys
+    assert keys.shape[0] == 3, "repeating the batch copies nothing"
+    encoded.cross_attention_cache.batch_select_indices(torch.tensor([0, 3, 5]))
+    assert torch.equal(encoded.cross_attention_cache.layers[0].keys, keys[[0, 1, 2]])
+    _, encoded = filled()
+    encoded.cross_attention_cache.batch_select_indices(torch.tensor([True, False, True]))
+    assert torch.equal(encoded.cross_attention_cache.layers[0].keys, keys[[0, 2]])
+    assert encoded_images(encoded.cross_attention_cache).digest.shape == (2, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("visibility", ["all", "previous"])
+def test_select_among_many_questions(visibility):
+    """Questions counted as images where several share one: another image's K/V, padding or markers."""
+    model = make_model(image_token_id=MARKER, image_visibility=visibility)
+    images, mask = pixels(2, 2), torch.tensor([[True, True], [True, False]])
+    ids = token_ids(6, 5)
+    ids[:, 1] = ids[1, 3] = ids[5, 3] = MARKER
+    cache = model.encode_images(pixel_values=images, image_mask=mask)
+    model(ids, past_key_values=cache)
+    rows = torch.tensor([5, 0, 1])
+    cache.batch_select_indices(rows)
+    token = token_ids(3, 1, seed=41)
+    logits = model(token, past_key_values=cache).logits
+    images_of_rows = rows // 3
+    full = torch.cat([ids[rows], token], dim=1)
+    expected = model(full, pixel_values=images[images_of_rows], image_mask=mask[images_of_rows]).logits[:, -1:]
+    assert torch.allclose(logits, expected, atol=1e-4)
+
+
+def test_reset_of_a_fork_leaves_the_original():
+    """Encoded images zeroed by a cache that shares them."""
+    model, ids = make_model(), token_ids()
+    encoded = model.encode_images(pixel_values=pixels())
+    expected = encoded.cross_attention_cache.layers[0].keys.clone()
+    outputs = generate(model, ids, past_key_values=encoded, return_dict_in_generate=True)
+    outputs.past_key_values.reset()
+    assert torch.equal(encoded.cross_attention_cache.layers[0].keys, expected)
+    assert encoded_images(encoded.cross_attention_cache) is not None
+
+
+def test_reorder_and_crop_leave_images_alone():
+    """Beams that take another sample's image along, or rejected candidates that cut an image."""
+    model, ids = make_model(), token_ids(3)
+    with torch.no_grad():
+        cache = model(ids, pixel_values=pixels(3)).past_key_values
+    layer = cache.cross_attention_cache.layers[0]
+    keys, copied = layer.keys, layer.keys.clone()
+    cache.reorder_cache(torch.tensor([1, 1, 0]))
+    cache.crop(-3)
+    assert cache.get_seq_length() == 4
+    assert layer.keys is keys and torch.equal(keys, copied)
+
+
+@torch.no_grad()
+def test_reset_forgets_images():
+    """A reused cache that still holds, or still masks by, the images of the last use."""
+    model, ids = make_model(), token_ids()
+    cache = fresh_cache()
+    mask = torch.tensor([[True, False], [True, True]])
+    model(ids, pixel_values=pixels(2, 2), image_mask=mask, past_key_values=cache)
+    cache.reset()
+    assert encoded_images(cache.cross_attention_cache) is None and not any(cache.is_updated.values())
+    other = pixels(2, 1, seed=42)
+    assert torch.allclose(
+        model(ids, pixel_values=other, past_key_values=cache).logits, model(ids, pixel_values=other).logits, atol=1e-5
+    )
+    assert cross_length(cache) == 16
+
+
+def test_static_cross_half():
+    """A cross half beside a static cache that is not recognised as static, so that nothing is compiled."""
+    model = make_model()
+    outputs = generate(
+        model, token_ids(), pixel_values=pixels(), cache_implementation="static", return_dict_in_generate=True
+    )
+    cache = outputs.past_key_values
+    assert isinstance(cache.cross_attention_cache, StaticCrossAttentionCache) and cache.is_compileable
+    assert all(isinstance(layer, CrossAttentionLayer) for layer in cache.cross_attention_cache.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 4])
+def test_appended_images_need_the_batch_of_the_cache(rows):
+    """Images of another batch broadcast over, or mixed into, those that are there."""
+    model, ids = make_model(), token_ids()
+    cache = model(ids, pixel_values=pixels()).past_key_values
+    with pytest.raises(ValueError, match=f"batch {rows}, expected 2"):
+        model(ids, pixel_values=pixels(rows, seed=43), past_key_values=cache)
+    with pytest.raises(ValueError, match=f"batch {rows}, expected 2"):
+        generate(model, ids, pixel_values=pixels(rows, seed=43), past_key_values=model.encode_images(pixels()))

@@ -1,0 +1,86 @@
+"""The demo, from data to picture, in a few steps."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+
+from hf_xattn import demo
+from hf_xattn.demo.canvases import DIGIT, PATCH, DigitPool, patch_labels, sentence, to_pixel_values
+from hf_xattn.demo.run import _accuracy, _picture
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    return folder, demo.run(folder, quick=True)
+
+
+def test_exactness_and_counts(finished):
+    """A base that changed while blocks trained, or K/V projected at every step."""
+    folder, results = finished
+    assert results["text-only logits bit-identical before training"]
+    assert results["text-only logits bit-identical after training"]
+    assert results["K/V projections in 8 steps"] == results["blocks"] == 3
+    assert json.loads((folder / "results.json").read_text()) == results
+
+
+def test_artifacts_load_with_the_auto_classes(finished):
+    """A checkpoint that only the demo itself can read."""
+    folder, _ = finished
+    assert AutoModelForCausalLM.from_pretrained(folder / "text").config.model_type == "llama"
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    assert any((block.attn.o_proj.weight != 0).any() for block in model.blocks)
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    from PIL import Image
+
+    files = demo.example_images(folder)
+    assert len(files) == 8 and (folder / "canvases.png").exists()
+    inputs = processor(text=demo.PROMPT, images=Image.open(files[0]))
+    assert model.generate(**inputs, max_new_tokens=3).shape[1] > inputs["input_ids"].shape[1]
+    demo.run(folder, quick=True)  # its own folder may be written over
+
+
+def test_canvases():
+    """Held-out digits that training saw; labels that do not say what stands there."""
+    train, test = DigitPool(held_out=False), DigitPool(held_out=True)
+    assert not set(train.indices) & set(test.indices)
+    assert len(train.indices) + len(test.indices) == 1797
+    for seed in range(50):
+        canvas = train.canvas(np.random.default_rng(seed))
+        assert 1 <= len(canvas.digits) <= 3
+        columns = [column for _, column in canvas.corners]
+        assert all(later - earlier >= DIGIT for earlier, later in zip(columns, columns[1:]))
+        digits, places = patch_labels(canvas)
+        assert (digits < 10).sum() == len(canvas.digits) * (DIGIT // PATCH) ** 2
+        for place, digit in enumerate(canvas.digits):
+            assert set(digits[places == place].tolist()) == {digit}
+    assert sentence([7, 2]) == "digits : first seven second two"
+
+
+def test_training_pixels_are_the_processors(finished):
+    """A model that is trained on other pixels than it is asked about."""
+    folder, _ = finished
+    processor = AutoImageProcessor.from_pretrained(folder / "vision")
+    canvas = DigitPool(held_out=True).canvas(np.random.default_rng(0))
+    expected = processor([_picture(canvas)], return_tensors="pt")["pixel_values"]
+    assert torch.allclose(to_pixel_values(canvas), expected, atol=1e-6)
+
+
+def test_accuracy_counts_places():
+    """The right digits in the wrong order, counted as right."""
+    canvas = DigitPool(held_out=True).canvas(np.random.default_rng(0))._replace(digits=[1, 2])
+    assert _accuracy([["first", "one", "second", "two"]], [canvas]) == (1.0, 1.0)
+    assert _accuracy([["first", "two", "second", "one"]], [canvas]) == (0.0, 0.0)
+    assert _accuracy([["first", "one"]], [canvas]) == (0.5, 0.0)
+
+
+def test_wrong_output(tmp_path):
+    """Somebody's folder written over."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file"):
+        demo.run(tmp_path / "file")
+    with pytest.raises(ValueError, match="other things"):
+        demo.run(tmp_path)

@@ -1,0 +1,224 @@
+"""Saving and loading: every way in gives the same model, bit for bit."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids, vision_config
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel
+
+
+AUTO_CLASSES = [
+    name
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+    if hasattr(transformers, name)
+]
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model.eval()(token_ids(), pixel_values=pixels()).logits
+
+
+def same_tensors(model, other):
+    mine, others = model.state_dict(), other.state_dict()
+    assert mine.keys() == others.keys()
+    different = [n for n in mine if mine[n].dtype != others[n].dtype or not torch.equal(mine[n], others[n].cpu())]
+    assert different == []
+
+
+def load(auto_class, folder, **kwargs):
+    """Loads, and makes sure that every key was found and used."""
+    model, info = auto_class.from_pretrained(folder, output_loading_info=True, **kwargs)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model
+
+
+@pytest.mark.parametrize("name", TEXT_CONFIGS)
+def test_round_trip(name, tmp_path):
+    """Loaded weights that are initialised again, a tie that is saved twice or lost, a decoder whose names change."""
+    model = make_model(name)
+    model.save_pretrained(tmp_path)
+    loaded = load(AutoModelForImageTextToText, tmp_path)
+    assert type(loaded) is XAttnForConditionalGeneration
+    same_tensors(model, loaded)
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    tied = model.config.get_text_config().tie_word_embeddings
+    assert (loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight) == bool(tied)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        saved = set(file.keys())
+    assert any("cross_attention_block" in key for key in saved)
+    assert len(saved) == len(model.state_dict()) - bool(tied)
+
+
+@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_auto_classes(auto_class, dtype, tmp_path):
+    """An Auto class that does not know the model, or loads gates and norms in bfloat16."""
+    model = make_model(dtype=dtype)
+    if dtype == torch.bfloat16:
+        model.model.vision_tower.to(dtype)
+        model.model.connector.to(dtype)
+    model.save_pretrained(tmp_path)
+    loaded = load(getattr(transformers, auto_class), tmp_path, dtype="auto")
+    assert isinstance(loaded, XAttnForConditionalGeneration) and loaded.dtype == dtype
+    same_tensors(model, loaded)
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    assert loaded.blocks[0].attn_gate.dtype == torch.float32 and loaded.blocks[0].attn.q_proj.weight.dtype == dtype
+
+
+def test_body_alone(tmp_path):
+    """`AutoModel` of a saved model with a head: the same hidden states."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    body = AutoModel.from_pretrained(tmp_path).eval()
+    assert isinstance(body, XAttnModel)
+    with torch.no_grad():
+        expected = model.model(token_ids(), pixel_values=pixels()).last_hidden_state
+        assert torch.equal(body(token_ids(), pixel_values=pixels()).last_hidden_state, expected)
+
+
+def test_dtype_of_the_caller_comes_first(tmp_path):
+    """Gates and norms narrowed by `dtype=torch.bfloat16`, or the rest of the model left wide."""
+    make_model(cross_attention_config={"qk_norm": True}).save_pretrained(tmp_path)
+    loaded = load(AutoModelForCausalLM, tmp_path, dtype=torch.bfloat16)
+    for name, parameter in loaded.named_parameters():
+        kept = "cross_attention_block" in name and ("norm" in name or name.endswith("_gate"))
+        assert parameter.dtype == (torch.float32 if kept else torch.bfloat16), name
+    assert logits_of(loaded).isfinite().all()
+
+
+def test_configuration_survives(tmp_path):
+    """Fields that are dropped, or defaults that are resolved anew and come out otherwise."""
+    model = make_model(
+        "gemma3",
+        image_token_id=3,
+        image_visibility="latest",
+        connector_type="linear",
+        cross_attention_config={"qk_norm": True, "num_key_value_heads": 1, "gate_granularity": "channel"},
+    )
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(config, XAttnConfig)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["model_type"] == "xattn" and fields["cross_attention_layers"] == [1, 3]
+    for ours, theirs in (
+        (model.config.cross_attention_config, config.cross_attention_config),
+        (model.config.vision_config, config.vision_config),
+        (model.config.text_config, config.text_config),
+    ):
+        # The dtype is written by `save_pretrained`; it belongs to the weights.
+        ours, theirs = ours.to_dict(), theirs.to_dict()
+        assert {**ours, "dtype": None} == {**theirs, "dtype": None}
+    loaded = load(AutoModelForCausalLM, tmp_path)
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    loaded.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+
+
+def test_without_vision_tower(tmp_path):
+    """A tower that appears when a model for features is loaded."""
+    model = make_model(vision=False)
+    model.save_pretrained(tmp_path)
+    loaded = load(AutoModelForImageTextToText, tmp_path)
+    assert loaded.model.vision_tower is None and loaded.model.connector is None
+    same_tensors(model, loaded)
+
+
+def test_generation_settings_survive(tmp_path):
+    """A model that has forgotten its end-of-text token."""
+    text = make_text()
+    text.generation_config.eos_token_id = 17
+    config = XAttnConfig(text_config=text.config, vision_config=vision_config(), cross_attention_layers=[1])
+    model = XAttnForConditionalGeneration(config, text_model=text)
+    assert model.generation_config.eos_token_id == 17
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == 17
+
+
+def test_shards(tmp_path):
+    """Blocks that fall between the files of a sharded checkpoint."""
+    model = make_model("llama_tied")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    same_tensors(model, load(AutoModelForCausalLM, tmp_path))
+
+
+@pytest.mark.parametrize("style", [{}, {"zero_init": False, "gate_init": 0.0}, {"gate": "none"}], ids=str)
+def test_blocks_missing_in_a_checkpoint_start_at_the_base(style, tmp_path):
+    """Weights that the decoder's own initialiser, or meta memory, fills in: noise or NaN where zero must be."""
+    base = make_text()
+    expected = base(token_ids()).logits
+    model = make_model(random=False, cross_attention_config=style)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {key: value for key, value in load_file(file).items() if "cross_attention_block" not in key}
+    save_file(kept, file, {"format": "pt"})
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+        assert info["missing_keys"] and all("cross_attention_block" in key for key in info["missing_keys"])
+        if dtype == torch.float32:
+            assert torch.equal(logits_of(loaded), expected)
+        for block in loaded.blocks:
+            assert block.attn.q_proj.weight.std() > 0 and block.attn.q_proj.weight.isfinite().all()
+            if block.attn_gate is not None:
+                assert block.attn_gate.item() == style.get("gate_init", 1.0) and block.attn_gate.dtype == torch.float32
+            if style.get("zero_init", True):
+                assert not block.attn.o_proj.weight.any() and not block.mlp.down_proj.weight.any()
+            assert (block.attn_norm.weight == 1).all()
+
+
+def test_meta_device():
+    """A model that cannot be built without memory for its weights (accelerate, FSDP, size estimates)."""
+    with torch.device("meta"):
+        model = XAttnForConditionalGeneration(
+            XAttnConfig(text_config=TEXT_CONFIGS["llama"](), vision_config=vision_config())
+        )
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2"])
+def test_device_map_with_disk_offload(name, tmp_path):
+    """Blocks torn from their layer, or images that stay behind, under accelerate's hooks."""
+    model, ids, images = make_model(name), token_ids(), pixels()
+    expected = model.generate(ids, pixel_values=images, max_new_tokens=5, do_sample=False)
+    model.save_pretrained(tmp_path)
+    device_map = {"": "cpu"}
+    prefix = {"gpt2": "model.text_model.transformer.h"}.get(name, "model.text_model.model.layers")
+    for part in (f"{prefix}.1", f"{prefix}.3", "model.vision_tower", "model.connector"):
+        device_map[part] = "disk"
+    del device_map[""]
+    for part, _ in model.named_modules():
+        below = [key for key in device_map if key == part or key.startswith(part + ".") or part.startswith(key + ".")]
+        if part and not below and not any(part.startswith(key + ".") for key in device_map):
+            device_map[part] = "cpu"
+    loaded = AutoModelForImageTextToText.from_pretrained(
+        tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
+    ).eval()
+    assert loaded.blocks[0].attn.q_proj.weight.device.type == "meta"
+    with torch.no_grad():
+        assert torch.equal(logits_of(loaded), logits_of(model))
+        for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+            tokens = loaded.generate(ids, pixel_values=images, max_new_tokens=5, do_sample=False, **options)
+            assert torch.equal(tokens, expected)
+        encoded = loaded.encode_images(pixel_values=images)
+        tokens = loaded.generate(ids, past_key_values=encoded, max_new_tokens=5, do_sample=False)
+        assert torch.equal(tokens, expected)
+
+
+def test_device_map_auto_keeps_blocks_with_their_layers(tmp_path):
+    """A layer split from its block by `device_map="auto"` when memory is short."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForImageTextToText.from_pretrained(
+        tmp_path, device_map="auto", max_memory={"cpu": "120KB"}, offload_folder=tmp_path / "offload"
+    ).eval()
+    places = loaded.hf_device_map
+    assert "disk" in places.values()
+    assert not any("cross_attention_block" in part or ".self_attn" in part for part in places), places
+    assert torch.equal(logits_of(loaded), logits_of(model))
