@@ -41,8 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_retrofit)
 
     command = commands.add_parser("inspect", help="what a model's blocks add: parameters, K/V bytes, compute")
-    command.add_argument("model", nargs="?", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
-    command.add_argument("--architectures", action="store_true", help="print which decoders are served, and how")
+    command.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
     command.set_defaults(run=_inspect)
 
     command = commands.add_parser("generate", help="answer a prompt about images")
@@ -132,13 +131,6 @@ def _retrofit(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    if arguments.architectures:
-        from .architectures import markdown_table
-
-        print(markdown_table())
-        return
-    if arguments.model is None:
-        raise ValueError("name a model's folder or Hub id, or give --architectures.")
     import torch
 
     from .configuration_xattn import XAttnConfig

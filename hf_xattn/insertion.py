@@ -29,7 +29,7 @@ KEYWORD = "cross_attention_context"
 LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cross_attending_class(layer_class: type[nn.Module]) -> type[nn.Module]:
     """The class a decoder layer gets: its own, plus a block in front. One class a layer class, with a name of its own
     (FSDP policies and device maps find layers by class name)."""

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
 from transformers.utils import logging
 
-from .cache import ImageCache
+from .cache import ImageCache, encoded_images
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .generation import XAttnGenerationMixin
@@ -63,6 +63,14 @@ class XAttnPreTrainedModel(PreTrainedModel):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True  # the decoder decides, where it has experts
+
+    def save_pretrained(self, *args, save_original_format: bool = False, **kwargs) -> None:
+        """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
+
+        An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
+        patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
+        """
+        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
@@ -215,7 +223,12 @@ class XAttnModel(XAttnPreTrainedModel):
                 f"`past_key_values` is a {type(past_key_values).__name__}, which has no place for images: pass "
                 "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
-        if recomputes:
+        if recomputes and new is not None:
+            if encoded_images(cross_cache) is not None:
+                raise ValueError(
+                    "Gradient checkpointing runs layers twice, so images cannot be added to a cache that holds some: pass "
+                    "all images in one call, or encode them before with `encode_images`."
+                )
             cross_cache = None  # a recomputed layer would write a second time
         context = encoder.context(
             new,

@@ -147,9 +147,7 @@ def test_length_is_the_number_of_image_tokens(name):
     model, ids, images = make_model(name), token_ids(1, 4), pixels(1, 3)
     outputs = generate(model, ids, pixel_values=images, return_dict_in_generate=True)
     assert cross_length(outputs.past_key_values) == 48
-    outputs = generate(
-        model, ids, pixel_values=images, cache_implementation="static", return_dict_in_generate=True
-    )
+    outputs = generate(model, ids, pixel_values=images, cache_implementation="static", return_dict_in_generate=True)
     assert cross_length(outputs.past_key_values) == 48
     assert outputs.past_key_values.cross_attention_cache.get_seq_length() == 48
     big = EncoderDecoderCache(

@@ -79,7 +79,6 @@ def test_errors_are_one_line(folder, capsys, tmp_path):
         (["retrofit", text, "--layers", "9", "--output", tmp_path / "a"], "4 layers"),
         (["retrofit", text, "--every", "0", "--output", tmp_path / "a"], "`every`"),
         (["inspect", text], "without cross-attention blocks"),
-        (["inspect"], "--architectures"),
         (["generate", model, "--prompt", "a", "--image", tmp_path / "no.png"], "no.png"),
         (["generate", text, "--prompt", "a"], "hf-xattn retrofit"),
         (["generate", model, "--prompt", "a", "--max-new-tokens", "0"], "at least 1"),

@@ -12,7 +12,7 @@ import torch
 
 
 HEIGHT, WIDTH, DIGIT = 16, 48, 8
-PATCH = 4
+PATCH = 8
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PLACES = ("first", "second", "third")
 PROMPT = "digits :"
@@ -56,18 +56,15 @@ class DigitPool:
         self.labels = digits.target
 
     def canvas(self, rng: np.random.Generator) -> Canvas:
-        """One to three digits at random places, apart from one another, on a grid of 4 pixels."""
+        """One to three digits in different columns of the canvas, each in a random one of its two rows."""
         count = int(rng.integers(1, 4))
         chosen = rng.choice(self.indices, count, replace=False)
-        free = (WIDTH - DIGIT * count) // PATCH
-        gaps = np.sort(rng.integers(0, free + 1, count)) * PATCH
+        columns = np.sort(rng.choice(WIDTH // DIGIT, count, replace=False)) * DIGIT
+        rows = rng.integers(0, HEIGHT // DIGIT, count) * DIGIT
         pixels = np.zeros((HEIGHT, WIDTH), np.uint8)
-        corners = []
-        for place, (index, gap) in enumerate(zip(chosen, gaps)):
-            row = int(rng.integers(0, (HEIGHT - DIGIT) // PATCH + 1)) * PATCH
-            column = int(gap) + DIGIT * place
+        for index, row, column in zip(chosen, rows, columns):
             pixels[row : row + DIGIT, column : column + DIGIT] = self.images[index]
-            corners.append((row, column))
+        corners = [(int(row), int(column)) for row, column in zip(rows, columns)]
         return Canvas(pixels, [int(self.labels[index]) for index in chosen], corners)
 
 
@@ -83,7 +80,7 @@ def to_pixel_values(canvas: Canvas) -> torch.Tensor:
 
 
 def patch_labels(canvas: Canvas) -> torch.Tensor:
-    """`(2, 48)`: for each patch of 4 by 4 pixels the digit it belongs to (10 for background), and that digit's place from
+    """`(2, 12)`: for each patch of 8 by 8 pixels the digit it belongs to (10 for background), and that digit's place from
     the left (3 for background)."""
     labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
     size = DIGIT // PATCH

@@ -49,9 +49,9 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
     train_pool, test_pool = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
 
     _say("1/4 A text-only decoder and its tokenizer, from sentences")
-    make_text_checkpoint(output / "text", steps=20 if quick else 250, seed=seed)
+    make_text_checkpoint(output / "text", steps=30 if quick else 250, seed=seed)
     _say("2/4 A small vision tower")
-    make_vision_checkpoint(output / "vision", train_pool, steps=10 if quick else 400, seed=seed)
+    make_vision_checkpoint(output / "vision", train_pool, steps=30 if quick else 500, seed=seed)
 
     _say("3/4 Retrofit, and training of what was added")
     model = retrofit(
@@ -65,7 +65,7 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
     tokenizer = AutoTokenizer.from_pretrained(output / "text")
     processor = XAttnProcessor(AutoImageProcessor.from_pretrained(output / "vision"), tokenizer)
     same_before = _same_as_base(model, output, tokenizer)
-    _train(model, CanvasDataset(train_pool, tokenizer, 64 * (10 if quick else 1000), seed + 10), output, seed)
+    _train(model, CanvasDataset(train_pool, tokenizer, 64 * (10 if quick else 300), seed + 10), output, seed)
     model.eval()
     model.save_pretrained(output / "model")
     processor.save_pretrained(output / "model")
@@ -117,16 +117,16 @@ def _say(text: str) -> None:
 
 
 def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> None:
-    """Transformers' own `Trainer`; the text model is frozen, blocks, connector and tower learn."""
-    freeze_base(model, vision=False)
+    """Transformers' own `Trainer`; text model and tower are frozen, blocks and connector learn."""
+    freeze_base(model)
     arguments = TrainingArguments(
         output_dir=str(output / "trainer"),
         per_device_train_batch_size=64,
         num_train_epochs=1,
-        learning_rate=3e-3,
-        warmup_steps=min(100, len(dataset) // 128),
+        learning_rate=2e-3,
+        warmup_steps=len(dataset) // 640,
         lr_scheduler_type="cosine",
-        logging_steps=100,
+        logging_steps=50,
         save_strategy="no",
         report_to="none",
         use_cpu=not torch.cuda.is_available(),

@@ -1,0 +1,151 @@
+"""Compiled decoding with a static cache: one graph, whatever images and prompts come."""
+
+import pytest
+import torch
+from conftest import make_model, pixels, token_ids
+from transformers import CompileConfig
+from transformers.cache_utils import EncoderDecoderCache, StaticCache
+
+
+NEW = 5
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def counting_backend():
+    """A backend that runs graphs as they are, and a list with an entry for each. (`generate` copies the backend, so that
+    it must be a function.)"""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return backend, graphs
+
+
+def compiled(backend):
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config, "disable_compile": False}
+
+
+# A static layer with a sliding window compiles twice in the base already: before and after the window is full.
+GRAPHS = {"llama": 1, "gpt2": 1, "gemma3": 2}
+
+
+GREEDY, SAMPLING = {"do_sample": False}, {"do_sample": True, "top_k": 10}
+
+
+@pytest.mark.parametrize(
+    "name, method", [("llama", GREEDY), ("llama", SAMPLING), ("gemma3", GREEDY), ("gpt2", GREEDY)], ids=str
+)
+def test_one_graph_for_all_generates(name, method):
+    """A decode step that breaks the graph, or compiles again for other images, another prompt or the next step."""
+    model = make_model(name)
+    backend, graphs = counting_backend()
+    for index in range(3):
+        ids, images = token_ids(2, 7 + index, seed=index), pixels(2, 2, seed=index)
+        method = {**method, "max_length": 16, "pixel_values": images}
+        torch.manual_seed(0)
+        expected = model.generate(ids, use_cache=False, **method)
+        torch.manual_seed(0)
+        # The first call compiles; later ones must find everything as it was.
+        with torch.compiler.set_stance("default" if index == 0 else "fail_on_recompile"):
+            tokens = model.generate(ids, **method, **compiled(backend))
+        assert torch.equal(tokens, expected), index
+        assert len(graphs) == GRAPHS[name], f"{len(graphs)} graphs after call {index}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_one_graph_with_shared_images(name):
+    """Beams or questions that share an image row, whose number becomes a guard. (`generate` compiles no beam search.)"""
+    model = make_model(name)
+    backend, graphs = counting_backend()
+    step = torch.compile(model.forward, backend=backend, fullgraph=True)
+    for index in range(3):
+        ids, images = token_ids(6, 10, seed=index), pixels(2, seed=index)
+        expected = model(ids, pixel_values=images.repeat_interleave(3, dim=0), use_cache=False).logits
+        static = StaticCache(config=model.config.text_config, max_cache_len=16)
+        cache = model.encode_images(pixel_values=images).fork(static)
+        model(ids[:, : 4 + index], past_key_values=cache)
+        with torch.compiler.set_stance("default" if index == 0 else "fail_on_recompile"):
+            for now in range(4 + index, 10):
+                position_ids = torch.full((6, 1), now)
+                logits = step(ids[:, now : now + 1], past_key_values=cache, position_ids=position_ids).logits
+                assert torch.allclose(logits[:, 0], expected[:, now], atol=1e-4)
+        assert len(graphs) == 1, f"{len(graphs)} graphs after case {index}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("visibility", ["all", "previous"])
+def test_one_graph_with_masks_and_markers(visibility):
+    """Padding images or image markers that become a branch of the graph."""
+    model = make_model(image_token_id=3, image_visibility=visibility)
+    backend, graphs = counting_backend()
+    for index in range(3):
+        ids = token_ids(2, 8, seed=index)
+        ids[:, 1] = ids[0, 3 + index] = 3
+        inputs = {
+            "pixel_values": pixels(2, 2, seed=index),
+            "image_mask": torch.tensor([[True, True], [True, False]]),
+        }
+        expected = model.generate(ids, max_new_tokens=NEW, use_cache=False, do_sample=False, **inputs)
+        with torch.compiler.set_stance("default" if index == 0 else "fail_on_recompile"):
+            tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False, **inputs, **compiled(backend))
+        assert torch.equal(tokens, expected)
+        assert len(graphs) == 1
+
+
+@torch.no_grad()
+def test_ask_again_compiled():
+    """Encoded images whose keys and values count as new inputs for each question."""
+    model, (backend, graphs) = make_model(), counting_backend()
+    encoded = model.encode_images(pixel_values=pixels(1))
+    for index in range(3):
+        ids = token_ids(2, 6, seed=index)
+        expected = model.generate(ids, past_key_values=encoded, max_new_tokens=NEW, do_sample=False)
+        with torch.compiler.set_stance("default" if index == 0 else "fail_on_recompile"):
+            tokens = model.generate(
+                ids, past_key_values=encoded, max_new_tokens=NEW, do_sample=False, **compiled(backend)
+            )
+        assert torch.equal(tokens, expected) and len(graphs) == 1
+
+
+@torch.no_grad()
+def test_compiled_forward():
+    """A forward with images that breaks the graph: training and prefill compile too."""
+    model, ids, images = make_model(), token_ids(), pixels()
+    backend, graphs = counting_backend()
+    forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    expected = model(ids, pixel_values=images, use_cache=False).logits
+    assert torch.allclose(forward(ids, pixel_values=images, use_cache=False).logits, expected, atol=1e-4)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        other = pixels(seed=50)
+        logits = forward(ids, pixel_values=other, use_cache=False).logits
+    assert torch.allclose(logits, model(ids, pixel_values=other, use_cache=False).logits, atol=1e-4)
+    assert len(graphs) == 1
+    cache = EncoderDecoderCache(
+        StaticCache(config=model.config.text_config, max_cache_len=32),
+        StaticCache(config=model.config.text_config, max_cache_len=32),
+    )
+    assert model(ids, pixel_values=images, past_key_values=cache).past_key_values is cache
+
+
+def test_compiled_training_step():
+    """Gradients that differ, or vanish, under compilation (backward through the blocks and the connector)."""
+    gradients = []
+    for compile_it in (False, True):
+        model, ids = make_model().train(), token_ids()
+        forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True) if compile_it else model.forward
+        forward(ids, pixel_values=pixels(), labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        assert torch.allclose(gradients[1][name], expected, atol=1e-5), name
