@@ -1,6 +1,7 @@
 """The demo, from data to picture, in a few steps."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -8,14 +9,17 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
-from hf_xattn.demo.canvases import DIGIT, PATCH, DigitPool, patch_labels, sentence, to_pixel_values
+from hf_xattn.demo.canvases import DIGIT, HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
 from hf_xattn.demo.run import _accuracy, _picture
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "out"
-    return folder, demo.run(folder, quick=True)
+    threads = torch.get_num_threads()
+    results = demo.run(folder, quick=True)
+    assert torch.get_num_threads() == threads
+    return folder, results
 
 
 def test_exactness_and_counts(finished):
@@ -44,19 +48,29 @@ def test_artifacts_load_with_the_auto_classes(finished):
 
 
 def test_canvases():
-    """Held-out digits that training saw; labels that do not say what stands there."""
+    """Held-out digits that training saw; digits that overlap or stick out; labels that do not say what stands there."""
     train, test = DigitPool(held_out=False), DigitPool(held_out=True)
     assert not set(train.indices) & set(test.indices)
     assert len(train.indices) + len(test.indices) == 1797
+    held_out = {test.images[index].tobytes() for index in test.indices}
+    offsets = set()
     for seed in range(50):
         canvas = train.canvas(np.random.default_rng(seed))
         assert 1 <= len(canvas.digits) <= 3
         columns = [column for _, column in canvas.corners]
         assert all(later - earlier >= DIGIT for earlier, later in zip(columns, columns[1:]))
         digits, places = patch_labels(canvas)
-        assert (digits < 10).sum() == len(canvas.digits) * (DIGIT // PATCH) ** 2
-        for place, digit in enumerate(canvas.digits):
-            assert set(digits[places == place].tolist()) == {digit}
+        assert (digits < 10).sum() == len(canvas.digits)
+        rest = canvas.pixels.copy()
+        for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):
+            assert 0 <= row <= HEIGHT - DIGIT and 0 <= column <= WIDTH - DIGIT
+            assert digits[places == place].tolist() == [digit]
+            spot = rest[row : row + DIGIT, column : column + DIGIT]
+            assert spot.any() and spot.tobytes() not in held_out
+            spot[:] = 0
+            offsets.add((row % PATCH, column % PATCH))
+        assert not rest.any()
+    assert len(offsets) == (PATCH - DIGIT + 1) ** 2
     assert sentence([7, 2]) == "digits : first seven second two"
 
 
@@ -84,3 +98,11 @@ def test_wrong_output(tmp_path):
         demo.run(tmp_path / "file")
     with pytest.raises(ValueError, match="other things"):
         demo.run(tmp_path)
+
+
+def test_without_scikit_learn(tmp_path, monkeypatch):
+    """A traceback about sklearn minutes later, or a folder left behind."""
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r"hf_xattn\[demo\]"):
+        demo.run(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 
-HEIGHT, WIDTH, DIGIT = 16, 48, 8
-PATCH = 8
+DIGIT, PATCH = 8, 10
+HEIGHT, WIDTH = 2 * PATCH, 6 * PATCH
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PLACES = ("first", "second", "third")
 PROMPT = "digits :"
@@ -22,7 +22,7 @@ class Canvas(NamedTuple):
     """An image and what stands on it.
 
     Attributes:
-        pixels (`np.ndarray`): `(16, 48)`, uint8, white on black.
+        pixels (`np.ndarray`): `(20, 60)`, uint8, white on black.
         digits (`list[int]`): from left to right.
         corners (`list[tuple[int, int]]`): upper left corner of each digit, row and column.
     """
@@ -56,11 +56,15 @@ class DigitPool:
         self.labels = digits.target
 
     def canvas(self, rng: np.random.Generator) -> Canvas:
-        """One to three digits in different columns of the canvas, each in a random one of its two rows."""
+        """One to three digits, each anywhere inside a cell of its own: two rows and six columns of cells, one patch each.
+
+        No two share a column of cells, so that they never overlap and left to right is never in doubt.
+        """
         count = int(rng.integers(1, 4))
         chosen = rng.choice(self.indices, count, replace=False)
-        columns = np.sort(rng.choice(WIDTH // DIGIT, count, replace=False)) * DIGIT
-        rows = rng.integers(0, HEIGHT // DIGIT, count) * DIGIT
+        columns = np.sort(rng.choice(WIDTH // PATCH, count, replace=False)) * PATCH
+        columns += rng.integers(0, PATCH - DIGIT + 1, count)
+        rows = rng.integers(0, HEIGHT // PATCH, count) * PATCH + rng.integers(0, PATCH - DIGIT + 1, count)
         pixels = np.zeros((HEIGHT, WIDTH), np.uint8)
         for index, row, column in zip(chosen, rows, columns):
             pixels[row : row + DIGIT, column : column + DIGIT] = self.images[index]
@@ -74,19 +78,17 @@ def sentence(digits: list[int]) -> str:
 
 
 def to_pixel_values(canvas: Canvas) -> torch.Tensor:
-    """`(1, 3, 16, 48)` in [-1, 1], what the demo's image processor makes of the picture."""
+    """`(1, 3, 20, 60)` in [-1, 1], what the demo's image processor makes of the picture."""
     pixels = torch.from_numpy(canvas.pixels.astype(np.float32)) / 255
     return ((pixels - 0.5) / 0.5).expand(1, 3, -1, -1)
 
 
 def patch_labels(canvas: Canvas) -> torch.Tensor:
-    """`(2, 12)`: for each patch of 8 by 8 pixels the digit it belongs to (10 for background), and that digit's place from
+    """`(2, 12)`: for each patch of 10 by 10 pixels the digit it belongs to (10 for background), and that digit's place from
     the left (3 for background)."""
     labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
-    size = DIGIT // PATCH
     for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):
-        patches = (slice(row // PATCH, row // PATCH + size), slice(column // PATCH, column // PATCH + size))
-        labels[0][patches], labels[1][patches] = digit, place
+        labels[:, row // PATCH, column // PATCH] = torch.tensor([digit, place])
     return labels.flatten(1)
 
 

@@ -12,7 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedTokenizerFast,
-    SiglipImageProcessor,
+    SiglipImageProcessorPil,
     ViTConfig,
 )
 
@@ -114,6 +114,6 @@ def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int)
         return losses[0] + losses[1]
 
     parameters = [*tower.parameters(), *heads.parameters()]
-    _optimize(parameters, steps, 2e-3, loss_of_step, "vision tower, digits of patches")
+    _optimize(parameters, steps, 3e-3, loss_of_step, "vision tower, digits of patches")
     tower.save_pretrained(folder)
-    SiglipImageProcessor(size={"height": HEIGHT, "width": WIDTH}).save_pretrained(folder)
+    SiglipImageProcessorPil(size={"height": HEIGHT, "width": WIDTH}).save_pretrained(folder)
