@@ -11,7 +11,14 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    StaticCache,
+)
 
 from .visibility import ImageTokens
 
@@ -87,16 +94,39 @@ class StaticCrossAttentionCache(StaticCache):
                 torch._dynamo.mark_static_address(layer.values)
 
 
-class ImageCache(EncoderDecoderCache):
+class XAttnCache(EncoderDecoderCache):
+    """An `EncoderDecoderCache` that knows the length of its text also beside a state-space decoder, whose states do not
+    tell it.
+
+    Attributes:
+        text_length (`int`): text tokens so far, counted by the model.
+    """
+
+    def __init__(self, *caches: Cache):
+        super().__init__(*caches)
+        self.text_length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        layers = getattr(self.self_attention_cache, "layers", [])
+        if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+            return self.text_length
+        return super().get_seq_length(layer_idx)
+
+    def reset(self) -> None:
+        super().reset()
+        self.text_length = 0
+
+
+class ImageCache(XAttnCache):
     """Images that were encoded once: an `EncoderDecoderCache` with an empty self-attention half.
 
     `generate(past_key_values=image_cache)` works on a fork and leaves this object as it is, so it can be asked again.
     """
 
-    def fork(self, self_attention_cache: Cache) -> EncoderDecoderCache:
+    def fork(self, self_attention_cache: Cache) -> XAttnCache:
         """The same images, not copied, beside another self-attention half."""
         layers = [_share(layer) for layer in self.cross_attention_cache.layers]
-        return EncoderDecoderCache(self_attention_cache, cross_cache_like(self_attention_cache, layers))
+        return XAttnCache(self_attention_cache, cross_cache_like(self_attention_cache, layers))
 
 
 def cross_cache_like(self_attention_cache: Cache, layers: list[CrossAttentionLayer]) -> Cache:

@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_retrofit)
 
     command = commands.add_parser("inspect", help="what a model's blocks add: parameters, K/V bytes, compute")
-    command.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
+    command.add_argument("model", metavar="DIR", nargs="?", help="a retrofitted model: a folder or a Hub id")
+    command.add_argument("--architectures", action="store_true", help="which decoders are served, how, or why not")
     command.set_defaults(run=_inspect)
 
     command = commands.add_parser("generate", help="answer a prompt about images")
@@ -131,6 +132,13 @@ def _retrofit(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    if arguments.architectures == (arguments.model is not None):
+        raise ValueError("give a model (DIR) or --architectures, one of the two.")
+    if arguments.architectures:
+        from .architectures import markdown_table
+
+        print(markdown_table())
+        return
     import torch
 
     from .configuration_xattn import XAttnConfig

@@ -14,6 +14,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import SubConfigSpec
 
+from .architectures import architecture
+
 
 # Looked up by the checks below and named in their messages; the layer code has one branch for each.
 NORM_TYPES = ("rmsnorm", "layernorm")
@@ -300,7 +302,8 @@ class XAttnConfig(PreTrainedConfig):
 
 def text_num_hidden_layers(text_config: PreTrainedConfig) -> int:
     """Number of layers of the decoder's stack."""
-    return text_config.get_text_config(decoder=True).num_hidden_layers
+    decoder = text_config.get_text_config(decoder=True)
+    return getattr(decoder, architecture(decoder.model_type).layer_count)
 
 
 def text_hidden_size(text_config: PreTrainedConfig) -> int:
@@ -374,23 +377,30 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
         raise ValueError(f"`cross_attention` has unknown fields {unknown}; known are {sorted(known)}.")
     fields.setdefault("hidden_size", text_hidden_size(text_config))
     if "num_attention_heads" not in fields:
-        heads = getattr(decoder, "num_attention_heads", None)
-        heads = heads if isinstance(heads, int) and heads > 0 else max(1, fields["hidden_size"] // 64)
+        heads = _size(decoder, "num_attention_heads") or max(1, fields["hidden_size"] // 64)
         fields["num_attention_heads"] = heads
-        kv_heads = getattr(decoder, "num_key_value_heads", None)
-        if "num_key_value_heads" not in fields and isinstance(kv_heads, int) and kv_heads and heads % kv_heads == 0:
+        kv_heads = _size(decoder, "num_key_value_heads")
+        if "num_key_value_heads" not in fields and kv_heads and heads % kv_heads == 0:
             fields["num_key_value_heads"] = kv_heads
-        head_dim = getattr(decoder, "head_dim", None)
-        if "head_dim" not in fields and isinstance(head_dim, int):
+        head_dim = _size(decoder, "head_dim")
+        if "head_dim" not in fields and head_dim:
             fields["head_dim"] = head_dim
     if "head_dim" not in fields:
         fields["head_dim"] = max(1, fields["hidden_size"] // fields["num_attention_heads"])
     if "intermediate_size" not in fields:
-        inner = getattr(decoder, "intermediate_size", None)
-        fields["intermediate_size"] = inner if isinstance(inner, int) and inner > 0 else 4 * fields["hidden_size"]
+        fields["intermediate_size"] = _size(decoder, "intermediate_size") or 4 * fields["hidden_size"]
     if "initializer_range" not in fields and isinstance(getattr(decoder, "initializer_range", None), float):
         fields["initializer_range"] = decoder.initializer_range
     return CrossAttentionConfig(**fields)
+
+
+def _size(config: PreTrainedConfig, field: str) -> int | None:
+    """A size that all layers of a decoder share; None where it has none, or another one for each layer."""
+    try:
+        value = getattr(config, field, None)
+    except RuntimeError:  # transformers' answer for a field that differs between layers
+        return None
+    return value if isinstance(value, int) and value > 0 else None
 
 
 __all__ = ["CrossAttentionConfig", "XAttnConfig"]

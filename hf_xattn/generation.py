@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
-from .cache import ImageCache, cross_cache_like, encoded_images
+from .cache import ImageCache, XAttnCache, cross_cache_like, encoded_images
 from .images import check_rows
 
 
@@ -58,7 +58,7 @@ class XAttnGenerationMixin:
                     f"`past_key_values` is a {type(cache).__name__}, which has no place for images: pass "
                     "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
                 )
-            cache = EncoderDecoderCache(cache, cross_cache_like(cache, []))
+            cache = XAttnCache(cache, cross_cache_like(cache, []))
         mask = images["cross_attention_mask"]
         cross_cache = cache.cross_attention_cache
         new = encoder.read(**images, cache=cross_cache)
@@ -174,7 +174,9 @@ class XAttnGenerationMixin:
         return inputs
 
     def create_masks_for_generate(self, config, past_key_values: Cache | None = None, **kwargs):
-        """The decoder's own mask rule, over the self-attention half."""
+        """The decoder's own mask rule, over the self-attention half; a state-space decoder takes the mask as it is."""
+        if self._is_stateful:
+            return kwargs.get("attention_mask")
         if isinstance(past_key_values, EncoderDecoderCache):
             past_key_values = past_key_values.self_attention_cache
         own = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .architectures import architecture
 from .block import GatedCrossAttentionBlock
+from .channel import carried_context
 from .configuration_xattn import XAttnConfig, text_num_hidden_layers
 from .context import CrossAttentionContext
 
@@ -25,14 +27,27 @@ from .context import CrossAttentionContext
 # The keyword that carries a `CrossAttentionContext` to the layers. No decoder of transformers has an argument of this name.
 KEYWORD = "cross_attention_context"
 
+# Names under which causal language models take their cache.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+
 # Where decoders keep their stack of layers.
 LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
 
 
-@functools.cache
-def cross_attending_class(layer_class: type[nn.Module]) -> type[nn.Module]:
+def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
     """The class a decoder layer gets: its own, plus a block in front. One class a layer class, with a name of its own
-    (FSDP policies and device maps find layers by class name)."""
+    (FSDP policies and device maps find layers by class name).
+
+    Args:
+        layer_class (`type`): class of a decoder layer.
+        receives_keywords (`bool`): whether the decoder hands keyword arguments to the layer; where it does not, the
+            layer's `__call__` fetches the context (see `channel.py`).
+    """
+    return _cross_attending_class(layer_class, receives_keywords)
+
+
+@functools.cache
+def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool) -> type[nn.Module]:
 
     def forward(self, *args, **kwargs):
         context: CrossAttentionContext | None = kwargs.pop(KEYWORD, None)
@@ -50,24 +65,29 @@ def cross_attending_class(layer_class: type[nn.Module]) -> type[nn.Module]:
 
     def __reduce_ex__(self, protocol):
         # The class is made at run time, so pickle and deepcopy get its recipe instead of its name.
-        return _rebuild_layer, (layer_class,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return _rebuild_layer, (layer_class, receives_keywords), state
+
+    def __call__(self, *args, **kwargs):
+        if KEYWORD not in kwargs:
+            kwargs[KEYWORD] = carried_context()
+        return layer_class.__call__(self, *args, **kwargs)
 
     name = f"CrossAttending{layer_class.__name__}"
-    return type(
-        name,
-        (layer_class,),
-        {
-            "forward": functools.wraps(layer_class.forward)(forward),
-            "__reduce_ex__": __reduce_ex__,
-            "__module__": __name__,
-            "__qualname__": name,
-            "__doc__": layer_class.__doc__,
-        },
-    )
+    members = {
+        "forward": functools.wraps(layer_class.forward)(forward),
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": layer_class.__doc__,
+    }
+    if not receives_keywords:
+        members["__call__"] = __call__
+    return type(name, (layer_class,), members)
 
 
-def _rebuild_layer(layer_class: type[nn.Module]) -> nn.Module:
-    new_class = cross_attending_class(layer_class)
+def _rebuild_layer(layer_class: type[nn.Module], receives_keywords: bool) -> nn.Module:
+    new_class = cross_attending_class(layer_class, receives_keywords)
     return new_class.__new__(new_class)
 
 
@@ -101,12 +121,41 @@ def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.M
     return decoder, layers
 
 
-def layers_receive_keywords(decoder: nn.Module) -> bool:
-    """Whether a decoder's `forward` hands its own `**kwargs` on to its layers.
+def find_cache_argument(language_model: PreTrainedModel) -> str:
+    """Name under which the model takes its cache; state-space models have one of their own.
+
+    Raises:
+        ValueError: where the model takes no `Cache`.
+    """
+    arguments = inspect.signature(language_model.forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in arguments:
+            return name
+    raise ValueError(
+        f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) takes no cache of transformers "
+        f"(none of {list(CACHE_ARGUMENTS)}), so it cannot generate beside a cache of images."
+    )
+
+
+def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
+    """Whether the `**kwargs` of a model's `forward` reach the layers of its decoder, through every model in between.
 
     Read off the source, because a model may be too large to be run for it, or have no weights yet.
     """
-    forward = inspect.unwrap(type(decoder).forward)
+    decoder, _ = find_decoder(language_model)
+    path = next(name for name, module in language_model.named_modules() if module is decoder)
+    outer: nn.Module = language_model
+    for child in path.split(".") if path else ():
+        if isinstance(outer, PreTrainedModel) and not _hands_keywords_on(type(outer), child):
+            return False
+        outer = getattr(outer, child)
+    return _hands_keywords_on(type(decoder), None)
+
+
+@functools.cache
+def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
+    """Whether `forward` calls `self.<child>` with its own `**kwargs`; without a name, what a loop of it runs over."""
+    forward = inspect.unwrap(model_class.forward)
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
     except (OSError, TypeError, SyntaxError, IndentationError):
@@ -114,16 +163,24 @@ def layers_receive_keywords(decoder: nn.Module) -> bool:
     if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
         return False
     keywords = function.args.kwarg.arg
-    for loop in (node for node in ast.walk(function) if isinstance(node, ast.For)):
-        targets = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-        for call in (node for node in ast.walk(loop) if isinstance(node, ast.Call)):
-            is_layer = isinstance(call.func, ast.Name) and call.func.id in targets
-            passes = any(
-                keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords
-                for keyword in call.keywords
-            )
-            if is_layer and passes:
-                return True
+    looped = {
+        node.id
+        for loop in ast.walk(function)
+        if isinstance(loop, ast.For)
+        for node in ast.walk(loop.target)
+        if isinstance(node, ast.Name)
+    }
+    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        passes = any(
+            keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords
+            for keyword in call.keywords
+        )
+        if child is None:
+            is_called = isinstance(call.func, ast.Name) and call.func.id in looped
+        else:
+            is_called = f"{ast.unparse(call.func)}.".startswith(f"self.{child}.")
+        if passes and is_called:
+            return True
     return False
 
 
@@ -140,6 +197,8 @@ def check_insertable(language_model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} is an encoder-decoder model: it has cross-attention of its own. Use a decoder-only model."
         )
+    if reason := architecture(config.model_type).refused:
+        raise ValueError(f"{name} cannot take cross-attention blocks: {reason}.")
     if config.model_type == "xattn" or any(is_cross_attending(module) for module in language_model.modules()):
         raise ValueError(f"{name} already has cross-attention blocks. Retrofit its text-only base instead.")
     if not language_model.can_generate() or language_model.get_output_embeddings() is None:
@@ -153,18 +212,13 @@ def check_insertable(language_model: PreTrainedModel) -> None:
             raise ValueError(
                 f"{name} is an encoder: its text attends in both directions. Use a decoder, or set `is_decoder=True`."
             )
-    decoder, layers = find_decoder(language_model)
+    find_cache_argument(language_model)
+    _, layers = find_decoder(language_model)
     hooked = [index for index, layer in enumerate(layers) if hasattr(layer, "_hf_hook")]
     if hooked:
         raise ValueError(
             f"{name} was dispatched with a device map: accelerate's hooks sit on layers {hooked}. Retrofit the model "
             "before it is dispatched, or retrofit, save, and load the result with `device_map`."
-        )
-    if not layers_receive_keywords(decoder):
-        raise ValueError(
-            f"{name} does not hand keyword arguments to its layers ({type(decoder).__name__}.forward calls them without "
-            "`**kwargs`), so images could not reach its blocks. Architectures such as llama, qwen3, mistral, gemma3, gpt2 "
-            "or opt do."
         )
 
 
@@ -182,6 +236,7 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
     """
     check_insertable(language_model)
     _, layers = find_decoder(language_model)
+    receives_keywords = layers_receive_keywords(language_model)
     names = {type(layer).__name__ for layer in layers}
     for index, layer in enumerate(layers):
         if index in config.cross_attention_layers:
@@ -189,10 +244,10 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
             block = GatedCrossAttentionBlock(
                 config.cross_attention_config, layer_idx=config.cross_attention_layers.index(index)
             )
-            if parameter.is_floating_point() and parameter.device.type != "meta":
+            if parameter.is_floating_point() and not (parameter.is_meta or block.attn_norm.weight.is_meta):
                 _match(block, parameter)
             layer.cross_attention_block = block
-        layer.__class__ = cross_attending_class(type(layer))
+        layer.__class__ = cross_attending_class(type(layer), receives_keywords)
         names.add(type(layer).__name__)
     return sorted(names)
 

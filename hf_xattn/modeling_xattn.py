@@ -7,7 +7,6 @@ self-attention half of an `EncoderDecoderCache`.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +16,13 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
 from transformers.utils import logging
 
-from .cache import ImageCache, encoded_images
+from .cache import ImageCache, XAttnCache, encoded_images
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
+from .decoder import DecoderInterface, headless
 from .generation import XAttnGenerationMixin
 from .images import ImageEncoder
-from .insertion import KEYWORD, check_insertable, cross_attention_blocks, find_decoder, insert_blocks
+from .insertion import check_insertable, cross_attention_blocks, find_decoder, insert_blocks
 
 
 logger = logging.get_logger(__name__)
@@ -64,6 +64,12 @@ class XAttnPreTrainedModel(PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         return True  # the decoder decides, where it has experts
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # transformers spares the modules of custom code that have no weights of their own from initialisation, in the
+        # whole tree. Decoders such as Falcon-H1 fill buffers there, and initialisation is guarded here as in transformers.
+        return False
+
     def save_pretrained(self, *args, save_original_format: bool = False, **kwargs) -> None:
         """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
 
@@ -100,6 +106,7 @@ class XAttnModel(XAttnPreTrainedModel):
         if text_model is None:
             text_model = AutoModelForCausalLM.from_config(config.text_config)
         check_insertable(text_model)
+        self._interface = DecoderInterface.of(text_model)
         split = insert_blocks(text_model, config)
         self.text_model = text_model
         self.vision_tower = self.connector = None
@@ -108,7 +115,6 @@ class XAttnModel(XAttnPreTrainedModel):
             self.vision_tower = tower
             self.connector = XAttnConnector(config)
         self._no_split_modules = [*(text_model._no_split_modules or []), *split]
-        self._text_arguments = set(inspect.signature(text_model.forward).parameters)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -210,9 +216,7 @@ class XAttnModel(XAttnPreTrainedModel):
         encoder = self.images
         cross_cache = getattr(past_key_values, "cross_attention_cache", None)
         if past_key_values is None and use_cache:
-            past_key_values = EncoderDecoderCache(
-                DynamicCache(config=self.config.get_text_config(decoder=True)), DynamicCache()
-            )
+            past_key_values = XAttnCache(DynamicCache(config=self.config.get_text_config(decoder=True)), DynamicCache())
             cross_cache = past_key_values.cross_attention_cache
         new = encoder.read(**image_inputs, batch_size=batch_size, text_len=text_len, cache=cross_cache)
         self_cache = past_key_values
@@ -244,12 +248,9 @@ class XAttnModel(XAttnPreTrainedModel):
         if new is not None and cross_cache is not None:
             encoder.mark_updated(past_key_values)
 
-        arguments = {name: value for name, value in text_inputs.items() if self._passes(name, value)}
-        if context is not None:
-            arguments[KEYWORD] = context
         if attentions:
-            arguments["output_attentions"] = True
-        outputs = runner(**arguments, past_key_values=self_cache, use_cache=use_cache, return_dict=True)
+            text_inputs["output_attentions"] = True
+        outputs = self._interface.call(runner, text_inputs, context, self_cache, use_cache)
         if (
             context is not None
             and not torch.compiler.is_compiling()
@@ -259,16 +260,14 @@ class XAttnModel(XAttnPreTrainedModel):
                 f"{type(self.text_model).__name__} did not hand the images to its layers: "
                 f"{len(context.recorder.weights)} of {len(self.config.cross_attention_layers)} blocks ran."
             )
+        if self.text_model._is_stateful and isinstance(past_key_values, XAttnCache):
+            past_key_values.text_length += text_len
         cross_attentions = None
         if attentions and context is not None:
             cross_attentions = tuple(weights for _, weights in sorted(context.recorder.weights.items()))
         if not isinstance(past_key_values, EncoderDecoderCache):
-            past_key_values = outputs.get("past_key_values")
+            past_key_values = outputs.get(self._interface.cache_argument)
         return outputs, (past_key_values if use_cache else None), cross_attentions
-
-    def _passes(self, name: str, value) -> bool:
-        """Arguments that `generate` makes for every model, but not every decoder takes."""
-        return value is not None and (name in self._text_arguments or name not in ("position_ids", "logits_to_keep"))
 
     def forward(
         self,
@@ -310,7 +309,7 @@ class XAttnModel(XAttnPreTrainedModel):
             ValueError: for shapes that do not fit, images without a vision tower, or contradicting arguments.
         """
         outputs, cache, cross_attentions = self._run(
-            _Body(self.text_model, self.get_decoder()),
+            headless(self.text_model),
             {
                 "input_ids": input_ids,
                 "inputs_embeds": inputs_embeds,
@@ -338,17 +337,6 @@ class XAttnModel(XAttnPreTrainedModel):
         return result if return_dict is not False else result.to_tuple()
 
 
-class _Body:
-    """The decoder without its head."""
-
-    def __init__(self, text_model: PreTrainedModel, decoder: nn.Module):
-        base = text_model.base_model
-        self.body = base if base is not text_model else decoder
-
-    def __call__(self, **arguments):
-        return self.body(**arguments)
-
-
 class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, GenerationMixin):
     """[`XAttnModel`] with the decoder's head, a loss and `generate`.
 
@@ -366,6 +354,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         self.model = XAttnModel(config, text_model, vision_tower)
         if text_model is not None:
             self.generation_config = text_model.generation_config
+        self._is_stateful = self.model.text_model._is_stateful
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from .architectures import architecture
 from .configuration_xattn import (
     CrossAttentionConfig,
     XAttnConfig,
@@ -19,6 +20,7 @@ from .configuration_xattn import (
 )
 from .insertion import check_insertable
 from .modeling_xattn import XAttnForConditionalGeneration
+from .text_half import composite_class, is_composite, text_half, text_half_config
 
 
 logger = logging.get_logger(__name__)
@@ -42,7 +44,8 @@ def retrofit(
     loaded model is taken over, not copied: it holds the blocks afterwards, and still answers text-only calls.
 
     Args:
-        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, or a loaded causal language model.
+        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, or a loaded causal language model. Of a larger
+            model (a vision-language model with a `text_config`) the text half is taken, and the rest left behind.
         vision (`str`, `Path` or `PreTrainedModel`, *optional*): likewise, a vision model whose output has
             `last_hidden_state`. Without one the model takes `cross_attention_states`.
         cross_attention_layers (`list[int]`, *optional*): decoder layers that get a block in front, counted from 0.
@@ -56,6 +59,8 @@ def retrofit(
         ValueError: for a checkpoint without safetensors, a model that is no decoder or has blocks already, a wrong layer,
             or options that contradict one another. All of these before a weight is loaded, where a configuration tells.
     """
+    if isinstance(text, PreTrainedModel):
+        text = text_half(text)
     text_config = _text_config(text, load_kwargs)
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
@@ -80,7 +85,9 @@ def retrofit(
     XAttnConfig(text_config=text_config, vision_config=vision_config, **options)  # every check, before a weight is read
 
     if not isinstance(text, PreTrainedModel):
-        text = _load(AutoModelForCausalLM, text, load_kwargs)
+        source = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
+        loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
+        text = text_half(_load(loader, text, load_kwargs))
     check_insertable(text)
     if vision is not None and not isinstance(vision, PreTrainedModel):
         vision_kwargs = {"dtype": text.dtype, **load_kwargs}
@@ -107,6 +114,11 @@ def _text_config(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]
             f"`text` ({text}) is an encoder-decoder model ({config.model_type}): it has cross-attention of its own. Use a "
             "decoder-only checkpoint."
         )
+    if is_composite(config):
+        composite_class(config)
+        config = text_half_config(config)
+    if (reason := architecture(config.model_type).refused) is not None:
+        raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, which cannot take blocks: {reason}.")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
     _check_safetensors("text", text)

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import XAttnProcessor
+from hf_xattn.architectures import markdown_table
 from hf_xattn.cli import main
 
 
@@ -38,6 +39,12 @@ def test_retrofit_writes_model_and_processor(folder):
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     assert model.config.cross_attention_layers == [1, 3]
     assert isinstance(AutoProcessor.from_pretrained(folder / "model"), XAttnProcessor)
+
+
+def test_inspect_architectures(capsys):
+    """A table of decoders that is not printed, or not the one the tests check."""
+    status, out, _ = run(capsys, "inspect", "--architectures")
+    assert status == 0 and out.strip() == markdown_table()
 
 
 def test_inspect(folder, capsys):
@@ -79,6 +86,8 @@ def test_errors_are_one_line(folder, capsys, tmp_path):
         (["retrofit", text, "--layers", "9", "--output", tmp_path / "a"], "4 layers"),
         (["retrofit", text, "--every", "0", "--output", tmp_path / "a"], "`every`"),
         (["inspect", text], "without cross-attention blocks"),
+        (["inspect"], "a model (DIR) or --architectures"),
+        (["inspect", text, "--architectures"], "a model (DIR) or --architectures"),
         (["generate", model, "--prompt", "a", "--image", tmp_path / "no.png"], "no.png"),
         (["generate", text, "--prompt", "a"], "hf-xattn retrofit"),
         (["generate", model, "--prompt", "a", "--max-new-tokens", "0"], "at least 1"),

@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
-    BloomConfig,
     T5Config,
 )
 
@@ -137,12 +136,17 @@ def test_nothing_outlives_the_model():
     assert reference() is None
 
 
-def test_decoders_without_keywords_are_refused():
-    """Images silently ignored by a decoder that does not hand keyword arguments to its layers."""
-    text = AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=96))
-    with pytest.raises(ValueError, match="BloomForCausalLM.*bloom.*does not hand keyword arguments to its layers"):
-        check_insertable(text)
-    assert not any(is_cross_attending(module) for module in text.modules())
+def test_unknown_stacks_are_refused():
+    """Images silently ignored by an architecture without layer objects, or with several residual streams."""
+    for model_type, message in (("xlm", "no layer objects"), ("deepseek_v4", "several residual streams")):
+        text = make_text()
+        text.config.__class__.model_type, kept = model_type, text.config.model_type
+        try:
+            with pytest.raises(ValueError, match=f"{model_type}.*cannot take cross-attention blocks.*{message}"):
+                check_insertable(text)
+        finally:
+            text.config.__class__.model_type = kept
+        assert not any(is_cross_attending(module) for module in text.modules())
 
 
 @pytest.mark.parametrize(

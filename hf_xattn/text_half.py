@@ -1,0 +1,83 @@
+"""The text decoder of a larger model, as a causal language model of its own.
+
+Vision-language models hold an ordinary decoder (`text_config`) beside their own way of reading images. Retrofitting one
+means taking the decoder and its head, which are taken over, not copied, and leaving the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+
+
+def is_composite(config: PreTrainedConfig) -> bool:
+    """Whether a configuration describes a decoder among other parts."""
+    if config.model_type == "xattn" or config.is_encoder_decoder:
+        return False
+    return config.get_text_config(decoder=True) is not config
+
+
+def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Configuration of the decoder in a larger model.
+
+    Raises:
+        ValueError: where transformers has no causal language model for it.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"The text half of a {config.model_type!r} model is a {text_config.model_type!r} decoder, for which transformers "
+            "has no causal language model of its own."
+        )
+    return text_config
+
+
+def composite_class(config: PreTrainedConfig) -> type:
+    """The class that loads a checkpoint of a larger model, head included.
+
+    Raises:
+        ValueError: where transformers registers none.
+    """
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ValueError(f"transformers has no class that generates text for a {config.model_type!r} checkpoint.")
+
+
+def text_half(model: PreTrainedModel) -> PreTrainedModel:
+    """A causal language model around the decoder and the head of a larger model; a plain one is returned as it is.
+
+    Raises:
+        ValueError: where the larger model holds no decoder of the class that its `text_config` names, or no head.
+    """
+    if not is_composite(model.config):
+        return model
+    text_config = text_half_config(model.config)
+    text_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
+    whole = next((module for module in model.modules() if type(module) is text_class), None)
+    if whole is not None:
+        return whole.train(model.training)
+    with torch.device("meta"):
+        text = text_class._from_config(text_config)
+    body = next((module for module in model.modules() if type(module) is type(text.base_model)), None)
+    head = model.get_output_embeddings()
+    if body is None or head is None:
+        missing = type(text.base_model).__name__ if body is None else "head"
+        raise ValueError(
+            f"{type(model).__name__} (model_type {model.config.model_type!r}) holds no {missing}, so its text half cannot "
+            "be taken out. Load the text decoder alone."
+        )
+    setattr(text, text.base_model_prefix, body)
+    text.set_output_embeddings(head)
+    text.config = body.config
+    left = [name for name, parameter in text.named_parameters() if parameter.is_meta]
+    if left:
+        raise ValueError(f"{type(model).__name__} holds no weights for {left} of {type(text).__name__}.")
+    if getattr(model, "generation_config", None) is not None:
+        text.generation_config = model.generation_config
+    return text.train(model.training)

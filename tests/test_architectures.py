@@ -1,0 +1,110 @@
+"""Every decoder architecture of transformers: what the package promises holds, or the table says why it is not served."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from conftest import randomize
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.architectures import architecture, causal_model_types, markdown_table, tiny_config
+from hf_xattn.insertion import check_insertable, layers_receive_keywords
+
+
+SERVED = [name for name in causal_model_types() if architecture(name).refused is None]
+REFUSED = [name for name in causal_model_types() if architecture(name).refused is not None]
+CONTEXT_SIZE = 16
+
+# What the issue trackers of such packages ask for.
+FAMILIES = """llama mistral mixtral ministral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text gemma gemma2 gemma3_text
+gemma4_text phi phi3 phimoe gpt2 gpt_neo gpt_neox gptj opt bloom falcon mpt codegen starcoder2 olmo olmo2 olmo3 olmoe cohere
+cohere2 granite granitemoe deepseek_v2 deepseek_v3 glm glm4 glm4_moe gpt_oss smollm3 stablelm nemotron llama4_text bitnet jamba
+bamba falcon_h1 lfm2 mamba2""".split()
+
+
+def make_tiny(model_type):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tiny sizes leave special tokens outside the vocabulary
+        return AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
+
+
+def retrofitted(text):
+    config = XAttnConfig(
+        text_config=text.config, cross_attention_layers=[1, 3], cross_attention_config={"context_size": CONTEXT_SIZE}
+    )
+    return XAttnForConditionalGeneration(config, text_model=text).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", SERVED)
+def test_served(model_type, tmp_path):
+    """An architecture on which a fresh retrofit differs from its base, images change nothing or change text that may not
+    see them, a cache changes the answer, or a saved model comes back different."""
+    logging.disable_progress_bar()
+    text = make_tiny(model_type)
+    base = copy.deepcopy(text)
+    ids = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+    states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
+    alone = base(ids, use_cache=True).logits
+    assert torch.isfinite(alone).all()
+
+    model = retrofitted(text)
+    assert layers_receive_keywords(text) == (architecture(model_type).via == "keyword")
+    assert torch.equal(model(ids).logits, alone)
+    assert torch.equal(model(ids, cross_attention_states=states).logits, alone)
+
+    randomize(model)
+    seen = model(ids, cross_attention_states=states).logits
+    assert torch.isfinite(seen).all()
+    assert (seen - alone).abs().max() > 1e-3
+    assert torch.equal(model(ids).logits, alone)
+    nothing = torch.zeros(2, 5, dtype=torch.bool)
+    assert torch.equal(model(ids, cross_attention_states=states, cross_attention_mask=nothing).logits, alone)
+    some = torch.ones(2, 7, 5, dtype=torch.bool)
+    some[0, :3] = some[1] = False
+    mixed = model(ids, cross_attention_states=states, cross_attention_mask=some).logits
+    blind = torch.cat([mixed[0, :3] - alone[0, :3], mixed[1] - alone[1]])
+    assert blind.abs().max() <= (1e-5 if architecture(model_type).experts else 0.0)
+
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "cross_attention_states": states,
+    }
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    cached, uncached = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))
+    assert torch.equal(cached.sequences, uncached.sequences)
+    assert torch.allclose(torch.stack(cached.logits), torch.stack(uncached.logits), atol=1e-4)
+
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    state, again = model.state_dict(), loaded.state_dict()
+    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
+    # The weights are those, but lie elsewhere in memory, and some kernels round by alignment.
+    assert torch.allclose(loaded(ids, cross_attention_states=states).logits, seen, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused(model_type):
+    """An architecture that cannot be served and is not refused before anything is built."""
+
+    class Text(torch.nn.Module):
+        config = type("Config", (), {"model_type": model_type, "is_encoder_decoder": False})()
+
+    with pytest.raises(ValueError, match=f"'{model_type}'\\) cannot take cross-attention blocks: "):
+        check_insertable(Text())
+
+
+def test_table_is_complete():
+    """An architecture that a release of transformers adds and nobody looked at; families that were served and are not."""
+    assert len(SERVED) >= 120
+    assert not set(FAMILIES) - set(SERVED)
+    assert len(SERVED) + len(REFUSED) == len(causal_model_types())
+    table = markdown_table()
+    assert all(f"`{name}`" in table for name in causal_model_types())
