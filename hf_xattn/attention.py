@@ -37,9 +37,9 @@ class CrossAttentionRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        wide = hidden_states.to(_at_least_float32(hidden_states.dtype))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight * wide).to(hidden_states.dtype)
+        dtype = _at_least_float32(hidden_states.dtype)
+        normed = nn.functional.rms_norm(hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
+        return normed.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"

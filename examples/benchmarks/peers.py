@@ -68,7 +68,17 @@ def idefics_attention(hidden: int, heads: int) -> IdeficsAttention:
 
 class MllamaWithFeatures(MllamaForCausalLM):
     """Mllama's text model on image features. As its conditional generation does with pixels, they go in at the first step
-    only, and their K/V stay in the cache."""
+    only, and their K/V stay in the cache.
+
+    Without a mask its cross-attention is causal, which hides most of the image from most of the text (SDPA's default of
+    transformers, made for self-attention). Its processor always makes a mask; here, attention is told to be full.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        for module in self.modules():
+            if isinstance(module, MllamaTextCrossAttention):
+                module.is_causal = False
 
     def prepare_inputs_for_generation(self, *args, is_first_iteration: bool = False, **kwargs):
         inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)
