@@ -1,4 +1,4 @@
-"""The command line: `hf-xattn retrofit | inspect | generate | encode | demo`."""
+"""The command line: `hf-xattn retrofit | import | export | inspect | generate | encode | demo`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--trust-remote-code", action="store_true", help="run the code that a checkpoint brings")
     command.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default: 5GB)")
     command.set_defaults(run=_retrofit)
+
+    command = commands.add_parser("import", help="bring a vision-language checkpoint with cross-attention over")
+    command.add_argument("source", metavar="SOURCE", help="Llama 3.2 Vision or Idefics: a folder or a Hub id")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the new model goes")
+    command.set_defaults(run=_import)
+
+    command = commands.add_parser("export", help="write an imported Llama 3.2 Vision as the original has it")
+    command.add_argument("model", metavar="DIR", help="an imported model: a folder or a Hub id")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the checkpoint goes")
+    command.set_defaults(run=_export)
 
     command = commands.add_parser("inspect", help="what a model's blocks add: parameters, K/V bytes, compute")
     command.add_argument("model", metavar="DIR", nargs="?", help="a retrofitted model: a folder or a Hub id")
@@ -129,6 +139,19 @@ def _retrofit(arguments: argparse.Namespace) -> None:
         else:
             XAttnProcessor(image_processor, tokenizer).save_pretrained(output)
     _print_report(model)
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from .importers import import_checkpoint
+
+    _print_report(import_checkpoint(arguments.source, _new_folder(arguments.output)))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from .importers import export_checkpoint
+
+    export_checkpoint(arguments.model, _new_folder(arguments.output))
+    print(f"Written: {arguments.output}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -23,7 +23,9 @@ MLP_TYPES = ("gated", "plain")
 GATES = ("tanh", "none")
 GATE_GRANULARITIES = ("scalar", "channel")
 CONNECTOR_TYPES = ("identity", "linear", "mlp")
-IMAGE_VISIBILITIES = ("all", "previous", "latest")
+# Vision towers that read an image as tiles, with aspect ratios, and whose output is as wide as `vision_output_dim`.
+TILED_VISION_TYPES = ("mllama_vision_model",)
+IMAGE_VISIBILITIES = ("all", "previous", "latest", "latest_group")
 
 
 def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -198,8 +200,12 @@ class XAttnConfig(PreTrainedConfig):
         cross_attention_layers (`list[int]`, *optional*): decoder layers that get a block in front of them, counted from
             0. Defaults to every 4th: 3, 7, 11, ...
         image_token_id (`int`, *optional*): id of the token that marks an image's place in the text.
-        image_visibility (`"all"`, `"previous"` or `"latest"`, defaults to `"all"`): which images a text token may see:
-            all of its row; those whose marker stands before it; or only the last of those (Flamingo, Idefics).
+        image_visibility (`"all"`, `"previous"`, `"latest"` or `"latest_group"`, defaults to `"all"`): which images a text
+            token may see: all of its row; those whose marker stands before it; only the last of those (Flamingo, Idefics);
+            or the last and those whose markers stand right before its own (Mllama).
+        additional_vocab_size (`int`, defaults to 0): tokens behind the decoder's vocabulary that the model reads.
+        additional_vocab_in_head (`bool`, defaults to `False`): it also writes them.
+        source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
         connector_type (`"identity"`, `"linear"` or `"mlp"`, defaults to `"mlp"`): vision features to K/V source.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` connector.
         connector_bias (`bool`, defaults to `True`).
@@ -221,10 +227,13 @@ class XAttnConfig(PreTrainedConfig):
     cross_attention_config: dict | PreTrainedConfig | None = None
     cross_attention_layers: list[int] | None = None
     image_token_id: int | None = None
-    image_visibility: Literal["all", "previous", "latest"] = "all"
+    image_visibility: Literal["all", "previous", "latest", "latest_group"] = "all"
+    additional_vocab_size: int = 0
+    additional_vocab_in_head: bool = False
     connector_type: str = "mlp"
     connector_hidden_act: str = "gelu"
     connector_bias: bool = True
+    source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
         # A live sub-config has its kernels chosen already. The parent's setter would reset them to None, and with
@@ -292,7 +301,13 @@ class XAttnConfig(PreTrainedConfig):
                 f"`image_visibility={self.image_visibility!r}` follows the image markers in the text, so "
                 "`image_token_id` must be set."
             )
+        added = self.additional_vocab_size
+        if isinstance(added, bool) or not isinstance(added, int) or added < 0:
+            raise ValueError(f"`additional_vocab_size` must be an integer of at least 0, got {added!r}.")
+        if self.additional_vocab_in_head and not added:
+            raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
         vocab_size = getattr(self.text_config.get_text_config(), "vocab_size", None)
+        vocab_size = None if vocab_size is None else vocab_size + added
         if self.image_token_id is not None and vocab_size is not None and not 0 <= self.image_token_id < vocab_size:
             raise ValueError(
                 f"`image_token_id` ({self.image_token_id}) must be an id of the text vocabulary, which has "
@@ -318,7 +333,8 @@ def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
         ValueError: where the configuration names no width.
     """
     for config in (vision_config, getattr(vision_config, "vision_config", None)):
-        size = getattr(config, "hidden_size", None)
+        width = "vision_output_dim" if getattr(config, "model_type", None) in TILED_VISION_TYPES else "hidden_size"
+        size = getattr(config, width, None)
         if isinstance(size, int):
             return size
         sizes = getattr(config, "hidden_sizes", None)

@@ -12,7 +12,14 @@ from .cache import ImageCache, XAttnCache, cross_cache_like, encoded_images
 from .images import check_rows
 
 
-IMAGE_INPUTS = ("pixel_values", "image_mask", "cross_attention_states", "cross_attention_mask")
+IMAGE_INPUTS = (
+    "pixel_values",
+    "image_mask",
+    "cross_attention_states",
+    "cross_attention_mask",
+    "aspect_ratio_ids",
+    "aspect_ratio_mask",
+)
 
 
 class XAttnGenerationMixin:
@@ -49,7 +56,7 @@ class XAttnGenerationMixin:
                 rows, states = new.states.shape[0], new.states
                 model_kwargs["cross_attention_states"] = states.unflatten(1, (new.tokens.num_images, -1))
                 model_kwargs["image_mask"] = new.tokens.image_mask
-                model_kwargs["cross_attention_mask"] = images["cross_attention_mask"]
+                model_kwargs["cross_attention_mask"] = new.tokens.token_mask if new.text_mask is None else new.text_mask
                 model_kwargs["image_rows"] = rows
             return result
         if not isinstance(cache, EncoderDecoderCache):
@@ -68,7 +75,7 @@ class XAttnGenerationMixin:
         if getattr(cache.self_attention_cache, "offloading", False):
             for layer in cache.cross_attention_cache.layers:
                 layer.offload()
-        if mask is not None and mask.dim() == 3:
+        if mask is not None and mask.dim() >= 3:
             model_kwargs["cross_attention_mask"] = mask if new is None else new.text_mask
         model_kwargs["past_key_values"] = cache
         return result
@@ -90,7 +97,7 @@ class XAttnGenerationMixin:
         known = encoded_images(getattr(kwargs.get("past_key_values"), "cross_attention_cache", None))
         if text is None or known is not None:
             return
-        for name, ranks in (("pixel_values", (4, 5)), ("cross_attention_states", (3, 4))):
+        for name, ranks in (("pixel_values", (4, 5, 6)), ("cross_attention_states", (3, 4))):
             images = kwargs.get(name)
             if images is not None and images.dim() in ranks:
                 check_rows(name, images.shape[0], text.shape[0])
@@ -123,6 +130,8 @@ class XAttnGenerationMixin:
         counts = torch.full((images.shape[0],), images.shape[1])
         if kwargs.get("image_mask") is not None:
             counts = kwargs["image_mask"].sum(dim=-1).cpu()
+        elif kwargs.get("aspect_ratio_ids") is not None:
+            counts = (kwargs["aspect_ratio_ids"] > 0).sum(dim=-1).cpu()
         if counts.shape == markers.shape and not torch.equal(markers.cpu(), counts):
             raise ValueError(
                 f"`input_ids` holds {markers.tolist()} image markers (token {marker}) a row, but {counts.tolist()} images "
@@ -163,7 +172,7 @@ class XAttnGenerationMixin:
         mask = cross_attention_mask
         if mask.shape[0] != text_rows:
             mask = mask.repeat_interleave(text_rows // mask.shape[0], dim=0)
-        if mask.dim() == 3:
+        if mask.dim() >= 3:
             if past_key_values is not None and not is_first_iteration:
                 return inputs  # generated tokens see what the last token of the prompt saw; the cache knows
             past = 0 if past_key_values is None else int(past_key_values.get_seq_length())

@@ -12,7 +12,15 @@ from .attention import check_states
 from .cache import check_cross_cache, encoded_images, image_rows, prepare_cross_cache
 from .context import CrossAttentionContext, Recorder
 from .insertion import KEYWORD, find_decoder
-from .visibility import ImageTokens, check_bool, check_cross_attention_mask, digest_images, lay_out
+from .visibility import (
+    ImageTokens,
+    check_bool,
+    check_cross_attention_mask,
+    digest_images,
+    expand_tile_mask,
+    lay_out,
+)
+from .vision import Tiles, blank_image, check_pixels, image_mask_of, run_tower, token_mask_of
 
 
 if TYPE_CHECKING:
@@ -41,8 +49,14 @@ class ImageEncoder:
         self.model = model
         self.config = model.config
 
-    def check_pixels(self, pixel_values: torch.Tensor, image_mask: torch.Tensor | None) -> torch.Tensor:
-        """`pixel_values` as `(batch, num_images, channels, height, width)`.
+    def check_pixels(
+        self,
+        pixel_values: torch.Tensor,
+        image_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Tiles | None]:
+        """Pixels as the vision tower takes them, with one entry an image on axis 1.
 
         Raises:
             TypeError: for pixels that are not floating point, or an `image_mask` that is not boolean.
@@ -53,38 +67,14 @@ class ImageEncoder:
                 "`pixel_values` were given, but this model has no vision tower (`config.vision_config` is None). Pass "
                 "image features as `cross_attention_states`, or retrofit with `vision=`."
             )
-        if not pixel_values.is_floating_point():
-            raise TypeError(
-                f"`pixel_values` must be floating point, got {pixel_values.dtype}: run the image processor first."
-            )
-        if pixel_values.dim() == 4:
-            pixel_values = pixel_values[:, None]
-        if pixel_values.dim() != 5:
-            raise ValueError(
-                "`pixel_values` must be (batch, num_images, channels, height, width) or (batch, channels, height, width), "
-                f"got shape {tuple(pixel_values.shape)}."
-            )
-        channels = getattr(self.config.vision_config, "num_channels", None)
-        if channels is not None and pixel_values.shape[2] != channels:
-            raise ValueError(
-                f"`pixel_values` has {pixel_values.shape[2]} channels, the vision tower takes {channels} (shape "
-                f"{tuple(pixel_values.shape)})."
-            )
-        if pixel_values.shape[1] == 0:
-            raise ValueError(f"`pixel_values` holds no image (shape {tuple(pixel_values.shape)}).")
+        pixel_values, tiles = check_pixels(self.config.vision_config, pixel_values, aspect_ratio_ids, aspect_ratio_mask)
         if image_mask is not None:
             _check_image_mask(image_mask, tuple(pixel_values.shape[:2]))
-        return pixel_values
+        return pixel_values, tiles
 
-    def features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """`(R, num_images, C, H, W)` to `(R, num_images, tokens an image, context_size)`."""
-        rows, num_images = pixel_values.shape[:2]
-        tower = self.model.vision_tower
-        pixel_values = pixel_values.flatten(0, 1).to(tower.dtype)
-        features = tower(pixel_values=pixel_values).last_hidden_state
-        if features.dim() == 4:  # convolutional towers: (batch, channels, height, width)
-            features = features.flatten(2).transpose(1, 2)
-        return self.model.connector(features).unflatten(0, (rows, num_images))
+    def features(self, pixel_values: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
+        """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
+        return run_tower(self.model.vision_tower, self.model.connector, pixel_values, tiles)
 
     def read(
         self,
@@ -92,6 +82,8 @@ class ImageEncoder:
         image_mask: torch.Tensor | None = None,
         cross_attention_states: torch.Tensor | None = None,
         cross_attention_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
         *,
         batch_size: int | None = None,
         text_len: int | None = None,
@@ -115,13 +107,13 @@ class ImageEncoder:
                         )
             return None
         if pixel_values is not None:
-            new = self._read_pixels(pixel_values, image_mask, batch_size, known, digest=cache is not None)
+            pixel_values, tiles = self.check_pixels(pixel_values, image_mask, aspect_ratio_ids, aspect_ratio_mask)
+            new = self._read_pixels(pixel_values, tiles, image_mask, batch_size, known, digest=cache is not None)
         else:
             new = self._read_states(cross_attention_states, image_mask, batch_size, known, digest=cache is not None)
         return self._with_mask(new, cross_attention_mask, batch_size, text_len, known)
 
-    def _read_pixels(self, pixel_values, image_mask, batch_size, known, digest):
-        pixel_values = self.check_pixels(pixel_values, image_mask)
+    def _read_pixels(self, pixel_values, tiles, image_mask, batch_size, known, digest):
         rows, num_images = pixel_values.shape[:2]
         check_rows("pixel_values", rows, batch_size if known is None else known_rows(known, rows))
         digests = digest_images(pixel_values) if digest else None
@@ -131,8 +123,9 @@ class ImageEncoder:
         if skip:
             pixel_values, digests = pixel_values[:, skip:], digests[:, skip:]
             image_mask = None if image_mask is None else image_mask[:, skip:]
-        features = self.features(pixel_values)
-        return _image_tokens(features, image_mask, digests, "image")
+            tiles = None if tiles is None else tiles.drop(skip)
+        features = self.features(pixel_values, tiles)
+        return _image_tokens(features, image_mask, digests, "image", tiles)
 
     def _read_states(self, states, image_mask, batch_size, known, digest):
         context_size = self.config.cross_attention_config.context_size
@@ -169,6 +162,8 @@ class ImageEncoder:
         if mask is None or new is None:
             return new
         num_new = new.tokens.num_tokens
+        if mask.dim() == 4:
+            mask = expand_tile_mask(mask, num_new)
         total = num_new + (0 if known is None else known.num_tokens)
         given = mask.shape[-1]
         if mask.dim() == 2 and given == total and total != num_new:
@@ -195,11 +190,8 @@ class ImageEncoder:
         if self.model.vision_tower is None:
             states = parameter.new_zeros(batch_size, 1, self.config.cross_attention_config.context_size)
         else:
-            vision = self.config.vision_config
-            size = getattr(vision, "image_size", 32)
-            size = (size, size) if isinstance(size, int) else tuple(size)
-            pixels = parameter.new_zeros(1, 1, getattr(vision, "num_channels", 3), *size)
-            states = self.features(pixels).flatten(1, 2).expand(batch_size, -1, -1)
+            blank = blank_image(self.config.vision_config, parameter)
+            states = self.features(*blank).flatten(1, 2).expand(batch_size, -1, -1)
         new = _image_tokens(states[:, None], None, None, None)
         nothing = torch.zeros(states.shape[:2], dtype=torch.bool, device=states.device)
         return NewImages(states, replace(new.tokens, token_mask=nothing))
@@ -264,7 +256,9 @@ class ImageEncoder:
 
         if new is not None:
             text_mask = new.text_mask
-        elif text_mask is not None and text_mask.dim() == 3:
+        elif text_mask is not None and text_mask.dim() >= 3:
+            if text_mask.dim() == 4:
+                text_mask = expand_tile_mask(text_mask, tokens.num_tokens)
             check_cross_attention_mask(text_mask, batch_size, text_len, tokens.num_tokens)
         else:
             text_mask = None  # padding came with the images and is in the cache
@@ -310,16 +304,17 @@ def known_rows(known: ImageTokens, default: int) -> int:
     return default
 
 
-def _image_tokens(features: torch.Tensor, image_mask, digests, digest_of) -> NewImages:
+def _image_tokens(features: torch.Tensor, image_mask, digests, digest_of, tiles: Tiles | None = None) -> NewImages:
     """`(R, num_images, tokens, context_size)` features, flattened and described."""
     rows, num_images, tokens = features.shape[:3]
     image_of_token = torch.arange(num_images, device=features.device).repeat_interleave(tokens)
+    image_mask = image_mask_of(tiles, image_mask)
     return NewImages(
         features.flatten(1, 2),
         ImageTokens(
             num_images=num_images,
             image_of_token=image_of_token,
-            token_mask=None if image_mask is None else image_mask[:, image_of_token],
+            token_mask=token_mask_of(tiles, image_mask, tokens),
             image_mask=image_mask,
             digest=digests,
             digest_of=digest_of,

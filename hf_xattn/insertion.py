@@ -22,10 +22,14 @@ from .block import GatedCrossAttentionBlock
 from .channel import carried_context
 from .configuration_xattn import XAttnConfig, text_num_hidden_layers
 from .context import CrossAttentionContext
+from .derived import derive, is_derived
 
 
 # The keyword that carries a `CrossAttentionContext` to the layers. No decoder of transformers has an argument of this name.
 KEYWORD = "cross_attention_context"
+
+# In front of the name of a layer's class: FSDP policies and device maps find layers by class name.
+PREFIX = "CrossAttending"
 
 # Names under which causal language models take their cache.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
@@ -35,8 +39,7 @@ LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
 
 
 def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
-    """The class a decoder layer gets: its own, plus a block in front. One class a layer class, with a name of its own
-    (FSDP policies and device maps find layers by class name).
+    """The class a decoder layer gets: its own, plus a block in front. One class a layer class, with a name of its own.
 
     Args:
         layer_class (`type`): class of a decoder layer.
@@ -63,37 +66,18 @@ def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool
             kwargs["hidden_states"] = block(kwargs["hidden_states"], cross_attention=context)
         return layer_class.forward(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol):
-        # The class is made at run time, so pickle and deepcopy get its recipe instead of its name.
-        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return _rebuild_layer, (layer_class, receives_keywords), state
-
     def __call__(self, *args, **kwargs):
         if KEYWORD not in kwargs:
             kwargs[KEYWORD] = carried_context()
         return layer_class.__call__(self, *args, **kwargs)
 
-    name = f"CrossAttending{layer_class.__name__}"
-    members = {
-        "forward": functools.wraps(layer_class.forward)(forward),
-        "__reduce_ex__": __reduce_ex__,
-        "__module__": __name__,
-        "__qualname__": name,
-        "__doc__": layer_class.__doc__,
-    }
-    if not receives_keywords:
-        members["__call__"] = __call__
-    return type(name, (layer_class,), members)
-
-
-def _rebuild_layer(layer_class: type[nn.Module], receives_keywords: bool) -> nn.Module:
-    new_class = cross_attending_class(layer_class, receives_keywords)
-    return new_class.__new__(new_class)
+    methods = {"forward": forward} if receives_keywords else {"forward": forward, "__call__": __call__}
+    return derive(layer_class, PREFIX, methods, (cross_attending_class, layer_class, receives_keywords))
 
 
 def is_cross_attending(layer: nn.Module) -> bool:
     """Whether a decoder layer was prepared by [`insert_blocks`]."""
-    return type(layer).__name__.startswith("CrossAttending") and type(layer).__module__ == __name__
+    return is_derived(layer, PREFIX)
 
 
 def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:

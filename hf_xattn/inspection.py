@@ -8,6 +8,7 @@ import torch
 
 from .configuration_xattn import CrossAttentionConfig
 from .modeling_xattn import XAttnForConditionalGeneration
+from .vision import blank_image
 
 
 def tokens_per_image(model: XAttnForConditionalGeneration) -> int | None:
@@ -16,12 +17,10 @@ def tokens_per_image(model: XAttnForConditionalGeneration) -> int | None:
     vision = model.config.vision_config
     if vision is None:
         return None
-    size = getattr(vision, "image_size", 224)
-    size = (size, size) if isinstance(size, int) else tuple(size)
     tower = model.model.vision_tower
-    pixels = torch.zeros(1, 1, getattr(vision, "num_channels", 3), *size, dtype=tower.dtype, device=tower.device)
+    blank = blank_image(vision, torch.zeros((), dtype=tower.dtype, device=tower.device))
     with torch.no_grad():
-        return model.model.images.features(pixels).shape[2]
+        return model.model.images.features(*blank).shape[2]
 
 
 def key_value_bytes_per_token(config: CrossAttentionConfig, num_blocks: int, dtype: torch.dtype) -> int:

@@ -7,11 +7,9 @@ self-attention half of an `EncoderDecoderCache`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
 from transformers.utils import logging
@@ -23,63 +21,12 @@ from .decoder import DecoderInterface, headless
 from .generation import XAttnGenerationMixin
 from .images import ImageEncoder
 from .insertion import check_insertable, cross_attention_blocks, find_decoder, insert_blocks
+from .pretrained import XAttnMoeCausalLMOutput, XAttnPreTrainedModel, keep_weights
+from .vision import build_tower
+from .vocabulary import extend_vocabulary
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class XAttnMoeCausalLMOutput(CausalLMOutputWithCrossAttentions):
-    """[`CausalLMOutputWithCrossAttentions`] of a mixture-of-experts decoder.
-
-    Attributes:
-        aux_loss (`torch.Tensor`, *optional*): load-balancing loss, part of `loss`.
-        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
-    """
-
-    aux_loss: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-
-
-class XAttnPreTrainedModel(PreTrainedModel):
-    """What both models share with transformers' loading, saving and dispatching."""
-
-    config_class = XAttnConfig
-    base_model_prefix = "model"
-    input_modalities = ("image", "text")
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _skip_keys_device_placement = ["past_key_values"]
-    # Named with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
-    _keep_in_fp32_modules_strict = [
-        f"cross_attention_block.{name}"
-        for name in ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
-    ]
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return True  # the decoder decides, where it has experts
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        # transformers spares the modules of custom code that have no weights of their own from initialisation, in the
-        # whole tree. Decoders such as Falcon-H1 fill buffers there, and initialisation is guarded here as in transformers.
-        return False
-
-    def save_pretrained(self, *args, save_original_format: bool = False, **kwargs) -> None:
-        """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
-
-        An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
-        patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
-        """
-        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
 
 
 class XAttnModel(XAttnPreTrainedModel):
@@ -102,17 +49,18 @@ class XAttnModel(XAttnPreTrainedModel):
         super().__init__(config)
         for given in (text_model, vision_tower):
             if given is not None:
-                _keep_weights(given)
+                keep_weights(given)
         if text_model is None:
             text_model = AutoModelForCausalLM.from_config(config.text_config)
         check_insertable(text_model)
+        if config.additional_vocab_size:
+            extend_vocabulary(text_model, config.additional_vocab_size, config.additional_vocab_in_head)
         self._interface = DecoderInterface.of(text_model)
         split = insert_blocks(text_model, config)
         self.text_model = text_model
         self.vision_tower = self.connector = None
         if config.vision_config is not None:
-            tower = AutoModel.from_config(config.vision_config) if vision_tower is None else vision_tower
-            self.vision_tower = tower
+            self.vision_tower = build_tower(config.vision_config) if vision_tower is None else vision_tower
             self.connector = XAttnConnector(config)
         self._no_split_modules = [*(text_model._no_split_modules or []), *split]
         self.post_init()
@@ -142,19 +90,25 @@ class XAttnModel(XAttnPreTrainedModel):
         """Checks and encodes images for this model."""
         return ImageEncoder(self)
 
-    def get_image_features(self, pixel_values: torch.Tensor, image_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def get_image_features(
+        self,
+        pixel_values: torch.Tensor,
+        image_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Pixels to K/V source.
 
         Args:
-            pixel_values (`torch.Tensor`): `(batch, num_images, channels, height, width)` or `(batch, channels, height,
-                width)`.
+            pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
             image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here.
 
         Returns:
             `torch.Tensor`: `(batch, num_images, tokens an image, context_size)`.
         """
-        pixel_values = self.images.check_pixels(pixel_values, image_mask)
-        return self.images.features(pixel_values)
+        return self.images.features(
+            *self.images.check_pixels(pixel_values, image_mask, aspect_ratio_ids, aspect_ratio_mask)
+        )
 
     @torch.no_grad()
     def encode_images(
@@ -163,12 +117,15 @@ class XAttnModel(XAttnPreTrainedModel):
         image_mask: torch.Tensor | None = None,
         cross_attention_states: torch.Tensor | None = None,
         cross_attention_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> EncoderDecoderCache:
         """Runs the vision tower and every block's K/V projection once, for any number of questions.
 
         Args:
-            pixel_values, image_mask, cross_attention_states, cross_attention_mask: as in `forward`.
+            pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask: as
+                in `forward`.
             past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place.
 
         Returns:
@@ -179,7 +136,13 @@ class XAttnModel(XAttnPreTrainedModel):
         """
         cross_cache = DynamicCache() if past_key_values is None else past_key_values.cross_attention_cache
         new = self.images.read(
-            pixel_values, image_mask, cross_attention_states, cross_attention_mask, cache=cross_cache
+            pixel_values,
+            image_mask,
+            cross_attention_states,
+            cross_attention_mask,
+            aspect_ratio_ids,
+            aspect_ratio_mask,
+            cache=cross_cache,
         )
         if pixel_values is None and cross_attention_states is None:
             raise ValueError("`encode_images` needs `pixel_values` or `cross_attention_states`.")
@@ -276,6 +239,8 @@ class XAttnModel(XAttnPreTrainedModel):
         image_mask: torch.Tensor | None = None,
         cross_attention_states: torch.Tensor | None = None,
         cross_attention_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -294,7 +259,11 @@ class XAttnModel(XAttnPreTrainedModel):
             cross_attention_states (`torch.Tensor`, *optional*): `(batch, num_image_tokens, context_size)`, or `(batch,
                 num_images, tokens, context_size)`; bypasses the vision tower.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, or `(batch,
-                text_len, num_image_tokens)` where the caller decides for each text token.
+                text_len, num_image_tokens)` where the caller decides for each text token, or `(batch, text_len, num_images,
+                max_num_tiles)` with a tiled vision tower.
+            aspect_ratio_ids, aspect_ratio_mask (`torch.Tensor`, *optional*): `(batch, num_images)` and `(batch, num_images,
+                max_num_tiles)`, with a tiled vision tower (Mllama's), whose `pixel_values` are `(batch, num_images,
+                max_num_tiles, channels, height, width)`.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, the text's own.
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`.
             past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. Images that come with
@@ -323,6 +292,8 @@ class XAttnModel(XAttnPreTrainedModel):
                 "image_mask": image_mask,
                 "cross_attention_states": cross_attention_states,
                 "cross_attention_mask": cross_attention_mask,
+                "aspect_ratio_ids": aspect_ratio_ids,
+                "aspect_ratio_mask": aspect_ratio_mask,
             },
             use_cache,
             output_attentions,
@@ -372,9 +343,9 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
     def get_decoder(self) -> nn.Module:
         return self.model.get_decoder()
 
-    def get_image_features(self, pixel_values: torch.Tensor, image_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def get_image_features(self, *args, **kwargs) -> torch.Tensor:
         """See [`XAttnModel.get_image_features`]."""
-        return self.model.get_image_features(pixel_values, image_mask)
+        return self.model.get_image_features(*args, **kwargs)
 
     def encode_images(self, *args, **kwargs) -> EncoderDecoderCache:
         """See [`XAttnModel.encode_images`]."""
@@ -392,6 +363,8 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         image_mask: torch.Tensor | None = None,
         cross_attention_states: torch.Tensor | None = None,
         cross_attention_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -410,9 +383,12 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             logits_to_keep (`int` or `torch.Tensor`): logits of the last positions only; 0 = all.
             others: as in [`XAttnModel.forward`].
         """
-        if labels is not None and self.config.image_token_id is not None:
-            labels = labels.masked_fill(labels == self.config.image_token_id, -100)
         text_model = self.model.text_model
+        own_loss = (
+            labels is not None and self.config.additional_vocab_in_head
+        )  # wider than the decoder's own loss expects
+        if labels is not None:
+            labels = self._readable_labels(labels)
         outputs, cache, cross_attentions = self.model._run(
             text_model,
             {
@@ -421,7 +397,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
                 "past_key_values": past_key_values,
-                "labels": labels,
+                "labels": None if own_loss else labels,
                 "logits_to_keep": logits_to_keep
                 if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep
                 else None,
@@ -432,12 +408,19 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
                 "image_mask": image_mask,
                 "cross_attention_states": cross_attention_states,
                 "cross_attention_mask": cross_attention_mask,
+                "aspect_ratio_ids": aspect_ratio_ids,
+                "aspect_ratio_mask": aspect_ratio_mask,
             },
             use_cache,
             output_attentions,
         )
+        loss = outputs.get("loss")
+        if own_loss:
+            vocab_size = outputs.logits.shape[-1]
+            items = kwargs.get("num_items_in_batch")
+            loss = text_model.loss_function(outputs.logits, labels, vocab_size, num_items_in_batch=items)
         fields = {
-            "loss": outputs.get("loss"),
+            "loss": loss,
             "logits": outputs.logits,
             "past_key_values": cache,
             "hidden_states": outputs.get("hidden_states"),
@@ -448,13 +431,13 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         result = XAttnMoeCausalLMOutput(**fields, **experts) if experts else CausalLMOutputWithCrossAttentions(**fields)
         return result if return_dict is not False else result.to_tuple()
 
-
-def _keep_weights(model: nn.Module) -> None:
-    """Marks a loaded model as initialised, so that `post_init` of the model around it leaves its weights alone."""
-    for module in model.modules():
-        module._is_hf_initialized = True
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor._is_hf_initialized = True
+    def _readable_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels without the tokens that the head has no row for, or that nobody should learn to write."""
+        if self.config.image_token_id is not None:
+            labels = labels.masked_fill(labels == self.config.image_token_id, -100)
+        if self.config.additional_vocab_size and not self.config.additional_vocab_in_head:
+            labels = labels.masked_fill(labels >= self.get_input_embeddings().num_embeddings, -100)
+        return labels
 
 
 __all__ = ["XAttnForConditionalGeneration", "XAttnModel", "XAttnPreTrainedModel"]

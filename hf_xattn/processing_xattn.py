@@ -8,6 +8,9 @@ import torch
 from transformers import BatchFeature, ProcessorMixin
 
 
+TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
+
+
 class XAttnProcessor(ProcessorMixin):
     r"""Any tokenizer with any image processor.
 
@@ -57,7 +60,8 @@ class XAttnProcessor(ProcessorMixin):
         Returns:
             `BatchFeature`: `input_ids` and `attention_mask` `(batch, text_len)`; with images also `pixel_values` `(batch,
             num_images, channels, height, width)`, and, where texts have different numbers of images, `image_mask`
-            `(batch, num_images)`.
+            `(batch, num_images)`. An image processor that cuts images into tiles (Mllama's) gives `(batch, num_images,
+            max_num_tiles, channels, height, width)`, `aspect_ratio_ids` and `aspect_ratio_mask`.
 
         Raises:
             ValueError: where texts and images do not match in number, or images come out in different sizes.
@@ -109,21 +113,29 @@ class XAttnProcessor(ProcessorMixin):
         flat = [image for sample in samples for image in sample]
         if not flat:
             return {}
-        pixels = self.image_processor(flat, return_tensors="pt")["pixel_values"]
-        if not isinstance(pixels, torch.Tensor) or pixels.dim() != 4:
+        # One list an image: a tiled image processor then gives each a row of tiles.
+        tiled = hasattr(self.image_processor, "max_image_tiles")
+        made = self.image_processor([[image] for image in flat] if tiled else flat, return_tensors="pt")
+        pixels = made["pixel_values"]
+        if not isinstance(pixels, torch.Tensor) or pixels.dim() != (6 if tiled else 4):
             raise ValueError(
                 "The image processor must make one (channels, height, width) tensor of each image, all of one size. Set its "
                 "`do_resize` or `size`."
             )
+        names = ("pixel_values", *(TILE_INPUTS if tiled else ()))
+        flat_tensors = {name: made[name][:, 0] if tiled else made[name] for name in names}
         widest = max(len(sample) for sample in samples)
-        batch = pixels.new_zeros(len(samples), widest, *pixels.shape[1:])
+        batch = {
+            name: tensor.new_zeros(len(samples), widest, *tensor.shape[1:]) for name, tensor in flat_tensors.items()
+        }
         mask = torch.zeros(len(samples), widest, dtype=torch.bool)
         start = 0
         for row, sample in enumerate(samples):
-            batch[row, : len(sample)] = pixels[start : start + len(sample)]
+            for name, tensor in flat_tensors.items():
+                batch[name][row, : len(sample)] = tensor[start : start + len(sample)]
             mask[row, : len(sample)] = True
             start += len(sample)
-        return {"pixel_values": batch} if mask.all() else {"pixel_values": batch, "image_mask": mask}
+        return batch if mask.all() else {**batch, "image_mask": mask}
 
     def _check_markers(self, texts: list[str], samples: list[list[Any]] | None) -> None:
         if self.image_token is None:
@@ -139,7 +151,7 @@ class XAttnProcessor(ProcessorMixin):
     @property
     def model_input_names(self) -> list[str]:
         names = list(self.tokenizer.model_input_names)
-        return [*names, "pixel_values", "image_mask"]
+        return [*names, "pixel_values", "image_mask", *TILE_INPUTS]
 
 
 __all__ = ["XAttnProcessor"]

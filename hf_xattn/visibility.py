@@ -66,6 +66,28 @@ def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: in
         raise ValueError(f"`cross_attention_mask` must have shape {expected}, got {tuple(mask.shape)}.")
 
 
+def expand_tile_mask(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """A mask over tiles, as Mllama's processor makes it, as one over image tokens.
+
+    Args:
+        mask (`torch.Tensor`): `(batch, text_len, num_images, max_num_tiles)`, boolean or 0 and 1.
+        num_tokens (`int`): tokens of all the images.
+
+    Returns:
+        `torch.BoolTensor`: `(batch, text_len, num_tokens)`.
+
+    Raises:
+        ValueError: where the tokens are not those of so many tiles.
+    """
+    tiles = mask.shape[2] * mask.shape[3]
+    if not tiles or num_tokens % tiles:
+        raise ValueError(
+            f"`cross_attention_mask` of shape {tuple(mask.shape)} is for {mask.shape[2]} images of {mask.shape[3]} tiles, "
+            f"which {num_tokens} image tokens are not."
+        )
+    return (mask != 0).flatten(2).repeat_interleave(num_tokens // tiles, dim=2)
+
+
 def lay_out(
     sees: torch.Tensor | None, *, image_rows: int, text_rows: int, text_len: int, group: int, null_key: bool = False
 ) -> Visibility:
@@ -110,7 +132,9 @@ def image_order(image_mask: torch.Tensor) -> torch.Tensor:
     return image_mask.cumsum(dim=-1) * image_mask
 
 
-def visible_images(order: torch.Tensor, markers_seen: torch.Tensor, image_visibility: str) -> torch.Tensor:
+def visible_images(
+    order: torch.Tensor, markers_seen: torch.Tensor, before_group: torch.Tensor, image_visibility: str
+) -> torch.Tensor:
     """Which images each text token sees, from the number of image markers up to and with it.
 
     As in Flamingo (Alayrac et al., 2022, section 2.3) a marker sees its own image. Markers beyond the number of images,
@@ -119,7 +143,8 @@ def visible_images(order: torch.Tensor, markers_seen: torch.Tensor, image_visibi
     Args:
         order (`torch.LongTensor`): `(B, num_images)`, from [`image_order`].
         markers_seen (`torch.LongTensor`): `(B, T)`.
-        image_visibility (`str`): `"previous"` or `"latest"`.
+        before_group (`torch.LongTensor`): `(B, T)`, markers before the latest run of markers without text in between.
+        image_visibility (`str`): `"previous"`, `"latest"` or `"latest_group"`.
 
     Returns:
         `torch.BoolTensor`: `(B, T, num_images)`.
@@ -129,7 +154,8 @@ def visible_images(order: torch.Tensor, markers_seen: torch.Tensor, image_visibi
     order = order[:, None, :]
     if image_visibility == "latest":
         return (order == seen) & (order > 0)
-    return (order <= seen) & (order > 0)
+    first = before_group[:, :, None] if image_visibility == "latest_group" else 0
+    return (order <= seen) & (order > first)
 
 
 @dataclass
@@ -143,7 +169,8 @@ class ImageTokens:
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding image.
         text_mask (`torch.BoolTensor`, *optional*): `(B, N)`, what the text after an explicit per-token mask may see: the
             same as that mask's last text token.
-        markers_seen (`torch.LongTensor`, *optional*): `(B,)`, image markers in the text so far.
+        markers_seen (`torch.LongTensor`, *optional*): `(B, 3)`, of the text so far: its image markers, those before the
+            latest run of markers, and whether it ends with a marker.
         digest (`torch.LongTensor`, *optional*): `(R, num_images)` or `(R, N)`, see [`digest_images`].
         digest_of (`str`, *optional*): `"image"` (of pixels) or `"token"` (of features).
     """
@@ -198,22 +225,24 @@ class ImageTokens:
             self.digest_of,
         )
 
-    def count_markers(self, markers: torch.Tensor) -> torch.Tensor:
-        """Image markers up to and with each text token, `(B, T)`; remembers the count for the text that follows.
+    def count_markers(self, markers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Image markers up to and with each text token, and those before the latest run of markers, both `(B, T)`;
+        remembers them for the text that follows.
 
         Args:
             markers (`torch.BoolTensor`): `(B, T)`, where the new text holds a marker.
         """
-        counts = markers.cumsum(dim=-1)
-        if self.markers_seen is None:
-            self.markers_seen = counts[:, -1].clone()
-            return counts
-        before = self.markers_seen
-        if before.shape[0] != counts.shape[0]:
-            before = before.repeat_interleave(counts.shape[0] // before.shape[0], dim=0)
-        counts = counts + before[:, None]
-        self.markers_seen = counts[:, -1].clone()
-        return counts
+        past = self.markers_seen
+        if past is None:
+            past = torch.zeros(markers.shape[0], 3, dtype=torch.long, device=markers.device)
+        elif past.shape[0] != markers.shape[0]:
+            past = past.repeat_interleave(markers.shape[0] // past.shape[0], dim=0)
+        counts = markers.cumsum(dim=-1) + past[:, :1]
+        follows = torch.cat([past[:, 2:] > 0, markers[:, :-1]], dim=-1)
+        starts = torch.where(markers & ~follows, counts - 1, past[:, 1:2])
+        before_group = starts.cummax(dim=-1).values
+        self.markers_seen = torch.stack([counts[:, -1], before_group[:, -1], markers[:, -1].long()], dim=-1)
+        return counts, before_group
 
     def sees(
         self, image_visibility: str, markers: torch.Tensor | None, text_mask: torch.Tensor | None
@@ -221,7 +250,7 @@ class ImageTokens:
         """Which image tokens each text token may attend to.
 
         Args:
-            image_visibility (`str`): `"all"`, `"previous"` or `"latest"`.
+            image_visibility (`str`): `"all"`, `"previous"`, `"latest"` or `"latest_group"`.
             markers (`torch.BoolTensor`, *optional*): `(B, T)`, image markers of this forward's text.
             text_mask (`torch.BoolTensor`, *optional*): `(B, T, N)`, the caller's own decision, which comes first.
 
@@ -236,13 +265,13 @@ class ImageTokens:
         elif image_visibility == "all" or markers is None:
             return None if self.token_mask is None else self.token_mask[:, None]
         else:
-            counts = self.count_markers(markers)
+            counts, before_group = self.count_markers(markers)
             order = image_order(
                 counts.new_ones(1, self.num_images, dtype=torch.bool) if self.image_mask is None else self.image_mask
             )
             if order.shape[0] not in (1, counts.shape[0]):
                 order = order.repeat_interleave(counts.shape[0] // order.shape[0], dim=0)
-            sees = visible_images(order, counts, image_visibility)[:, :, self.image_of_token]
+            sees = visible_images(order, counts, before_group, image_visibility)[:, :, self.image_of_token]
         if self.token_mask is None:
             return sees
         repeats = sees.shape[0] // self.token_mask.shape[0]

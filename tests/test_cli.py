@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_importers_mllama import make_mllama
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import XAttnProcessor
@@ -39,6 +40,18 @@ def test_retrofit_writes_model_and_processor(folder):
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     assert model.config.cross_attention_layers == [1, 3]
     assert isinstance(AutoProcessor.from_pretrained(folder / "model"), XAttnProcessor)
+
+
+def test_import_and_export(tmp_path, capsys):
+    """A checkpoint that cannot be brought over from the command line."""
+    make_mllama().save_pretrained(tmp_path / "theirs")
+    status, out, _ = run(capsys, "import", tmp_path / "theirs", "--output", tmp_path / "ours")
+    assert status == 0 and "mllama_vision_model" in out and "tokens an image" in out
+    status, _, _ = run(capsys, "export", tmp_path / "ours", "--output", tmp_path / "back")
+    assert status == 0
+    assert (tmp_path / "back" / "model.safetensors").is_file()
+    status, _, error = run(capsys, "import", tmp_path / "ours", "--output", tmp_path / "again")
+    assert status == 2 and "'xattn' model, which cannot be imported" in error
 
 
 def test_inspect_architectures(capsys):

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from hf_xattn.visibility import (
     EVERYTHING,
@@ -97,7 +101,7 @@ def test_visible_images_with_padding_and_too_many_markers(mode, expected):
     """Rules out text that sees an image before its marker, a padding image, or nothing after a generated marker."""
     order = image_order(booleans([[1, 0, 1], [0, 0, 0]]))
     markers = torch.tensor([[0, 1, 1, 2, 3, 3]] * 2)
-    seen = visible_images(order, markers, mode)
+    seen = visible_images(order, markers, torch.zeros_like(markers), mode)
     assert torch.equal(seen[0], booleans(expected))
     assert not seen[1].any()
 
@@ -220,3 +224,22 @@ def test_mask_errors():
         check_cross_attention_mask(torch.ones(2, 1, 4, dtype=torch.bool), 2, 3, 4)
     check_cross_attention_mask(torch.ones(2, 4, dtype=torch.bool), 2, 3, 4)
     check_cross_attention_mask(torch.ones(2, 3, 4, dtype=torch.bool), 2, 3, 4)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 12])
+@pytest.mark.parametrize("seed", range(6))
+def test_latest_group_is_mllamas_rule(seed, chunk):
+    """Rules out runs of markers that are cut where a chunk of a prefill, or a decode step, ends."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.where(torch.rand(3, 12, generator=generator) < 0.4, 7, 1)
+    ids[0, :3] = 7  # a run at the start, and one row without any
+    ids[2] = 1
+    counts = (ids == 7).sum(dim=-1)
+    num_images = int(counts.max())
+    sparse = [get_cross_attention_token_mask(row, 7) for row in ids.tolist()]
+    expected = convert_sparse_cross_attention_mask_to_dense(sparse, [[1] * num_images] * 3, 1, 12)[..., 0]
+    images = ImageTokens(
+        num_images, torch.arange(num_images), image_mask=torch.arange(num_images)[None] < counts[:, None]
+    )
+    seen = [images.sees("latest_group", part == 7, None) for part in ids.split(chunk, dim=1)]
+    assert torch.equal(torch.cat(seen, dim=1), torch.from_numpy(expected).bool())

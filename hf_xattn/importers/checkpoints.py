@@ -1,0 +1,218 @@
+"""Import and export of whole checkpoints."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ..configuration_xattn import XAttnConfig
+from ..modeling_xattn import XAttnForConditionalGeneration
+from . import mllama
+from .recipe import Recipe, fits, take
+from .streaming import FolderWriter, Header, check_folder, copy_side_files, read_headers, read_tensors
+
+
+# By `model_type` of the source.
+RECIPES: dict[str, Callable[..., Recipe]] = {"mllama": mllama.recipe}
+EXPORTABLE = ("mllama",)
+SHARD_BYTES = 5 * 10**9
+
+
+def import_checkpoint(
+    source: str | Path | PreTrainedModel, output: str | Path | None = None
+) -> XAttnForConditionalGeneration:
+    """A vision-language checkpoint with cross-attention, as a model of this package.
+
+    Names, shapes and completeness are checked before anything is written; then tensors go over one by one, so that a
+    checkpoint larger than memory can be brought over with `output`.
+
+    Args:
+        source (`str`, `Path` or `PreTrainedModel`): a folder, a Hub id or a loaded model.
+        output (`str` or `Path`, *optional*): a new or empty folder for the result. It appears when it is complete.
+
+    Returns:
+        [`XAttnForConditionalGeneration`]: loaded, in the source's dtype.
+
+    Raises:
+        ValueError: for a source of an unknown kind, with missing, unknown or truncated tensors or without safetensors, or
+            an `output` that is not empty.
+    """
+    if output is not None:
+        check_folder(output)
+    if isinstance(source, PreTrainedModel):
+        model = _import_model(source)
+        if output is not None:
+            model.save_pretrained(output)
+        return model
+    if output is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return import_checkpoint(source, Path(folder) / "model")
+    folder = _folder_of(source)
+    recipe = _recipe(AutoConfig.from_pretrained(folder))
+    headers = read_headers(folder)
+    plan = _plan(recipe, headers)
+    with FolderWriter(output) as writer:
+        for file, tensors in read_tensors(folder, headers):
+            parts = {
+                target.name: take(tensor, target, shape) for name, tensor in tensors for target, shape in plan[name]
+            }
+            writer.write(file, parts)
+        recipe.config.architectures = [XAttnForConditionalGeneration.__name__]
+        recipe.config.save_pretrained(writer.folder)
+        copy_side_files(folder, writer.folder)
+    return XAttnForConditionalGeneration.from_pretrained(output, dtype="auto")
+
+
+def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
+    """The way back, for a model that came from an Mllama checkpoint: its folder, as transformers' own class reads it.
+
+    Args:
+        source (`str`, `Path` or [`XAttnForConditionalGeneration`]): a folder, a Hub id or a loaded model.
+        output (`str` or `Path`): a new or empty folder.
+
+    Raises:
+        ValueError: for a model that did not come from such a checkpoint, or an `output` that is not empty.
+    """
+    check_folder(output)
+    folder = None
+    if not isinstance(source, PreTrainedModel):
+        folder = _folder_of(source)
+        source = XAttnForConditionalGeneration.from_pretrained(folder, dtype="auto")
+    original = getattr(source.config, "source_config", None)
+    if not original or original.get("model_type") not in EXPORTABLE:
+        raise ValueError(
+            f"This model did not come from a checkpoint that can be written again ({', '.join(EXPORTABLE)}): its "
+            f"`source_config` is of type {(original or {}).get('model_type')!r}."
+        )
+    config = AutoConfig.for_model(**original)
+    recipe = _recipe(config)
+    expected = _shapes(_skeleton_of_source(config))
+    state, dtype = source.state_dict(), source.config.dtype or source.dtype
+    with FolderWriter(output) as writer:
+        for number, names in enumerate(_shards(expected, dtype), start=1):
+            tensors = {}
+            for name in names:
+                parts = [state[target.name] for target in recipe.targets(name) or []]
+                tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+                tensors[mllama.original_name(name)] = tensor.reshape(expected[name]).to(dtype).contiguous()
+            writer.write(f"model-{number:05d}.safetensors", tensors)
+        config.save_pretrained(writer.folder)
+        if folder is not None:
+            copy_side_files(folder, writer.folder)
+        elif source.generation_config is not None:
+            source.generation_config.save_pretrained(writer.folder)
+
+
+def _recipe(config: PreTrainedConfig) -> Recipe:
+    if config.model_type not in RECIPES:
+        raise ValueError(
+            f"`source` is a {config.model_type!r} model, which cannot be imported: known are {sorted(RECIPES)}. For a text-only "
+            "model use `retrofit`."
+        )
+    return RECIPES[config.model_type](config)
+
+
+def _folder_of(source: str | Path) -> Path:
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"`source` must be a folder, a Hub id or a loaded model, got {type(source).__name__}.")
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"`source` ({folder}) holds no config.json.")
+        return folder
+    if HF_HUB_OFFLINE:
+        raise ValueError(f"`source` ({source}) is not a folder, and the Hub is out of reach (offline mode).")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(source), ignore_patterns=["*.bin", "*.pth", "*.pt", "original/*"]))
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what a checkpoint of this model holds."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[list[str]]:
+    """Names in the order they come, in files of at most `SHARD_BYTES`."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        bytes_ = math.prod(shape) * dtype.itemsize
+        if shards[-1] and size + bytes_ > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += bytes_
+    return shards
+
+
+def _skeleton(config: XAttnConfig) -> XAttnForConditionalGeneration:
+    with torch.device("meta"):
+        return XAttnForConditionalGeneration._from_config(config)
+
+
+def _skeleton_of_source(config: PreTrainedConfig) -> PreTrainedModel:
+    from transformers import MllamaForConditionalGeneration
+
+    with torch.device("meta"):
+        return MllamaForConditionalGeneration._from_config(config)
+
+
+def _plan(recipe: Recipe, headers: dict[str, Header]) -> dict[str, list]:
+    """For each tensor of the source its targets, with their shapes.
+
+    Raises:
+        ValueError: where names or shapes are not those of the family, or something is missing.
+    """
+    expected = _shapes(_skeleton(recipe.config))
+    plan: dict[str, list] = {}
+    unknown, found = [], set()
+    for name, header in headers.items():
+        targets = recipe.targets(name)
+        if targets is None or any(target.name not in expected for target in targets):
+            unknown.append(name)
+            continue
+        plan[name] = []
+        for target in targets:
+            shape = expected[target.name]
+            rows = len(range(*target.rows.indices(header.shape[0]))) if header.shape else 1
+            if not fits((rows, *header.shape[1:]), shape):
+                raise ValueError(
+                    f"`source` holds {name} of shape {tuple(header.shape)}, which does not fit its configuration: expected "
+                    f"{shape} for {target.name}."
+                )
+            plan[name].append((target, shape))
+            found.add(target.name)
+    if unknown:
+        raise ValueError(f"`source` holds tensors that its model type does not have: {_few(unknown)}.")
+    if missing := sorted(expected.keys() - found):
+        raise ValueError(f"`source` is not complete: nothing in it becomes {_few(missing)}.")
+    return plan
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _import_model(source: PreTrainedModel) -> XAttnForConditionalGeneration:
+    recipe = _recipe(source.config)
+    tied = getattr(source, "all_tied_weights_keys", None) or {}
+    state = {name: tensor for name, tensor in source.state_dict().items() if name not in tied}
+    plan = _plan(recipe, {name: Header("", tuple(tensor.shape)) for name, tensor in state.items()})
+    with no_init_weights():
+        model = XAttnForConditionalGeneration._from_config(recipe.config, dtype=source.dtype)
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    with torch.no_grad():
+        for name, tensor in state.items():
+            for target, shape in plan[name]:
+                own[target.name].copy_(take(tensor, target, shape))
+    model.generation_config = source.generation_config or GenerationConfig()
+    return model.to(source.device).train(source.training)

@@ -1,0 +1,155 @@
+"""Llama 3.2 Vision (`MllamaForConditionalGeneration`).
+
+Its text model is one list of layers, some of which do cross-attention instead of self-attention. The self-attention layers,
+counted without the others, are a Llama; each cross-attention layer becomes the block in front of the layer that followed it.
+
+| Mllama (`language_model.`) | here (`model.text_model.`) |
+|---|---|
+| `embed_tokens` (vocab_size + 8 rows) | `model.embed_tokens`, and its last 8 rows `model.embed_tokens.additional` |
+| `layers.<self>` | `model.layers.<i>` |
+| `layers.<cross>.cross_attn.{q,k,v,o}_proj`, `{q,k}_norm` | `model.layers.<i>.cross_attention_block.attn.*` |
+| `layers.<cross>.{input_layernorm,cross_attn_attn_gate}` | `...block.{attn_norm,attn_gate}` |
+| `layers.<cross>.{post_attention_layernorm,mlp,cross_attn_mlp_gate}` | `...block.{mlp_norm,mlp,mlp_gate}` |
+| `vision_model`, `multi_modal_projector` | `model.vision_tower`, `model.connector.layers.0` |
+
+One thing differs: at a text position that sees no image, Mllama lets the attention branch through (an average of all image
+tokens), here nothing passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig, MllamaConfig
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+
+from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
+from .recipe import Recipe, Target, renamed
+
+
+ADDITIONAL_TOKENS = 8  # fixed in transformers' model
+
+# What a Llama's configuration takes over as it is.
+TEXT_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "hidden_act",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "rope_parameters",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "initializer_range",
+    "use_cache",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+BLOCK_RULES = [
+    (r"cross_attn\.((?:q|k|v|o)_proj|(?:q|k)_norm)\.weight", r"attn.\1.weight"),
+    (r"input_layernorm\.weight", r"attn_norm.weight"),
+    (r"post_attention_layernorm\.weight", r"mlp_norm.weight"),
+    (r"mlp\.((?:gate|up|down)_proj)\.weight", r"mlp.\1.weight"),
+    (r"cross_attn_(attn|mlp)_gate", r"\1_gate"),
+]
+RULES = [
+    (r"(?:model\.)?vision_model\.(.+)", r"model.vision_tower.\1"),
+    (r"(?:model\.)?multi_modal_projector\.(.+)", r"model.connector.layers.0.\1"),
+    (r"(?:language_model\.)?lm_head\.weight", r"model.text_model.lm_head.weight"),
+    (r"(?:model\.)?language_model\.(?:model\.)?norm\.weight", r"model.text_model.model.norm.weight"),
+]
+EMBEDDING = r"(?:model\.)?language_model\.(?:model\.)?embed_tokens\.weight"
+LAYER = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
+
+
+def places(text_config: MllamaTextConfig) -> dict[int, int]:
+    """For each layer of the source, the decoder layer that it is, or whose block it is.
+
+    Raises:
+        ValueError: for a cross-attention layer that no self-attention layer follows at once.
+    """
+    cross = set(text_config.cross_attention_layers)
+    result, count = {}, 0
+    for index in range(text_config.num_hidden_layers):
+        result[index] = count
+        if index not in cross:
+            count += 1
+        elif index + 1 in cross or index + 1 >= text_config.num_hidden_layers:
+            raise ValueError(
+                f"`cross_attention_layers` {sorted(cross)} of {text_config.num_hidden_layers} layers: no self-attention layer "
+                f"follows layer {index}, in front of which its block could stand."
+            )
+    return result
+
+
+def recipe(config: MllamaConfig) -> Recipe:
+    """How an Mllama checkpoint is brought over."""
+    text, vision = config.text_config, config.vision_config
+    where = places(text)
+    cross = set(text.cross_attention_layers)
+    fields: dict[str, Any] = {name: getattr(text, name) for name in TEXT_FIELDS}
+    fields["head_dim"] = text.hidden_size // text.num_attention_heads
+    target = XAttnConfig(
+        text_config=LlamaConfig(**fields, num_hidden_layers=text.num_hidden_layers - len(cross)),
+        vision_config=vision,
+        cross_attention_config=CrossAttentionConfig(
+            hidden_size=text.hidden_size,
+            context_size=text.hidden_size,
+            num_attention_heads=text.num_attention_heads,
+            num_key_value_heads=text.num_key_value_heads,
+            head_dim=fields["head_dim"],
+            intermediate_size=text.intermediate_size,
+            hidden_act=text.hidden_act,
+            norm_eps=text.rms_norm_eps,
+            qk_norm=True,
+            attention_dropout=text.dropout,
+            gate_init=0.0,
+            zero_init=False,
+            initializer_range=text.initializer_range,
+        ),
+        cross_attention_layers=[where[index] for index in sorted(cross)],
+        image_token_id=config.image_token_id,
+        image_visibility="latest_group",
+        connector_type="linear",
+        connector_bias=True,
+        additional_vocab_size=ADDITIONAL_TOKENS,
+        source_config=config.to_dict(),
+        dtype=config.dtype,
+    )
+
+    def targets(name: str) -> list[Target] | None:
+        if renamed(name, [(EMBEDDING, "")]) is not None:
+            embedding = "model.text_model.model.embed_tokens"
+            return [
+                Target(f"{embedding}.weight", slice(None, text.vocab_size)),
+                Target(f"{embedding}.additional.weight", slice(text.vocab_size, None)),
+            ]
+        layer = renamed(name, [(LAYER, r"\1 \2")])
+        if layer is None:
+            new = renamed(name, RULES)
+        else:
+            index, rest = layer.split(" ")
+            if int(index) not in where:
+                return None
+            new = f"model.text_model.model.layers.{where[int(index)]}."
+            if int(index) in cross:
+                part = renamed(rest, BLOCK_RULES)
+                new = None if part is None else f"{new}cross_attention_block.{part}"
+            else:
+                new += rest
+        return None if new is None else [Target(new)]
+
+    return Recipe(target, targets)
+
+
+def original_name(name: str) -> str:
+    """The name on disk of a parameter of transformers' model, as the published checkpoints have it."""
+    rules = [
+        (r"model\.language_model\.(.+)", r"language_model.model.\1"),
+        (r"model\.((?:vision_model|multi_modal_projector)\..+)", r"\1"),
+        (r"lm_head\.weight", r"language_model.lm_head.weight"),
+    ]
+    return renamed(name, rules) or name

@@ -1,0 +1,117 @@
+"""Safetensors folders, one tensor at a time, and an output that appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+
+INDEX = "model.safetensors.index.json"
+# Weights and their index, the configuration, and what is never needed.
+NOT_COPIED = ("*.safetensors", "*.index.json", "config.json", "*.bin", "*.pt", "*.pth", "*.md", ".*")
+
+
+class Header(NamedTuple):
+    """File and shape of a tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Name, file and shape of every tensor of a folder. Reads no weights.
+
+    Raises:
+        ValueError: where a file is missing or truncated, or a tensor is not where the index says.
+    """
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = sorted(set(index.values()))
+    else:
+        index, files = {}, sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"`source` ({folder}) holds no *.safetensors file.")
+    headers: dict[str, Header] = {}
+    for file in files:
+        if not (folder / file).is_file():
+            raise ValueError(f"`source` ({folder}) is not complete: {file} is missing.")
+        try:
+            with safe_open(folder / file, "pt") as opened:
+                for name in opened.keys():
+                    headers[name] = Header(file, tuple(opened.get_slice(name).get_shape()))
+        except SafetensorError as error:
+            raise ValueError(f"`source` ({folder}): {file} is truncated or no safetensors file ({error}).") from error
+    if lost := [name for name, file in index.items() if name not in headers or headers[name].file != file]:
+        raise ValueError(f"`source` ({folder}) is not complete: the index names {lost[0]}, which is not in its file.")
+    return headers
+
+
+def read_tensors(folder: Path, headers: dict[str, Header]) -> Iterator[tuple[str, Iterator[tuple[str, torch.Tensor]]]]:
+    """The tensors of each file, read when they are asked for."""
+
+    def tensors(file: str) -> Iterator[tuple[str, torch.Tensor]]:
+        with safe_open(folder / file, "pt") as opened:
+            for name, header in headers.items():
+                if header.file == file:
+                    yield name, opened.get_tensor(name)
+
+    for file in sorted({header.file for header in headers.values()}):
+        yield file, tensors(file)
+
+
+def check_folder(output: str | Path) -> None:
+    """Raises a `ValueError` where a folder cannot be made, or is not empty."""
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"`output` ({output}) exists and is not an empty folder.")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"`output` ({output}): its parent folder does not exist.")
+
+
+class FolderWriter:
+    """Writes into a hidden folder beside `output`, which takes its name at the end; after an error nothing is left."""
+
+    def __init__(self, output: str | Path):
+        self.output = Path(output).absolute()
+        self.files: dict[str, list[str]] = {}
+        self.size = 0
+
+    def __enter__(self) -> FolderWriter:
+        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.output.name}-", dir=self.output.parent))
+        return self
+
+    def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
+        """One file of weights."""
+        save_file(tensors, self.folder / file, metadata={"format": "pt"})
+        self.files[file] = list(tensors)
+        self.size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        if len(self.files) == 1:
+            (self.folder / next(iter(self.files))).rename(self.folder / "model.safetensors")
+        else:
+            index = {name: file for file, names in self.files.items() for name in names}
+            content = {"metadata": {"total_size": self.size}, "weight_map": index}
+            (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        self.folder.chmod(0o755)
+        if self.output.exists():
+            self.output.rmdir()
+        self.folder.rename(self.output)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Tokenizer, processor and generation settings."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED):
+            shutil.copy(path, target / path.name)

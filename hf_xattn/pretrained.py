@@ -1,0 +1,87 @@
+"""What both models share with transformers' loading, saving, initialisation and dispatching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+
+from .configuration_xattn import XAttnConfig
+
+
+@dataclass
+class XAttnMoeCausalLMOutput(CausalLMOutputWithCrossAttentions):
+    """[`CausalLMOutputWithCrossAttentions`] of a mixture-of-experts decoder.
+
+    Attributes:
+        aux_loss (`torch.Tensor`, *optional*): load-balancing loss, part of `loss`.
+        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
+    """
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+class XAttnPreTrainedModel(PreTrainedModel):
+    """What both models share with transformers' loading, saving and dispatching."""
+
+    config_class = XAttnConfig
+    base_model_prefix = "model"
+    input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = ["past_key_values"]
+    # Named with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
+    _keep_in_fp32_modules_strict = [
+        f"cross_attention_block.{name}"
+        for name in ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
+    ]
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # the decoder decides, where it has experts
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # transformers spares the modules of custom code that have no weights of their own from initialisation, in the
+        # whole tree. Decoders such as Falcon-H1 fill buffers there, and initialisation is guarded here as in transformers.
+        return False
+
+    def save_pretrained(self, *args, save_original_format: bool = False, **kwargs) -> None:
+        """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
+
+        An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
+        patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
+        """
+        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
+        """`PreTrainedModel.resize_token_embeddings`.
+
+        Raises:
+            ValueError: for a model with `additional_vocab_size`: those tokens lie behind the vocabulary and would move.
+        """
+        if self.config.additional_vocab_size:
+            raise ValueError(
+                f"This model has {self.config.additional_vocab_size} tokens behind its vocabulary "
+                "(`additional_vocab_size`): the embeddings cannot be resized."
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
+
+
+def keep_weights(model: nn.Module) -> None:
+    """Marks a loaded model as initialised, so that `post_init` of the model around it leaves its weights alone."""
+    for module in model.modules():
+        module._is_hf_initialized = True
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True

@@ -1,0 +1,68 @@
+"""Tokens beyond the decoder's vocabulary.
+
+Llama-3.2-Vision and Idefics add tokens, the image marker among them, that the text decoder's tables do not hold. The
+decoder's embedding and head stay the objects they were, with their weights under their names, and get one submodule each,
+`additional`, that holds the added rows. Ids from `vocab_size` on are its rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .derived import derive
+
+
+PREFIX = "Extended"
+
+
+@functools.cache
+def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Module]:
+    """The class of an embedding with rows in `additional`."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        first = self.num_embeddings
+        known = embedding_class.forward(self, input_ids.clamp(max=first - 1))
+        added = self.additional((input_ids - first).clamp(min=0))
+        return torch.where((input_ids >= first)[..., None], added, known)
+
+    return derive(embedding_class, PREFIX, {"forward": forward}, (extended_embedding_class, embedding_class))
+
+
+@functools.cache
+def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Module]:
+    """The class of a head whose last logits come from `additional`."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.cat([head_class.forward(self, hidden_states), self.additional(hidden_states)], dim=-1)
+
+    return derive(head_class, PREFIX, {"forward": forward}, (extended_head_class, head_class))
+
+
+def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool) -> None:
+    """Adds `size` tokens behind a decoder's vocabulary, in place.
+
+    Args:
+        language_model (`PreTrainedModel`): causal language model.
+        size (`int`): number of tokens.
+        in_head (`bool`): the model may also write them, not only read them.
+
+    Raises:
+        ValueError: where the embedding or the head is of an unusual kind.
+    """
+    embedding, head = language_model.get_input_embeddings(), language_model.get_output_embeddings()
+    for part, kind in ((embedding, nn.Embedding), (head, nn.Linear)):
+        if not isinstance(part, kind):
+            raise ValueError(
+                f"`additional_vocab_size` needs an {kind.__name__}, {type(language_model).__name__} has a "
+                f"{type(part).__name__}."
+            )
+    options = {"device": embedding.weight.device, "dtype": embedding.weight.dtype}
+    embedding.additional = nn.Embedding(size, embedding.embedding_dim, **options)
+    embedding.__class__ = extended_embedding_class(type(embedding))
+    if in_head:
+        head.additional = nn.Linear(head.in_features, size, bias=head.bias is not None, **options)
+        head.__class__ = extended_head_class(type(head))

@@ -1,0 +1,379 @@
+"""Llama 3.2 Vision, brought over and back, against transformers' own model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    MllamaImageProcessor,
+    MllamaProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.mllama.modeling_mllama import MllamaCrossAttentionDecoderLayer
+
+from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
+from hf_xattn.importers import export_checkpoint, import_checkpoint
+
+
+VOCAB, MARKER = 96, 96
+TILES = 4
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_global_layers": 1,
+    "attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "max_num_tiles": TILES,
+    "intermediate_layers_indices": [0, 2],
+    "vision_output_dim": 48,
+}
+TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 6,
+    "cross_attention_layers": [1, 4],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def make_mllama(dtype=torch.float32, **text):
+    torch.manual_seed(0)
+    config = MllamaConfig(vision_config=VISION, text_config=TEXT | text, image_token_index=MARKER)
+    config._attn_implementation = "eager"
+    model = MllamaForConditionalGeneration(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "gate" in name and "proj" not in name:  # zero in a fresh model, of the vision tower too
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+        elif "norm" in name:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(dtype) * 0.1)
+        else:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def inputs(ids, tiles, seed=2):
+    """What `MllamaProcessor` makes: a row of ids each, and for each row how many tiles each of its images has."""
+    ids = torch.tensor(ids)
+    generator = torch.Generator().manual_seed(seed)
+    images = max(len(row) for row in tiles)
+    pixels = torch.randn(len(ids), images, TILES, 3, 28, 28, generator=generator)
+    ratios = torch.zeros(len(ids), images, dtype=torch.long)
+    mask = torch.zeros(len(ids), images, TILES, dtype=torch.long)
+    mask[:, :, 0] = 1  # the image processor gives padding images one tile
+    cross = torch.zeros(len(ids), ids.shape[1], images, TILES, dtype=torch.long)
+    for row, counts in enumerate(tiles):
+        markers = (ids[row] == MARKER).nonzero()[:, 0].tolist()
+        for image, count in enumerate(counts):
+            ratios[row, image] = count  # 1 x count
+            mask[row, image, :count] = 1
+            pixels[row, image, count:] = 0
+            end = image + 1
+            while end < len(markers) and markers[end] == markers[end - 1] + 1:
+                end += 1
+            stop = markers[end] if end < len(markers) else ids.shape[1]
+            cross[row, markers[image] : stop, image, :count] = 1
+    return {
+        "input_ids": ids,
+        "pixel_values": pixels,
+        "aspect_ratio_ids": ratios,
+        "aspect_ratio_mask": mask,
+        "cross_attention_mask": cross,
+    }
+
+
+CASES = {
+    "one": inputs([[MARKER, 5, 6, 7, 8, 9]], [[1]]),
+    "tiles": inputs([[MARKER, 5, 6, 7, 8, 9]], [[3]]),
+    "several": inputs([[MARKER, 5, 6, MARKER, 8, 9, 10]], [[2, 4]]),
+    "consecutive": inputs([[MARKER, MARKER, 6, 7, MARKER, 9, 10]], [[1, 4, 2]]),
+    "batch": inputs([[MARKER, 5, 6, 7, MARKER, 9], [MARKER, 11, 12, 13, 14, 15]], [[2, 1], [4]]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("driven_by", ["mask", "ids"])
+def test_logits(case, driven_by):
+    """A weight in the wrong place, padding tiles that are seen, another visibility rule, another rotary embedding."""
+    theirs = make_mllama()
+    ours = import_checkpoint(theirs)
+    expected = theirs(**CASES[case]).logits
+    given = dict(CASES[case])
+    if driven_by == "ids":
+        del given["cross_attention_mask"]
+    assert torch.allclose(ours(**given).logits, expected, atol=2e-5)
+
+
+def stop_leak(model):
+    """Transformers' cross-attention layer, with its attention branch off where its MLP branch is."""
+
+    def forward(self, hidden_states, full_text_row_masked_out_mask=None, **kwargs):
+        seen = MllamaCrossAttentionDecoderLayer.forward(
+            self, hidden_states, full_text_row_masked_out_mask=full_text_row_masked_out_mask, **kwargs
+        )
+        return torch.where(full_text_row_masked_out_mask[:, 0] != 0, seen, hidden_states)
+
+    for layer in model.model.language_model.layers:
+        if isinstance(layer, MllamaCrossAttentionDecoderLayer):
+            layer.forward = forward.__get__(layer)
+    return model
+
+
+MIXED = inputs([[5, 6, 7, MARKER, 8, 9], [10, 11, 12, 13, 14, 15]], [[3], []])
+
+
+@torch.no_grad()
+def test_text_that_sees_no_image_is_left_alone():
+    """The leak of transformers' model (issue 39379), taken over; or more of a difference than the leak."""
+    theirs = make_mllama()
+    ours = import_checkpoint(theirs)
+    logits = ours(**MIXED).logits
+    leaking = theirs(**MIXED).logits
+    assert not torch.allclose(logits[1], leaking[1], atol=1e-3)
+    assert torch.allclose(logits, stop_leak(make_mllama())(**MIXED).logits, atol=2e-5)
+    text_only = ours(MIXED["input_ids"]).logits
+    assert torch.equal(logits[1], text_only[1]) and torch.equal(logits[0, :3], text_only[0, :3])
+    assert torch.allclose(text_only, theirs(MIXED["input_ids"]).logits, atol=2e-5)
+
+
+@torch.no_grad()
+def test_base_is_a_llama():
+    """A text half that is not the decoder it was."""
+    theirs = make_mllama()
+    fields = {key: value for key, value in TEXT.items() if key != "cross_attention_layers"}
+    llama = LlamaForCausalLM(LlamaConfig(**fields | {"num_hidden_layers": 4, "rms_norm_eps": 1e-5})).eval()
+    language = theirs.model.language_model
+    kept = [language.layers[index] for index in (0, 2, 3, 5)]
+    for layer, other in zip(llama.model.layers, kept):
+        layer.load_state_dict(other.state_dict())
+    llama.model.embed_tokens.weight.copy_(language.embed_tokens.weight[:VOCAB])
+    llama.model.norm.load_state_dict(language.norm.state_dict())
+    llama.lm_head.load_state_dict(theirs.lm_head.state_dict())
+    ids = torch.randint(2, VOCAB, (2, 9))
+    assert torch.equal(import_checkpoint(theirs)(ids).logits, llama(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["several", "batch"])
+def test_generate(case):
+    """Images that go missing after the first step, and markers that a cache forgets."""
+    theirs = make_mllama()
+    ours = import_checkpoint(theirs)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = theirs.generate(**CASES[case], **options)
+    from_ids = {name: value for name, value in CASES[case].items() if name != "cross_attention_mask"}
+    for given in (CASES[case], from_ids):
+        for use_cache in (True, False):
+            assert torch.equal(ours.generate(**given, **options, use_cache=use_cache), expected)
+    encoded = {name: value for name, value in from_ids.items() if name != "input_ids"}
+    images = ours.encode_images(**encoded)
+    for _ in range(2):
+        assert torch.equal(ours.generate(CASES[case]["input_ids"], past_key_values=images, **options), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_folder_to_folder_and_back(dtype, shard_size, tmp_path):
+    """A tensor lost, rounded or misplaced on the way to a folder, or on the way back."""
+    theirs = make_mllama(dtype)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text("{}")
+    ours = import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert ours.dtype == dtype
+    files = {path.name for path in (tmp_path / "ours").iterdir()}
+    assert ("model.safetensors.index.json" in files) == (shard_size == "20KB")
+    assert {"config.json", "tokenizer_config.json", "generation_config.json"} <= files
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", dtype="auto").eval()
+    assert isinstance(loaded, XAttnForConditionalGeneration)
+    direct = import_checkpoint(theirs).state_dict()
+    assert direct.keys() == loaded.state_dict().keys()
+    assert all(torch.equal(direct[name], tensor) for name, tensor in loaded.state_dict().items())
+
+    export_checkpoint(tmp_path / "ours", tmp_path / "back")
+    export_checkpoint(loaded, tmp_path / "back_from_model")
+    original = {}
+    for file in (tmp_path / "theirs").glob("*.safetensors"):
+        original |= load_file(file)
+    for folder in ("back", "back_from_model"):
+        again = load_file(tmp_path / folder / "model.safetensors")
+        assert again.keys() == original.keys()
+        assert all(again[name].dtype == tensor.dtype for name, tensor in original.items())
+        assert all(torch.equal(again[name], tensor) for name, tensor in original.items())
+        back = MllamaForConditionalGeneration.from_pretrained(tmp_path / folder, dtype="auto")
+        assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+        configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", folder)]
+        for part in ("text_config", "vision_config"):
+            parts = [{key: value for key, value in config[part].items() if key != "dtype"} for config in configs]
+            assert parts[0] == parts[1]
+
+
+def make_processor():
+    words = ["<pad>", "<s>", "<unk>", *(f"w{index}" for index in range(VOCAB - 3)), "<|image|>", "<|python_tag|>"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
+    )
+    fast.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    image_processor = MllamaImageProcessor(size={"height": 28, "width": 28}, max_image_tiles=TILES)
+    return MllamaProcessor(image_processor, fast)
+
+
+def picture(width, height, seed):
+    generator = np.random.default_rng(seed)
+    return Image.fromarray(generator.integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@torch.no_grad()
+def test_processors(tmp_path):
+    """The original processor, or ours around the same image processor, that the imported model does not understand."""
+    theirs = make_mllama()
+    theirs.save_pretrained(tmp_path / "theirs")
+    make_processor().save_pretrained(tmp_path / "theirs")
+    ours = import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    processor = AutoProcessor.from_pretrained(tmp_path / "ours")
+    assert isinstance(processor, MllamaProcessor)
+    images = [[picture(28, 28, 0)], [picture(60, 28, 1), picture(28, 90, 2)]]
+    texts = ["<|image|> w1 w2", "<|image|> w3 <|image|> w4 w5 w6"]
+    batch = processor(images=images, text=texts, padding=True, return_tensors="pt")
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = theirs.generate(**batch, **options)
+    assert torch.equal(ours.generate(**batch, **options), expected)
+
+    own = XAttnProcessor(processor.image_processor, processor.tokenizer, image_token="<|image|>")
+    texts = ["<|image|> <s> w1 w2", "<|image|> <s> w3 <|image|> w4 w5 w6"]  # the original adds the start
+    given = own(images=images, text=texts)
+    assert given["pixel_values"].shape == batch["pixel_values"].shape
+    assert torch.equal(given["input_ids"], batch["input_ids"]) and "cross_attention_mask" not in given
+    assert torch.equal(ours.generate(**given, **options), expected)
+
+
+def without(path, name):
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_wrong_sources_are_refused(tmp_path):
+    """Half a model on disk, found out when it is loaded."""
+    source, output = tmp_path / "theirs", tmp_path / "ours"
+    weights = source / "model.safetensors"
+
+    def refused(message, **kwargs):
+        before = sorted(path.name for path in tmp_path.iterdir())
+        with pytest.raises(ValueError, match=message):
+            import_checkpoint(source, kwargs.get("output", output))
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+    def fresh(size="5GB"):
+        for path in source.glob("*"):
+            path.unlink()
+        make_mllama().save_pretrained(source, max_shard_size=size)
+
+    fresh()
+    without(weights, "language_model.model.layers.1.cross_attn_attn_gate")
+    refused("not complete.*cross_attention_block.attn_gate")
+    tensors = load_file(weights)
+    save_file(tensors | {"surplus.weight": torch.zeros(1)}, weights)
+    refused("does not have: surplus.weight")
+    fresh()
+    tensors = load_file(weights)
+    tensors["language_model.lm_head.weight"] = torch.zeros(VOCAB, 31)
+    save_file(tensors, weights)
+    refused("language_model.lm_head.weight of shape \\(96, 31\\).*expected \\(96, 32\\)")
+    fresh()
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    refused("truncated")
+    weights.write_bytes(b"")
+    refused("truncated")
+    fresh("20KB")
+    next(iter(sorted(source.glob("model-*.safetensors")))).unlink()
+    refused("not complete: model-00001.*is missing")
+    weights.unlink(missing_ok=True)
+    fresh()
+    (output).mkdir()
+    (output / "something").write_text("")
+    refused("not an empty folder")
+    refused("parent folder does not exist", output=tmp_path / "no" / "where")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    refused("'llama' model, which cannot be imported", output=tmp_path / "new")
+    (source / "config.json").unlink()
+    refused("no config.json", output=tmp_path / "new")
+    source = tmp_path / "nowhere"
+    refused("not a folder", output=tmp_path / "new")
+
+
+def test_layers_without_a_place_are_refused():
+    """A cross-attention layer that is silently dropped, or put in front of the wrong layer."""
+    for layers, index in (([1, 2], 1), ([5], 5)):
+        with pytest.raises(ValueError, match=f"no self-attention layer follows layer {index}"):
+            import_checkpoint(make_mllama(cross_attention_layers=layers))
+
+
+def test_only_what_came_from_mllama_goes_back(tmp_path):
+    """A folder that transformers' class loads with random weights."""
+    from conftest import make_model
+
+    with pytest.raises(ValueError, match="did not come from"):
+        export_checkpoint(make_model(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupted_import_leaves_nothing(tmp_path, monkeypatch):
+    """Half a folder after an error in the middle (a full disk)."""
+    make_mllama().save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    calls = []
+
+    def full_disk(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError("No space left on device")
+        return save_file(*args, **kwargs)
+
+    monkeypatch.setattr("hf_xattn.importers.streaming.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_wrong_pixels():
+    """Pixels of another processor, or without their aspect ratios."""
+    model = import_checkpoint(make_mllama())
+    good = CASES["one"]
+    for change, message in (
+        ({"pixel_values": good["pixel_values"][:, :, 0]}, "max_num_tiles=4"),
+        ({"aspect_ratio_ids": None}, "`aspect_ratio_ids` is required"),
+        ({"aspect_ratio_mask": good["aspect_ratio_mask"][..., :2]}, "`aspect_ratio_mask` must have shape"),
+        ({"cross_attention_mask": torch.ones(1, 6, 1, 3)}, "1 images of 3 tiles"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**good | change)
