@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 
 class Visibility(NamedTuple):
@@ -294,8 +295,9 @@ def _append_masks(
 def digest_images(images: torch.Tensor) -> torch.Tensor:
     """One number an image, to tell whether an image that comes with a filled cache is in it already.
 
-    A weighted sum of the bits, modulo 2^64: exact and independent of the order of summation, so equal images have equal
-    digests in every batch, and unequal ones differ but for one chance in about 2^60.
+    A sum of mixed words of 64 bits, modulo 2^64: exact and independent of the order of summation, so equal images have
+    equal digests in every batch, and unequal ones differ but for one chance in about 2^60. Each word is multiplied by an odd
+    number of its own, between two shifts that bring its high bits down: a flipped sign must not cancel another.
 
     Args:
         images (`torch.Tensor`): `(R, num_images, ...)`, pixels or features.
@@ -303,7 +305,11 @@ def digest_images(images: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.LongTensor`: `(R, num_images)`.
     """
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[images.element_size()]
-    flat = images.detach().contiguous().flatten(2).view(bits).long()
-    weights = torch.arange(1, flat.shape[-1] + 1, device=flat.device) * 6364136223846793005 + 1442695040888963407
-    return ((flat + 1) * (weights ^ (weights >> 29))).sum(dim=-1)
+    data = images.detach().flatten(2).contiguous().view(torch.uint8)
+    if data.shape[-1] % 8:
+        data = nn.functional.pad(data, (0, -data.shape[-1] % 8))
+    words = data.view(torch.int64)
+    weights = torch.arange(1, words.shape[-1] + 1, device=words.device) * 6364136223846793005 + 1442695040888963407
+    weights = (weights ^ (weights >> 29)) | 1
+    mixed = (words ^ (words >> 32)) * weights
+    return (mixed ^ (mixed >> 29)).sum(dim=-1)

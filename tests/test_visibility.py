@@ -243,3 +243,20 @@ def test_latest_group_is_mllamas_rule(seed, chunk):
     )
     seen = [images.sees("latest_group", part == 7, None) for part in ids.split(chunk, dim=1)]
     assert torch.equal(torch.cat(seen, dim=1), torch.from_numpy(expected).bool())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [12, 13])
+def test_digests_tell_images_apart(dtype, size):
+    """An image with flipped signs, swapped pixels or one other bit that passes for the one in the cache."""
+    image = torch.randn(1, 1, 3, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    others = [image.roll(1, dims=-1), image.flip(-1), -image, torch.zeros_like(image), image.abs()]
+    for first in range(3 * size):
+        for second in range(first, 3 * size):
+            other = image.clone().view(-1)
+            other[first] *= -1
+            other[second] *= -1 if second > first else 1
+            others.append(other.view_as(image))
+    digests = digest_images(torch.cat([image, *others])).flatten().tolist()
+    assert len(set(digests)) == len(digests)
+    assert digest_images(image.repeat(2, 3, 1, 1)).unique().tolist() == [digests[0]]

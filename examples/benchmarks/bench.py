@@ -19,8 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import alternatives
 import torch
 import transformers
+from alternatives import HEAD_DIM, HEADS, KV_HEADS, folded
 from peers import (
     MllamaWithFeatures,
     idefics_attention,
@@ -35,11 +37,9 @@ from transformers.cache_utils import DynamicCache
 
 import hf_xattn
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
-from hf_xattn.attention import fold_queries, unfold_output
 from hf_xattn.visibility import EVERYTHING
 
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -71,12 +71,6 @@ def read_bandwidth() -> float:
 def _key_value(tokens: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (rows, KV_HEADS, tokens, HEAD_DIM)
     return tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-
-
-def folded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """One decode step as the package does it: `(B, 1, H, D)` queries, `(R, K, N, D)` keys and values."""
-    output = nn.functional.scaled_dot_product_attention(fold_queries(query, *key.shape[:2]), key, value)
-    return unfold_output(output.transpose(1, 2), query.shape[0] // key.shape[0], query.shape[1])
 
 
 def attention(repeats: int) -> dict[str, dict]:
@@ -154,11 +148,16 @@ def layer(repeats: int) -> dict[str, dict]:
             {
                 "ours": lambda: ours.attend(text, key, value, EVERYTHING),
                 "mllama": lambda: theirs(text, None, cache),
+                "projections": lambda: ours.o_proj(ours.q_proj(text)),
             },
             repeats,
         )
         name = f"cross-attention with projections, {beams} row(s), N 6404, against Mllama's"
         figures[name] = _ratio(times, "mllama", "ours", floor)
+        figures[f"the same, {beams} row(s), were attention free: two linear layers alone"] = {
+            "value": times["mllama"] / times["projections"],
+            "detail": f"{times['projections'] * 1e3:.2f} ms of {times['ours'] * 1e3:.2f} ms are q_proj and o_proj",
+        }
 
     idefics = idefics_attention(hidden, HEADS).to(DEVICE, torch.bfloat16).eval()
     states = torch.randn(1, 1601, hidden, device=DEVICE, dtype=torch.bfloat16)
@@ -329,6 +328,8 @@ def copy_bandwidth() -> dict[str, dict]:
 
 SECTIONS = {
     "attention": attention,
+    "alternatives": lambda repeats: alternatives.decode(seconds, DEVICE, repeats),
+    "prefill": lambda repeats: alternatives.prefill(seconds, DEVICE, repeats),
     "growth": growth,
     "layer": layer,
     "generate": generate,
