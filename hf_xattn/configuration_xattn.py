@@ -22,7 +22,7 @@ NORM_TYPES = ("rmsnorm", "layernorm")
 MLP_TYPES = ("gated", "plain")
 GATES = ("tanh", "none")
 GATE_GRANULARITIES = ("scalar", "channel")
-CONNECTOR_TYPES = ("identity", "linear", "mlp")
+CONNECTOR_TYPES = ("identity", "linear", "mlp", "perceiver")
 # Vision towers that read an image as tiles, with aspect ratios, and whose output is as wide as `vision_output_dim`.
 TILED_VISION_TYPES = ("mllama_vision_model",)
 IMAGE_VISIBILITIES = ("all", "previous", "latest", "latest_group")
@@ -41,6 +41,12 @@ def _check_positive_int(field: str, value: Any) -> None:
 def _check_number(field: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"`{field}` must be a finite number, got {value!r}.")
+
+
+def _check_positive_number(field: str, value: Any) -> None:
+    _check_number(field, value)
+    if value <= 0:
+        raise ValueError(f"`{field}` must be positive, got {value!r}.")
 
 
 def _check_activation(field: str, value: Any) -> None:
@@ -158,9 +164,7 @@ class CrossAttentionConfig(PreTrainedConfig):
         _check_choice("gate", self.gate, GATES)
         _check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
         _check_probability("attention_dropout", self.attention_dropout)
-        _check_number("norm_eps", self.norm_eps)
-        if self.norm_eps <= 0:
-            raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps!r}.")
+        _check_positive_number("norm_eps", self.norm_eps)
         _check_number("gate_init", self.gate_init)
         _check_number("initializer_range", self.initializer_range)
         if self.initializer_range < 0:
@@ -188,6 +192,49 @@ class CrossAttentionConfig(PreTrainedConfig):
         return self.zero_init or (self.gate == "tanh" and self.gate_init == 0.0)
 
 
+class PerceiverConfig(PreTrainedConfig):
+    r"""Configuration of the perceiver resampler (see `perceiver.py`).
+
+    Args:
+        hidden_size (`int`, *optional*): width of latents and image tokens; in a [`XAttnConfig`] that of the vision tower.
+        num_latents (`int`, defaults to 64): tokens that an image becomes.
+        num_hidden_layers (`int`, defaults to 6).
+        num_attention_heads (`int`, defaults to 8), head_dim (`int`, defaults to 64).
+        intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
+        hidden_act (`str`, defaults to `"gelu"`): any activation of transformers.
+        qk_norm (`bool`, defaults to `False`): LayerNorm over `head_dim` on queries and keys.
+        norm_eps (`float`, defaults to 1e-5).
+
+    Raises:
+        ValueError: where a field is outside its range.
+    """
+
+    model_type = "xattn_perceiver"
+    base_config_key = "perceiver_config"
+
+    hidden_size: int | None = None
+    num_latents: int = 64
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    head_dim: int = 64
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    qk_norm: bool = False
+    norm_eps: float = 1e-5
+
+    def __post_init__(self, **kwargs):
+        if self.hidden_size is not None and self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        for field in ("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"):
+            _check_positive_int(field, getattr(self, field))
+        for field in ("hidden_size", "intermediate_size"):
+            if getattr(self, field) is not None:
+                _check_positive_int(field, getattr(self, field))
+        _check_activation("hidden_act", self.hidden_act)
+        _check_positive_number("norm_eps", self.norm_eps)
+        super().__post_init__(**kwargs)
+
+
 class XAttnConfig(PreTrainedConfig):
     r"""Configuration of a text decoder with gated cross-attention blocks, and optionally a vision tower.
 
@@ -206,7 +253,9 @@ class XAttnConfig(PreTrainedConfig):
         additional_vocab_size (`int`, defaults to 0): tokens behind the decoder's vocabulary that the model reads.
         additional_vocab_in_head (`bool`, defaults to `False`): it also writes them.
         source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
-        connector_type (`"identity"`, `"linear"` or `"mlp"`, defaults to `"mlp"`): vision features to K/V source.
+        connector_type (`"identity"`, `"linear"`, `"mlp"` or `"perceiver"`, defaults to `"mlp"`): vision features to K/V
+            source.
+        perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): of the `"perceiver"` connector.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` connector.
         connector_bias (`bool`, defaults to `True`).
 
@@ -220,6 +269,7 @@ class XAttnConfig(PreTrainedConfig):
         "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama"),
         "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="siglip_vision_model", optional=True),
         "cross_attention_config": SubConfigSpec(config_class=CrossAttentionConfig, optional=True),
+        "perceiver_config": SubConfigSpec(config_class=PerceiverConfig, optional=True),
     }
 
     text_config: dict | PreTrainedConfig | None = None
@@ -233,6 +283,7 @@ class XAttnConfig(PreTrainedConfig):
     connector_type: str = "mlp"
     connector_hidden_act: str = "gelu"
     connector_bias: bool = True
+    perceiver_config: dict | PreTrainedConfig | None = None
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -289,11 +340,12 @@ class XAttnConfig(PreTrainedConfig):
                 f"`cross_attention_config.hidden_size` ({self.cross_attention_config.hidden_size}) must be the text "
                 f"decoder's hidden size ({width})."
             )
-        if self.vision_config is not None and self.connector_type == "identity":
+        self._check_perceiver()
+        if self.vision_config is not None and self.connector_type in ("identity", "perceiver"):
             features = vision_hidden_size(self.vision_config)
             if features != self.cross_attention_config.context_size:
                 raise ValueError(
-                    f"`connector_type='identity'` needs `cross_attention_config.context_size` "
+                    f"`connector_type={self.connector_type!r}` needs `cross_attention_config.context_size` "
                     f"({self.cross_attention_config.context_size}) to be the vision tower's width ({features})."
                 )
         if self.image_visibility != "all" and self.image_token_id is None:
@@ -312,6 +364,26 @@ class XAttnConfig(PreTrainedConfig):
             raise ValueError(
                 f"`image_token_id` ({self.image_token_id}) must be an id of the text vocabulary, which has "
                 f"{vocab_size} entries."
+            )
+
+    def _check_perceiver(self) -> None:
+        if self.connector_type != "perceiver":
+            if self.perceiver_config is not None:
+                raise ValueError(
+                    f"`perceiver_config` was given, but `connector_type` is {self.connector_type!r}: use 'perceiver'."
+                )
+            return
+        if self.vision_config is None:
+            raise ValueError("`connector_type='perceiver'` resamples vision features: it needs a `vision_config`.")
+        width = vision_hidden_size(self.vision_config)
+        perceiver = self.perceiver_config
+        if perceiver is None:
+            self.perceiver_config = PerceiverConfig(hidden_size=width)
+        elif perceiver.hidden_size is None:
+            self.perceiver_config = PerceiverConfig(**{**perceiver.to_dict(), "hidden_size": width})
+        elif perceiver.hidden_size != width:
+            raise ValueError(
+                f"`perceiver_config.hidden_size` ({perceiver.hidden_size}) must be the vision tower's width ({width})."
             )
 
 
@@ -419,4 +491,4 @@ def _size(config: PreTrainedConfig, field: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-__all__ = ["CrossAttentionConfig", "XAttnConfig"]
+__all__ = ["CrossAttentionConfig", "PerceiverConfig", "XAttnConfig"]

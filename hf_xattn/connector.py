@@ -9,10 +9,12 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .configuration_xattn import XAttnConfig, vision_hidden_size
+from .perceiver import PerceiverResampler
 
 
 class XAttnConnector(PreTrainedModel):
-    """Maps `(..., vision_hidden_size)` to `(..., context_size)`: not at all, by one layer, or by two with an activation.
+    """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`: not at all, by one layer, by two with an
+    activation, or by a perceiver resampler to fewer tokens.
 
     A `PreTrainedModel`, so that it is initialised by its own rule wherever it sits (see [`GatedCrossAttentionBlock`]).
 
@@ -35,6 +37,8 @@ class XAttnConnector(PreTrainedModel):
         bias = config.connector_bias
         if config.connector_type == "identity":
             self.layers = nn.ModuleList()
+        elif config.connector_type == "perceiver":
+            self.layers = nn.ModuleList([PerceiverResampler(config.perceiver_config)])
         elif config.connector_type == "linear":
             self.layers = nn.ModuleList([nn.Linear(features, context, bias=bias)])
         else:
@@ -50,6 +54,11 @@ class XAttnConnector(PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
             if module.bias is not None:
                 init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, PerceiverResampler):
+            init.normal_(module.latents, mean=0.0, std=1.0)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

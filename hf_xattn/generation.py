@@ -22,6 +22,17 @@ IMAGE_INPUTS = (
 )
 
 
+def tile_mask_of_images(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`image_attention_mask` of Idefics' processor, `(batch, text_len, num_images)`, as a mask over images of one tile."""
+    if kwargs.get("image_attention_mask") is None:
+        return {name: value for name, value in kwargs.items() if name != "image_attention_mask"}
+    if kwargs.get("cross_attention_mask") is not None:
+        raise ValueError("Give `image_attention_mask` or `cross_attention_mask`, not both.")
+    kwargs = dict(kwargs)
+    kwargs["cross_attention_mask"] = kwargs.pop("image_attention_mask")[..., None]
+    return kwargs
+
+
 class XAttnGenerationMixin:
     """Overrides of transformers' `GenerationMixin`.
 
@@ -87,6 +98,7 @@ class XAttnGenerationMixin:
             ValueError: where the text names images that were not given, or, with `image_visibility` other than `"all"`,
                 where their numbers differ; where text and images have different batches.
         """
+        kwargs = tile_mask_of_images(kwargs)
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         self._check_markers(input_ids, kwargs)
         self._check_batch(input_ids if input_ids is not None else kwargs.get("inputs_embeds"), kwargs)
@@ -122,8 +134,9 @@ class XAttnGenerationMixin:
                     "pass `pixel_values`, `cross_attention_states` or a cache of `encode_images`."
                 )
             return
-        if self.config.image_visibility == "all" or cache is not None:
-            return
+        mask = kwargs.get("cross_attention_mask")
+        if self.config.image_visibility == "all" or cache is not None or (mask is not None and mask.dim() > 2):
+            return  # the markers decide nothing
         images = pixel_values if pixel_values is not None else states
         if images.dim() == (4 if pixel_values is not None else 3):
             images = images[:, None]

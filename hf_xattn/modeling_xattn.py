@@ -18,7 +18,7 @@ from .cache import ImageCache, XAttnCache, encoded_images
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .decoder import DecoderInterface, headless
-from .generation import XAttnGenerationMixin
+from .generation import XAttnGenerationMixin, tile_mask_of_images
 from .images import ImageEncoder
 from .insertion import check_insertable, cross_attention_blocks, find_decoder, insert_blocks
 from .pretrained import XAttnMoeCausalLMOutput, XAttnPreTrainedModel, keep_weights
@@ -160,6 +160,8 @@ class XAttnModel(XAttnPreTrainedModel):
         self, runner: nn.Module, text_inputs: dict, image_inputs: dict, use_cache: bool | None, attentions: bool | None
     ):
         """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
+        if (mask := text_inputs.pop("image_attention_mask", None)) is not None:
+            image_inputs = tile_mask_of_images({**image_inputs, "image_attention_mask": mask})
         past_key_values = text_inputs.pop("past_key_values", None)
         input_ids, inputs_embeds = text_inputs.get("input_ids"), text_inputs.get("inputs_embeds")
         if (input_ids is None) == (inputs_embeds is None):
@@ -260,7 +262,8 @@ class XAttnModel(XAttnPreTrainedModel):
                 num_images, tokens, context_size)`; bypasses the vision tower.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, or `(batch,
                 text_len, num_image_tokens)` where the caller decides for each text token, or `(batch, text_len, num_images,
-                max_num_tiles)` with a tiled vision tower.
+                max_num_tiles)` with a tiled vision tower. Idefics' `image_attention_mask`, `(batch, text_len, num_images)`, is
+                taken in its place.
             aspect_ratio_ids, aspect_ratio_mask (`torch.Tensor`, *optional*): `(batch, num_images)` and `(batch, num_images,
                 max_num_tiles)`, with a tiled vision tower (Mllama's), whose `pixel_values` are `(batch, num_images,
                 max_num_tiles, channels, height, width)`.

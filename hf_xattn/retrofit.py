@@ -17,6 +17,7 @@ from .configuration_xattn import (
     complete_cross_attention_config,
     every_nth_layer,
     text_num_hidden_layers,
+    vision_hidden_size,
 )
 from .insertion import check_insertable
 from .modeling_xattn import XAttnForConditionalGeneration
@@ -64,11 +65,14 @@ def retrofit(
     text_config = _text_config(text, load_kwargs)
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
+    vision_config = None if vision is None else _vision_config(vision, load_kwargs)
     if not isinstance(cross_attention, CrossAttentionConfig):
         if cross_attention is not None and not isinstance(cross_attention, dict):
             raise ValueError(
                 f"`cross_attention` must be a CrossAttentionConfig or a dict of its fields, got {type(cross_attention)}."
             )
+        if vision_config is not None and connector_type in ("identity", "perceiver"):
+            cross_attention = {"context_size": vision_hidden_size(vision_config), **(cross_attention or {})}
         cross_attention = complete_cross_attention_config(cross_attention, text_config)
     if not cross_attention.starts_at_identity:
         logger.warning(
@@ -81,7 +85,6 @@ def retrofit(
         "image_visibility": image_visibility,
         "connector_type": connector_type,
     }
-    vision_config = None if vision is None else _vision_config(vision, load_kwargs)
     XAttnConfig(text_config=text_config, vision_config=vision_config, **options)  # every check, before a weight is read
 
     if not isinstance(text, PreTrainedModel):

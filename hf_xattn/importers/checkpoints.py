@@ -14,13 +14,13 @@ from transformers.initialization import no_init_weights
 
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
-from . import mllama
+from . import idefics, mllama
 from .recipe import Recipe, fits, take
 from .streaming import FolderWriter, Header, check_folder, copy_side_files, read_headers, read_tensors
 
 
 # By `model_type` of the source.
-RECIPES: dict[str, Callable[..., Recipe]] = {"mllama": mllama.recipe}
+RECIPES: dict[str, Callable[..., Recipe]] = {"idefics": idefics.recipe, "mllama": mllama.recipe}
 EXPORTABLE = ("mllama",)
 SHARD_BYTES = 5 * 10**9
 
@@ -209,6 +209,7 @@ def _import_model(source: PreTrainedModel) -> XAttnForConditionalGeneration:
     plan = _plan(recipe, {name: Header("", tuple(tensor.shape)) for name, tensor in state.items()})
     with no_init_weights():
         model = XAttnForConditionalGeneration._from_config(recipe.config, dtype=source.dtype)
+    model.tie_weights()
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in state.items():

@@ -53,5 +53,5 @@ def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def take(tensor: torch.Tensor, target: Target, shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a source tensor that a target gets, in the target's shape."""
-    return tensor[target.rows].reshape(shape).contiguous()
+    """The part of a source tensor that a target gets, in the target's shape; a tensor of its own."""
+    return tensor[target.rows].reshape(shape).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,162 @@
+"""Idefics, the first (`IdeficsForVisionText2Text`).
+
+Its text model is a Llama with a gated cross-attention layer in front of every `cross_layer_interval`-th layer. Its vision
+tower is CLIP's.
+
+| Idefics | here |
+|---|---|
+| `model.embed_tokens`, `.additional_embedding` | `model.text_model.model.embed_tokens`, `.additional` |
+| `lm_head`, `.additional_fc` | `model.text_model.lm_head`, `.additional` |
+| `model.layers.<i>` | `model.text_model.model.layers.<i>` |
+| `model.gated_cross_attn_layers.<k>` | `model.text_model.model.layers.<k * interval>.cross_attention_block` |
+| `... .cross_attn.{q,k,v,o}_proj`, `{q,k}_layer_norm`, `alpha_cross_attn`, `alpha_dense` | `... .attn.*`, `{q,k}_norm`, `attn_gate`, `mlp_gate` |
+| `model.vision_model` | `model.vision_tower` |
+| `model.perceiver_resampler` | `model.connector.layers.0` |
+
+One thing differs: at a text position that sees no image, Idefics lets the MLP branch through, here nothing passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import CLIPVisionConfig, IdeficsConfig, LlamaConfig
+
+from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
+from .recipe import Recipe, Target, renamed
+
+
+TEXT_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "hidden_act",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "intermediate_size",
+    "rope_parameters",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "initializer_range",
+    "use_cache",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+VISION_FIELDS = (
+    "image_size",
+    "intermediate_size",
+    "patch_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_channels",
+    "hidden_act",
+    "layer_norm_eps",
+    "attention_dropout",
+    "initializer_range",
+    "initializer_factor",
+)
+
+BLOCK_RULES = [
+    (r"cross_attn\.((?:q|k|v|o)_proj)\.weight", r"attn.\1.weight"),
+    (r"cross_attn\.(q|k)_layer_norm\.weight", r"attn.\1_norm.weight"),
+    (r"input_layernorm\.weight", r"attn_norm.weight"),
+    (r"post_attention_layernorm\.weight", r"mlp_norm.weight"),
+    (r"mlp\.((?:gate|up|down)_proj)\.weight", r"mlp.\1.weight"),
+    (r"alpha_cross_attn", r"attn_gate"),
+    (r"alpha_dense", r"mlp_gate"),
+]
+PERCEIVER_RULES = [
+    (r"latents", r"latents"),
+    (r"layer_norm\.(weight|bias)", r"norm.\1"),
+    (r"blocks\.(\d+)\.0\.(context|latents)_layer_norm\.(weight|bias)", r"layers.\1.attn.\2_norm.\3"),
+    (r"blocks\.(\d+)\.0\.(q|k)_layer_norm\.(weight|bias)", r"layers.\1.attn.\2_norm.\3"),
+    (r"blocks\.(\d+)\.0\.(q|k|v)_proj\.weight", r"layers.\1.attn.\2_proj.weight"),
+    (r"blocks\.(\d+)\.0\.output_proj\.weight", r"layers.\1.attn.o_proj.weight"),
+    (r"blocks\.(\d+)\.1\.ln\.(weight|bias)", r"layers.\1.mlp.norm.\2"),
+    (r"blocks\.(\d+)\.1\.fc\.weight", r"layers.\1.mlp.up_proj.weight"),
+    (r"blocks\.(\d+)\.1\.c_proj\.weight", r"layers.\1.mlp.down_proj.weight"),
+]
+TEXT = "model.text_model.model"
+RULES = [
+    (r"model\.vision_model\.(.+)", r"model.vision_tower.\1"),
+    (r"model\.(layers\.\d+\..+|norm\.weight)", rf"{TEXT}.\1"),
+    (r"model\.embed_tokens\.weight", rf"{TEXT}.embed_tokens.weight"),
+    (r"lm_head\.weight", r"model.text_model.lm_head.weight"),
+]
+ADDITIONAL_ROWS = {
+    "model.embed_tokens.additional_embedding.weight": f"{TEXT}.embed_tokens.additional.weight",
+    "lm_head.additional_fc.weight": "model.text_model.lm_head.additional.weight",
+}
+
+
+def recipe(config: IdeficsConfig) -> Recipe:
+    """How an Idefics checkpoint is brought over."""
+    vision, resampler = config.vision_config, config.perceiver_config
+    fields: dict[str, Any] = {name: getattr(config, name) for name in TEXT_FIELDS}
+    head_dim = config.hidden_size // config.num_attention_heads
+    perceiver = None
+    if config.use_resampler:
+        perceiver = PerceiverConfig(
+            hidden_size=vision.embed_dim,
+            num_latents=resampler.resampler_n_latents,
+            num_hidden_layers=resampler.resampler_depth,
+            num_attention_heads=resampler.resampler_n_heads,
+            head_dim=resampler.resampler_head_dim,
+            hidden_act="relu",
+            qk_norm=resampler.qk_layer_norms_perceiver,
+        )
+    interval = config.cross_layer_interval
+    target = XAttnConfig(
+        text_config=LlamaConfig(**fields, head_dim=head_dim),
+        vision_config=CLIPVisionConfig(
+            hidden_size=vision.embed_dim, **{name: getattr(vision, name) for name in VISION_FIELDS}
+        ),
+        cross_attention_config=CrossAttentionConfig(
+            hidden_size=config.hidden_size,
+            context_size=vision.embed_dim,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=head_dim,
+            intermediate_size=config.intermediate_size,
+            hidden_act=config.hidden_act,
+            norm_eps=config.rms_norm_eps,
+            qk_norm=config.qk_layer_norms,
+            attention_dropout=config.dropout,
+            gate_granularity="channel" if config.alpha_type == "vector" else "scalar",
+            gate_init=0.0,
+            zero_init=False,
+            initializer_range=config.initializer_range,
+        ),
+        cross_attention_layers=[interval * index for index in range(config.num_hidden_layers // interval)],
+        # The markers come first in the added tokens, <fake_token_around_image> and then <image>.
+        image_token_id=config.vocab_size + 1 if config.additional_vocab_size > 1 else None,
+        image_visibility="latest" if config.additional_vocab_size > 1 else "all",
+        connector_type="perceiver" if config.use_resampler else "identity",
+        perceiver_config=perceiver,
+        additional_vocab_size=config.additional_vocab_size,
+        additional_vocab_in_head=config.additional_vocab_size > 0,
+        source_config=config.to_dict(),
+        dtype=config.dtype,
+    )
+
+    def targets(name: str) -> list[Target] | None:
+        if name in ADDITIONAL_ROWS:
+            # One table serves both ends where they are tied.
+            tied = config.tie_word_embeddings and "embed_tokens" in name
+            return [Target(new) for new in (ADDITIONAL_ROWS.values() if tied else [ADDITIONAL_ROWS[name]])]
+        layer = renamed(name, [(r"model\.gated_cross_attn_layers\.(\d+)\.(.+)", r"\1 \2")])
+        if layer is not None:
+            index, rest = layer.split(" ")
+            part = renamed(rest, BLOCK_RULES)
+            place = f"{TEXT}.layers.{int(index) * interval}.cross_attention_block"
+            return None if part is None else [Target(f"{place}.{part}")]
+        latents = renamed(name, [(r"model\.perceiver_resampler\.(.+)", r"\1")])
+        if latents is not None:
+            part = renamed(latents, PERCEIVER_RULES)
+            return None if part is None else [Target(f"model.connector.layers.0.{part}")]
+        if name.endswith("rotary_emb.inv_freq"):
+            return []  # computed
+        new = renamed(name, RULES)
+        return None if new is None else [Target(new)]
+
+    return Recipe(target, targets)

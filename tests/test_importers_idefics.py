@@ -1,0 +1,155 @@
+"""Idefics, brought over, against transformers' own model."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, IdeficsConfig, IdeficsForVisionText2Text
+from transformers.models.idefics.modeling_idefics import IdeficsGatedCrossAttentionLayer
+
+from hf_xattn.importers import export_checkpoint, import_checkpoint
+
+
+VOCAB, ADDED = 96, 4
+FAKE, MARKER = VOCAB, VOCAB + 1
+VISION = {
+    "embed_dim": 24,
+    "image_size": 16,
+    "intermediate_size": 48,
+    "patch_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+RESAMPLER = {
+    "use_resampler": True,
+    "resampler_n_latents": 3,
+    "resampler_depth": 2,
+    "resampler_n_heads": 2,
+    "resampler_head_dim": 8,
+    "qk_layer_norms_perceiver": True,
+}
+VARIANTS = {
+    "plain": {},
+    "resampler": {"use_resampler": True, "perceiver_config": RESAMPLER},
+    "norms_and_vectors": {"qk_layer_norms": True, "alpha_type": "vector", "cross_layer_interval": 1},
+    "nothing_added": {"additional_vocab_size": 0},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def make_idefics(dtype=torch.float32, **changes):
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": VOCAB,
+        "additional_vocab_size": ADDED,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "cross_layer_interval": 2,
+        "vision_config": VISION,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    model = IdeficsForVisionText2Text(IdeficsConfig(**fields | changes)).to(dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name or "layrnorm" in name or ".ln." in name:
+                parameter.add_(noise * 0.1)
+            else:
+                parameter.copy_(noise if "alpha" in name else noise * 0.2)
+    return model
+
+
+def make_inputs(marked=True):
+    ids = torch.tensor([[1, 5, MARKER, 6, 7, MARKER, 8, 9], [1, MARKER, 10, 11, 12, 13, 14, 15]])
+    seen = (ids == MARKER).cumsum(dim=1)
+    mask = torch.stack([seen == 1, seen == 2], dim=-1).long()
+    pixels = torch.randn(2, 2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    pixels[1, 1] = 0  # a padding image
+    return {
+        "input_ids": ids if marked else ids.clamp(max=VOCAB - 1),
+        "pixel_values": pixels,
+        "image_attention_mask": mask,
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
+def stop_leak(model):
+    """Transformers' gated layer, with its MLP branch off where its attention branch is."""
+
+    def forward(self, hidden_states, *args, cross_attention_gate=None, **kwargs):
+        seen = IdeficsGatedCrossAttentionLayer.forward(
+            self, hidden_states, *args, cross_attention_gate=cross_attention_gate, **kwargs
+        )
+        return torch.where(cross_attention_gate[..., None] != 0, seen, hidden_states)
+
+    for layer in model.model.gated_cross_attn_layers:
+        layer.forward = forward.__get__(layer)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits(variant):
+    """A weight in the wrong place, an added token without its row, latents or gates of another shape."""
+    theirs = make_idefics(**VARIANTS[variant])
+    ours = import_checkpoint(theirs)
+    given = make_inputs(marked=variant != "nothing_added")
+    leaking = theirs(**given).logits
+    expected = stop_leak(theirs)(**given).logits
+    logits = ours(**given).logits
+    assert logits.shape == expected.shape
+    assert torch.allclose(logits, expected, atol=2e-5)
+    assert not torch.allclose(logits[0, :2], leaking[0, :2], atol=1e-3)
+    assert torch.equal(logits[0, :2], ours(given["input_ids"]).logits[0, :2])
+    if variant != "nothing_added":
+        by_ids = {name: value for name, value in given.items() if name != "image_attention_mask"}
+        images = torch.tensor([[True, True], [True, False]])
+        assert torch.allclose(ours(**by_ids, image_mask=images).logits, expected, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["plain", "resampler"])
+def test_generate(variant):
+    """Images or masks that go missing after the first step; keys and values projected at every step, as there."""
+    theirs = stop_leak(make_idefics(**VARIANTS[variant]))
+    ours = import_checkpoint(theirs)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True}
+    given = make_inputs()
+    expected = theirs.generate(**given, **options)
+    calls = []
+    ours.blocks[0].attn.k_proj.register_forward_hook(lambda *args: calls.append(1))
+    assert torch.equal(ours.generate(**given, **options), expected)
+    assert len(calls) == 1
+
+
+@torch.no_grad()
+def test_writes_added_tokens():
+    """A head without the added rows, or a loss that does not know them."""
+    theirs = make_idefics()
+    ours = import_checkpoint(theirs)
+    given = make_inputs()
+    labels = given["input_ids"].clone()
+    labels[:, -1] = VOCAB + 3
+    logits = stop_leak(theirs)(**given).logits[:, :-1].flatten(0, 1)  # transformers' own loss fails on added tokens
+    expected = torch.nn.functional.cross_entropy(logits, labels.masked_fill(labels == MARKER, -100)[:, 1:].flatten())
+    assert torch.allclose(ours(**given, labels=labels).loss, expected, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_folder_to_folder(variant, tmp_path):
+    """A tensor lost or misplaced on the way through files."""
+    theirs = make_idefics(torch.bfloat16, **VARIANTS[variant])
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    ours = import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    direct = import_checkpoint(theirs).state_dict()
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", dtype="auto").state_dict()
+    assert direct.keys() == loaded.keys() == ours.state_dict().keys()
+    assert all(torch.equal(direct[name], tensor) for name, tensor in loaded.items())
+    with pytest.raises(ValueError, match="did not come from.*'idefics'"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "back")
+    assert sum(len(load_file(path)) for path in (tmp_path / "ours").glob("*.safetensors")) > 0
