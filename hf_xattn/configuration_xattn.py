@@ -245,7 +245,7 @@ class XAttnConfig(PreTrainedConfig):
         cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): sizes that are not given follow the
             text configuration.
         cross_attention_layers (`list[int]`, *optional*): decoder layers that get a block in front of them, counted from
-            0. Defaults to every 4th: 3, 7, 11, ...
+            0; their number itself is a block after the last. Defaults to every 4th: 3, 7, 11, ...
         image_token_id (`int`, *optional*): id of the token that marks an image's place in the text.
         image_visibility (`"all"`, `"previous"`, `"latest"` or `"latest_group"`, defaults to `"all"`): which images a text
             token may see: all of its row; those whose marker stands before it; only the last of those (Flamingo, Idefics);
@@ -255,6 +255,8 @@ class XAttnConfig(PreTrainedConfig):
         source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
         connector_type (`"identity"`, `"linear"`, `"mlp"` or `"perceiver"`, defaults to `"mlp"`): vision features to K/V
             source.
+        vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): all tokens of the vision tower, or, as
+            in Llava, all but the first, the class token.
         perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): of the `"perceiver"` connector.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` connector.
         connector_bias (`bool`, defaults to `True`).
@@ -283,6 +285,7 @@ class XAttnConfig(PreTrainedConfig):
     connector_type: str = "mlp"
     connector_hidden_act: str = "gelu"
     connector_bias: bool = True
+    vision_feature_select_strategy: Literal["full", "default"] = "full"
     perceiver_config: dict | PreTrainedConfig | None = None
     source_config: dict | None = None
 
@@ -429,18 +432,18 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
     """Sorted layer indices.
 
     Raises:
-        ValueError: for an empty list, indices outside `[0, num_layers)` or repeated ones.
+        ValueError: for an empty list, indices outside `[0, num_layers]` or repeated ones.
     """
     if not isinstance(layers, (list, tuple, range, set)) or not all(type(index) is int for index in layers):
         raise ValueError(f"`cross_attention_layers` must be a list of integers, got {layers!r}.")
     layers = list(layers)
     if not layers:
         raise ValueError("`cross_attention_layers` is empty: name at least one decoder layer.")
-    outside = [index for index in layers if not 0 <= index < num_layers]
+    outside = [index for index in layers if not 0 <= index <= num_layers]
     if outside:
         raise ValueError(
             f"`cross_attention_layers` holds {outside}, but the decoder has {num_layers} layers: indices go from 0 to "
-            f"{num_layers - 1}."
+            f"{num_layers - 1}, and {num_layers} is a block after the last layer."
         )
     repeated = sorted({index for index in layers if layers.count(index) > 1})
     if repeated:

@@ -74,7 +74,8 @@ class ImageEncoder:
 
     def features(self, pixel_values: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
         """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
-        return run_tower(self.model.vision_tower, self.model.connector, pixel_values, tiles)
+        drop_first = self.config.vision_feature_select_strategy == "default"
+        return run_tower(self.model.vision_tower, self.model.connector, pixel_values, tiles, drop_first)
 
     def read(
         self,
@@ -204,7 +205,7 @@ class ImageEncoder:
         self._register(cache, new)
         context = CrossAttentionContext(cross_attention_states=new.states, cache=cache, encode_only=True)
         _, layers = find_decoder(self.model.text_model)
-        for index in self.config.cross_attention_layers:
+        for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):
             # Through the layer, not the block: device maps and FSDP bring the weights when the layer is called.
             layers[index](None, **{KEYWORD: context})
         self.mark_updated(past_key_values)

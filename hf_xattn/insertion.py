@@ -31,6 +31,9 @@ KEYWORD = "cross_attention_context"
 # In front of the name of a layer's class: FSDP policies and device maps find layers by class name.
 PREFIX = "CrossAttending"
 
+# Submodules of a layer: the block in front of it and, of the last layer, the one that follows.
+BLOCKS = ("cross_attention_block", "cross_attention_block_after")
+
 # Names under which causal language models take their cache.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
@@ -54,17 +57,24 @@ def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool
 
     def forward(self, *args, **kwargs):
         context: CrossAttentionContext | None = kwargs.pop(KEYWORD, None)
-        block = self._modules.get("cross_attention_block")
-        if context is None or block is None:
+        block, after = (self._modules.get(name) for name in BLOCKS)
+        if context is None or (block is None and after is None):
             return layer_class.forward(self, *args, **kwargs)
         if context.encode_only:
-            context.key_value(block)
+            for each in (block, after):
+                if each is not None:
+                    context.key_value(each)
             return None
-        if args:
+        if block is not None and args:
             args = (block(args[0], cross_attention=context), *args[1:])
-        else:
+        elif block is not None:
             kwargs["hidden_states"] = block(kwargs["hidden_states"], cross_attention=context)
-        return layer_class.forward(self, *args, **kwargs)
+        output = layer_class.forward(self, *args, **kwargs)
+        if after is None:
+            return output
+        if isinstance(output, tuple):
+            return (after(output[0], cross_attention=context), *output[1:])
+        return after(output, cross_attention=context)
 
     def __call__(self, *args, **kwargs):
         if KEYWORD not in kwargs:
@@ -207,7 +217,8 @@ def check_insertable(language_model: PreTrainedModel) -> None:
 
 
 def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
-    """Puts one block in front of each layer of `config.cross_attention_layers`.
+    """Puts one block in front of each layer of `config.cross_attention_layers`; after the last layer, where their number
+    is named.
 
     All layers of the stack change their class, so that the keyword never leaks into a layer without a block.
 
@@ -223,14 +234,16 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
     receives_keywords = layers_receive_keywords(language_model)
     names = {type(layer).__name__ for layer in layers}
     for index, layer in enumerate(layers):
-        if index in config.cross_attention_layers:
-            parameter = next(layer.parameters())
-            block = GatedCrossAttentionBlock(
-                config.cross_attention_config, layer_idx=config.cross_attention_layers.index(index)
-            )
-            if parameter.is_floating_point() and not (parameter.is_meta or block.attn_norm.weight.is_meta):
-                _match(block, parameter)
-            layer.cross_attention_block = block
+        parameter = next(layer.parameters())
+        places = [index] if index < len(layers) - 1 else [index, index + 1]
+        for name, place in zip(BLOCKS, places):
+            if place in config.cross_attention_layers:
+                block = GatedCrossAttentionBlock(
+                    config.cross_attention_config, layer_idx=config.cross_attention_layers.index(place)
+                )
+                if parameter.is_floating_point() and not (parameter.is_meta or block.attn_norm.weight.is_meta):
+                    _match(block, parameter)
+                setattr(layer, name, block)
         layer.__class__ = cross_attending_class(type(layer), receives_keywords)
         names.add(type(layer).__name__)
     return sorted(names)

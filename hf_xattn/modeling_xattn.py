@@ -22,7 +22,7 @@ from .generation import XAttnGenerationMixin, tile_mask_of_images
 from .images import ImageEncoder
 from .insertion import check_insertable, cross_attention_blocks, find_decoder, insert_blocks
 from .pretrained import XAttnMoeCausalLMOutput, XAttnPreTrainedModel, keep_weights
-from .vision import build_tower
+from .vision import build_tower, follow_tower
 from .vocabulary import extend_vocabulary
 
 
@@ -62,6 +62,8 @@ class XAttnModel(XAttnPreTrainedModel):
         if config.vision_config is not None:
             self.vision_tower = build_tower(config.vision_config) if vision_tower is None else vision_tower
             self.connector = XAttnConnector(config)
+            if vision_tower is not None:
+                follow_tower(self.connector, vision_tower)
         self._no_split_modules = [*(text_model._no_split_modules or []), *split]
         self.post_init()
 

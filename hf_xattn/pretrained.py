@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from .configuration_xattn import XAttnConfig
+from .insertion import BLOCKS
 
 
 @dataclass
@@ -40,7 +41,8 @@ class XAttnPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     # Named with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
     _keep_in_fp32_modules_strict = [
-        f"cross_attention_block.{name}"
+        f"{block}.{name}"
+        for block in BLOCKS
         for name in ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
     ]
 

@@ -226,12 +226,13 @@ class ImageTokens:
             self.digest_of,
         )
 
-    def count_markers(self, markers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Image markers up to and with each text token, and those before the latest run of markers, both `(B, T)`;
-        remembers them for the text that follows.
+    def count_markers(self, markers: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Image markers up to and with each text token, and those before the latest run of markers that has an image,
+        both `(B, T)`; remembers them for the text that follows.
 
         Args:
             markers (`torch.BoolTensor`): `(B, T)`, where the new text holds a marker.
+            total (`torch.LongTensor`): `(B or 1, 1)`, number of images.
         """
         past = self.markers_seen
         if past is None:
@@ -240,7 +241,7 @@ class ImageTokens:
             past = past.repeat_interleave(markers.shape[0] // past.shape[0], dim=0)
         counts = markers.cumsum(dim=-1) + past[:, :1]
         follows = torch.cat([past[:, 2:] > 0, markers[:, :-1]], dim=-1)
-        starts = torch.where(markers & ~follows, counts - 1, past[:, 1:2])
+        starts = torch.where(markers & ~follows & (counts <= total), counts - 1, past[:, 1:2])
         before_group = starts.cummax(dim=-1).values
         self.markers_seen = torch.stack([counts[:, -1], before_group[:, -1], markers[:, -1].long()], dim=-1)
         return counts, before_group
@@ -266,12 +267,10 @@ class ImageTokens:
         elif image_visibility == "all" or markers is None:
             return None if self.token_mask is None else self.token_mask[:, None]
         else:
-            counts, before_group = self.count_markers(markers)
-            order = image_order(
-                counts.new_ones(1, self.num_images, dtype=torch.bool) if self.image_mask is None else self.image_mask
-            )
-            if order.shape[0] not in (1, counts.shape[0]):
-                order = order.repeat_interleave(counts.shape[0] // order.shape[0], dim=0)
+            order = image_order(markers.new_ones(1, self.num_images) if self.image_mask is None else self.image_mask)
+            if order.shape[0] not in (1, markers.shape[0]):
+                order = order.repeat_interleave(markers.shape[0] // order.shape[0], dim=0)
+            counts, before_group = self.count_markers(markers, order.amax(dim=-1, keepdim=True))
             sees = visible_images(order, counts, before_group, image_visibility)[:, :, self.image_of_token]
         if self.token_mask is None:
             return sees

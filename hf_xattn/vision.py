@@ -40,6 +40,13 @@ def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
     return AutoModel.from_config(config)
 
 
+def follow_tower(connector: torch.nn.Module, tower: PreTrainedModel) -> None:
+    """Brings a new connector to the device and dtype of the tower whose features it gets."""
+    weight = next(tower.parameters())
+    if not weight.is_meta:
+        connector.to(device=weight.device, dtype=weight.dtype)
+
+
 def is_tiled(config: PreTrainedConfig) -> bool:
     """Whether a vision tower reads tiles."""
     return config.model_type in TILED_VISION_TYPES
@@ -105,9 +112,14 @@ def _check_tiles(config, pixel_values, aspect_ratio_ids, aspect_ratio_mask) -> T
 
 
 def run_tower(
-    tower: PreTrainedModel, connector: torch.nn.Module, pixel_values: torch.Tensor, tiles: Tiles | None
+    tower: PreTrainedModel,
+    connector: torch.nn.Module,
+    pixel_values: torch.Tensor,
+    tiles: Tiles | None,
+    drop_first: bool = False,
 ) -> torch.Tensor:
-    """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
+    """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`; `drop_first`: without the tower's
+    first token, the class token."""
     rows, num_images = pixel_values.shape[:2]
     if tiles is not None:
         features = tower(pixel_values=pixel_values.to(tower.dtype), **tiles._asdict()).last_hidden_state
@@ -115,7 +127,7 @@ def run_tower(
     features = tower(pixel_values=pixel_values.flatten(0, 1).to(tower.dtype)).last_hidden_state
     if features.dim() == 4:  # convolutional towers: (batch, channels, height, width)
         features = features.flatten(2).transpose(1, 2)
-    return connector(features).unflatten(0, (rows, num_images))
+    return connector(features[:, 1:] if drop_first else features).unflatten(0, (rows, num_images))
 
 
 def image_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -168,7 +168,7 @@ def test_text_config_is_required():
 @pytest.mark.parametrize(
     "layers, words",
     [
-        ([1, 4], ["[4]", "4 layers", "0 to 3"]),
+        ([1, 5], ["[5]", "4 layers", "0 to 3", "4 is a block after the last"]),
         ([-1], ["[-1]", "4 layers"]),
         ([1, 1, 3], ["[1]", "more than once"]),
         ([], ["empty"]),

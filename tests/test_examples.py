@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 EXPECTED = {
     "retrofit_text_model": ["bit-identical to the base: True", "parameters train"],
     "load_and_generate": ["one image: ", "two images: ", "no image: "],
+    "import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
     "encode_once_ask_many": ["K/V projections: 2 for 2 blocks and 4 questions", "the same answers from the file: True"],
 }
 

@@ -334,9 +334,22 @@ def test_wrong_sources_are_refused(tmp_path):
 
 def test_layers_without_a_place_are_refused():
     """A cross-attention layer that is silently dropped, or put in front of the wrong layer."""
-    for layers, index in (([1, 2], 1), ([5], 5)):
-        with pytest.raises(ValueError, match=f"no self-attention layer follows layer {index}"):
-            import_checkpoint(make_mllama(cross_attention_layers=layers))
+    with pytest.raises(ValueError, match="no self-attention layer stands between layers 1 and 2"):
+        import_checkpoint(make_mllama(cross_attention_layers=[1, 2]))
+
+
+@torch.no_grad()
+def test_block_after_the_last_layer(tmp_path):
+    """A cross-attention layer at the end of the stack that is dropped, or moved in front of the last layer."""
+    theirs = make_mllama(cross_attention_layers=[1, 5])
+    ours = import_checkpoint(theirs)
+    case = CASES["several"]
+    assert torch.allclose(ours(**case).logits, theirs(**case).logits, atol=2e-5)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(ours.generate(**case, **options), theirs.generate(**case, **options))
+    export_checkpoint(ours, tmp_path / "back")
+    back = MllamaForConditionalGeneration.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(back[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
 def test_only_what_came_from_mllama_goes_back(tmp_path):

@@ -141,7 +141,7 @@ def test_freeze_base_leaves_what_was_added():
     ("arguments", "message"),
     [
         ({"every": 0}, "`every`.*0"),
-        ({"cross_attention_layers": [4]}, r"\[4\].*4 layers"),
+        ({"cross_attention_layers": [5]}, r"\[5\].*4 layers"),
         ({"cross_attention_layers": [-1]}, r"\[-1\]"),
         ({"cross_attention_layers": [1, 1]}, r"\[1\] more than once"),
         ({"cross_attention_layers": []}, "empty"),
@@ -236,3 +236,13 @@ def test_peak_memory(tmp_path):
     output = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
     measured = json.loads(output.stdout.splitlines()[-1])
     assert measured["peak"] < 1.15 * measured["size"], measured
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("connector_type", ["linear", "mlp", "perceiver", "identity"])
+def test_half_precision_with_a_tower(folders, connector_type):
+    """A new connector in float32 behind a tower in bfloat16."""
+    model = retrofit(folders / "text", folders / "vision", dtype=torch.bfloat16, every=2, connector_type=connector_type)
+    assert {parameter.dtype for parameter in model.model.connector.parameters()} <= {torch.bfloat16}
+    logits = model(token_ids(), pixel_values=pixels()).logits
+    assert logits.dtype == torch.bfloat16 and torch.equal(logits, model(token_ids()).logits)

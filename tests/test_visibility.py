@@ -118,7 +118,9 @@ def test_sees_all():
     assert torch.equal(tokens(token_mask=mask).sees("all", None, None), mask[:, None])
 
 
-@pytest.mark.parametrize("mode, last", [("previous", [1, 1, 1, 1]), ("latest", [0, 0, 1, 1])])
+@pytest.mark.parametrize(
+    "mode, last", [("previous", [1, 1, 1, 1]), ("latest", [0, 0, 1, 1]), ("latest_group", [0, 0, 1, 1])]
+)
 def test_sees_counts_markers_over_forwards(mode, last):
     """Rules out a decode step that forgets the markers of the prompt."""
     markers = booleans([[0, 1, 0, 1], [0, 0, 1, 0]])
@@ -128,6 +130,15 @@ def test_sees_counts_markers_over_forwards(mode, last):
     images = tokens()
     steps = [images.sees(mode, markers[:, step : step + 1], None) for step in range(4)]
     assert torch.equal(torch.cat(steps, dim=1), whole)
+
+
+def test_latest_group_with_too_many_markers():
+    """Rules out a generated marker that takes the images away."""
+    images = tokens(image_mask=booleans([[1, 1], [1, 0]]))
+    markers = booleans([[1, 1, 0, 1, 0], [0, 1, 1, 0, 1]])
+    seen = images.sees("latest_group", markers, None)
+    assert seen[0].int().tolist() == [[1, 1, 0, 0]] + [[1, 1, 1, 1]] * 4
+    assert seen[1].int().tolist() == [[0, 0, 0, 0]] + [[1, 1, 0, 0]] * 4
 
 
 def test_sees_after_the_batch_was_repeated():

@@ -1,7 +1,8 @@
 """Llama 3.2 Vision (`MllamaForConditionalGeneration`).
 
 Its text model is one list of layers, some of which do cross-attention instead of self-attention. The self-attention layers,
-counted without the others, are a Llama; each cross-attention layer becomes the block in front of the layer that followed it.
+counted without the others, are a Llama; each cross-attention layer becomes the block in front of the layer that followed it
+(after the last layer, where none did).
 
 | Mllama (`language_model.`) | here (`model.text_model.`) |
 |---|---|
@@ -24,7 +25,7 @@ from transformers import LlamaConfig, MllamaConfig
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
-from .recipe import Recipe, Target, renamed
+from .recipe import Recipe, Target, block_name, renamed
 
 
 ADDITIONAL_TOKENS = 8  # fixed in transformers' model
@@ -69,7 +70,7 @@ def places(text_config: MllamaTextConfig) -> dict[int, int]:
     """For each layer of the source, the decoder layer that it is, or whose block it is.
 
     Raises:
-        ValueError: for a cross-attention layer that no self-attention layer follows at once.
+        ValueError: for two cross-attention layers without a self-attention layer in between.
     """
     cross = set(text_config.cross_attention_layers)
     result, count = {}, 0
@@ -77,10 +78,10 @@ def places(text_config: MllamaTextConfig) -> dict[int, int]:
         result[index] = count
         if index not in cross:
             count += 1
-        elif index + 1 in cross or index + 1 >= text_config.num_hidden_layers:
+        elif index + 1 in cross:
             raise ValueError(
                 f"`cross_attention_layers` {sorted(cross)} of {text_config.num_hidden_layers} layers: no self-attention layer "
-                f"follows layer {index}, in front of which its block could stand."
+                f"stands between layers {index} and {index + 1}, and a layer takes one block."
             )
     return result
 
@@ -91,9 +92,10 @@ def recipe(config: MllamaConfig) -> Recipe:
     where = places(text)
     cross = set(text.cross_attention_layers)
     fields: dict[str, Any] = {name: getattr(text, name) for name in TEXT_FIELDS}
+    num_layers = text.num_hidden_layers - len(cross)
     fields["head_dim"] = text.hidden_size // text.num_attention_heads
     target = XAttnConfig(
-        text_config=LlamaConfig(**fields, num_hidden_layers=text.num_hidden_layers - len(cross)),
+        text_config=LlamaConfig(**fields, num_hidden_layers=num_layers),
         vision_config=vision,
         cross_attention_config=CrossAttentionConfig(
             hidden_size=text.hidden_size,
@@ -134,12 +136,12 @@ def recipe(config: MllamaConfig) -> Recipe:
             index, rest = layer.split(" ")
             if int(index) not in where:
                 return None
-            new = f"model.text_model.model.layers.{where[int(index)]}."
+            layers, place = "model.text_model.model.layers", where[int(index)]
             if int(index) in cross:
                 part = renamed(rest, BLOCK_RULES)
-                new = None if part is None else f"{new}cross_attention_block.{part}"
+                new = None if part is None else f"{block_name(layers, place, num_layers)}.{part}"
             else:
-                new += rest
+                new = f"{layers}.{place}.{rest}"
         return None if new is None else [Target(new)]
 
     return Recipe(target, targets)

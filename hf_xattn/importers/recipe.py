@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..configuration_xattn import XAttnConfig
+from ..insertion import BLOCKS
 
 
 class Target(NamedTuple):
@@ -45,6 +46,12 @@ def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
         if match is not None:
             return match.expand(replacement)
     return None
+
+
+def block_name(layers: str, place: int, num_layers: int) -> str:
+    """Name of the block in front of layer `place` of a stack; `num_layers` is the place after the last layer."""
+    before, after = BLOCKS
+    return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
 
 
 def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:

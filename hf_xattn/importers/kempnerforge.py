@@ -1,0 +1,104 @@
+"""KempnerForge's cross-attention blocks (`model/cross_attention.py`, architecture "cross_attention").
+
+Names are this package's own; `D` width, `H` query heads, `K` K/V heads, `d` head width, `F` inner width of the MLP.
+
+| KempnerForge, `cross_attention_layers.<k>.` | shape | here |
+|---|---|---|
+| `attn_norm.weight`, `mlp_norm.weight` | (D,) | the same |
+| `attn.q_proj.weight` | (H d, D) | the same |
+| `attn.{k,v}_proj.weight` | (K d, D) | the same |
+| `attn.o_proj.weight` | (D, H d) | the same |
+| `mlp.{gate_proj,up_proj}.weight`, `mlp.down_proj.weight` | (F, D), (D, F) | the same; no `gate_proj` but with SiLU |
+
+There is no gate. Block `k` follows the decoder's layer `(k + 1) * every - 1`, which is in front of layer `(k + 1) * every`, or
+after the last one. Image features have the text's width already (its adapter's output): `cross_attention_states`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
+from ..modeling_xattn import XAttnForConditionalGeneration
+from .blocks import block_options, load_parts, shape_of, stack_of
+from .recipe import block_name
+
+
+BLOCK = r"(?:.+\.)?cross_attention_layers\.(\d+)\.(.+)"
+
+
+def import_kempnerforge(
+    state_dict: dict[str, torch.Tensor],
+    text: PreTrainedModel,
+    *,
+    num_attention_heads: int,
+    every: int,
+    hidden_act: str = "silu",
+    norm_type: str = "rmsnorm",
+    norm_eps: float = 1e-5,
+) -> XAttnForConditionalGeneration:
+    """A language model with KempnerForge's blocks.
+
+    Args:
+        state_dict (`dict[str, torch.Tensor]`): of the trained model; what is not under `cross_attention_layers` is ignored.
+        text (`PreTrainedModel`): its decoder as a causal language model of transformers; taken over.
+        num_attention_heads (`int`): query heads of the blocks; shapes tell only their product with the head width.
+        every (`int`): `cross_attention_every_n_layers` of its configuration.
+        hidden_act, norm_type, norm_eps: of its configuration (`activation`, `norm_type`).
+
+    Raises:
+        ValueError: for missing or misshapen tensors, or blocks that the decoder has no place for, before anything is built.
+    """
+    blocks: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in state_dict.items():
+        match = re.fullmatch(BLOCK, name)
+        if match is not None:
+            blocks.setdefault(int(match[1]), {})[match[2]] = tensor
+    if not blocks:
+        raise ValueError("`state_dict` holds no cross_attention_layers: it is no such KempnerForge model.")
+    layers_name, num_layers = stack_of(text)
+    if sorted(blocks) != list(range(num_layers // every)):
+        raise ValueError(
+            f"`state_dict` holds blocks {sorted(blocks)}, but {num_layers} layers with `every={every}` have "
+            f"{num_layers // every}."
+        )
+    config = XAttnConfig(
+        text_config=text.config,
+        cross_attention_config=kempnerforge_block_config(
+            blocks[0], num_attention_heads, hidden_act=hidden_act, norm_type=norm_type, norm_eps=norm_eps
+        ),
+        cross_attention_layers=[(index + 1) * every for index in blocks],
+    )
+    parts: dict[str, torch.Tensor] = {}
+    for index, block in blocks.items():
+        place = block_name(f"model.text_model.{layers_name}", (index + 1) * every, num_layers)
+        parts |= {f"{place}.{name}": tensor for name, tensor in block.items()}
+    model = XAttnForConditionalGeneration(config, text_model=text)
+    load_parts(model, parts, ("cross_attention_block",))
+    return model.train(text.training)
+
+
+def kempnerforge_block_config(
+    state_dict: dict[str, torch.Tensor],
+    num_attention_heads: int,
+    *,
+    hidden_act: str = "silu",
+    norm_type: str = "rmsnorm",
+    norm_eps: float = 1e-5,
+) -> CrossAttentionConfig:
+    """Configuration of the [`GatedCrossAttentionBlock`] that takes the state dict of one block as it is."""
+    names = {"q": "attn.q_proj.weight", "k": "attn.k_proj.weight", "down": "mlp.down_proj.weight"}
+    return block_options(
+        state_dict,
+        names,
+        num_attention_heads,
+        shape_of(state_dict, names["q"])[0] // num_attention_heads,
+        hidden_act=hidden_act,
+        mlp_type="gated" if "mlp.gate_proj.weight" in state_dict else "plain",
+        norm_type=norm_type,
+        norm_eps=norm_eps,
+        gate="none",
+    )

@@ -1,0 +1,176 @@
+"""OpenFlamingo: its gated cross-attention blocks and its perceiver resampler.
+
+An OpenFlamingo checkpoint holds what was added to a language model and a CLIP tower, which are checkpoints of their own. Names
+are those of its state dict; `D` text width, `V` vision width, `H` heads, `d` head width (8 and 64 in the published ones).
+
+| OpenFlamingo | shape | here |
+|---|---|---|
+| `...gated_cross_attn_layers.<i>.attn.norm.{weight,bias}` | (D,) | `attn_norm` |
+| `... .attn.to_q.weight` | (H d, D) | `attn.q_proj` |
+| `... .attn.to_kv.weight` | (2 H d, V) | `attn.k_proj`, then `attn.v_proj` |
+| `... .attn.to_out.weight` | (D, H d) | `attn.o_proj` |
+| `... .attn_gate`, `ff_gate` | (1,) | `attn_gate`, `mlp_gate` |
+| `... .ff.0.{weight,bias}`, `ff.1.weight`, `ff.3.weight` | (D,), (4 D, D), (D, 4 D) | `mlp_norm`, `mlp.up_proj`, `mlp.down_proj` |
+| `perceiver.latents` | (latents, V) | `connector.layers.0.latents` |
+| `perceiver.layers.<k>.0.{norm_media,norm_latents,to_q,to_kv,to_out}` | as above, with V | `layers.<k>.attn.*` |
+| `perceiver.layers.<k>.1.{0,1,3}`, `perceiver.norm` | as `ff` above | `layers.<k>.mlp.*`, `norm` |
+
+Block `i` stands in front of decoder layer `i`; layers without one have no tensors. Text sees the latest image; text before the
+first one is left alone by both branches (OpenFlamingo's MLP branch runs there). The resampler gets CLIP's patch tokens without
+the class token (`vision_feature_select_strategy="default"`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
+from ..modeling_xattn import XAttnForConditionalGeneration
+from .blocks import block_options, load_parts, shape_of, stack_of
+from .recipe import block_name, renamed
+
+
+BLOCK = r"(?:.+\.)?gated_cross_attn_layers\.(\d+)\.(.+)"
+# Layers that were wrapped hold their block a second time.
+WRAPPED = r"(?:.+\.)?(?:layers|blocks|h)\.\d+\.gated_cross_attn_layer\..+"
+BLOCK_RULES = [
+    (r"attn\.norm\.(weight|bias)", r"attn_norm.\1"),
+    (r"attn\.to_q\.weight", r"attn.q_proj.weight"),
+    (r"attn\.to_out\.weight", r"attn.o_proj.weight"),
+    (r"attn_gate", r"attn_gate"),
+    (r"ff_gate", r"mlp_gate"),
+    (r"ff\.0\.(weight|bias)", r"mlp_norm.\1"),
+    (r"ff\.1\.weight", r"mlp.up_proj.weight"),
+    (r"ff\.3\.weight", r"mlp.down_proj.weight"),
+]
+PERCEIVER_RULES = [
+    (r"latents", r"latents"),
+    (r"norm\.(weight|bias)", r"norm.\1"),
+    (r"layers\.(\d+)\.0\.norm_media\.(weight|bias)", r"layers.\1.attn.context_norm.\2"),
+    (r"layers\.(\d+)\.0\.norm_latents\.(weight|bias)", r"layers.\1.attn.latents_norm.\2"),
+    (r"layers\.(\d+)\.0\.to_q\.weight", r"layers.\1.attn.q_proj.weight"),
+    (r"layers\.(\d+)\.0\.to_out\.weight", r"layers.\1.attn.o_proj.weight"),
+    (r"layers\.(\d+)\.1\.0\.(weight|bias)", r"layers.\1.mlp.norm.\2"),
+    (r"layers\.(\d+)\.1\.1\.weight", r"layers.\1.mlp.up_proj.weight"),
+    (r"layers\.(\d+)\.1\.3\.weight", r"layers.\1.mlp.down_proj.weight"),
+]
+
+
+def import_open_flamingo(
+    state_dict: dict[str, torch.Tensor],
+    text: PreTrainedModel,
+    vision: PreTrainedModel | None = None,
+    *,
+    image_token_id: int,
+    head_dim: int = 64,
+) -> XAttnForConditionalGeneration:
+    """A language model with OpenFlamingo's blocks, and with a tower its resampler.
+
+    Args:
+        state_dict (`dict[str, torch.Tensor]`): of an OpenFlamingo checkpoint (`torch.load(..., weights_only=True)`).
+        text (`PreTrainedModel`): the causal language model it was trained on; taken over.
+        vision (`PreTrainedModel`, *optional*): the vision tower; without one the model takes resampled features as
+            `cross_attention_states`, and the resampler is not needed.
+        image_token_id (`int`): id of `<image>`.
+        head_dim (`int`, defaults to 64): width of a head, in blocks and resampler.
+
+    Raises:
+        ValueError: for unknown, missing or misshapen tensors, before anything is built.
+    """
+    blocks, perceiver = _split(state_dict)
+    block_config, _ = open_flamingo_block(blocks[min(blocks)], head_dim)
+    config = XAttnConfig(
+        text_config=text.config,
+        vision_config=None if vision is None else vision.config,
+        cross_attention_config=block_config,
+        cross_attention_layers=sorted(blocks),
+        image_token_id=image_token_id,
+        image_visibility="latest",
+        **({} if vision is None else _connector(perceiver, head_dim)),
+    )
+    layers_name, num_layers = stack_of(text)
+    parts: dict[str, torch.Tensor] = {}
+    for index, block in blocks.items():
+        place = block_name(f"model.text_model.{layers_name}", index, num_layers)
+        parts |= {f"{place}.{name}": tensor for name, tensor in open_flamingo_block(block, head_dim)[1].items()}
+    if vision is not None:
+        place = "model.connector.layers.0."
+        parts |= _renamed(
+            perceiver, PERCEIVER_RULES, place, r"layers\.(\d+)\.0\.to_kv\.weight", r"layers.\1.attn.{}_proj.weight"
+        )
+    model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=vision)
+    load_parts(model, parts, ("cross_attention_block", "connector."))
+    return model.train(text.training)
+
+
+def open_flamingo_block(state_dict: dict[str, torch.Tensor], head_dim: int = 64) -> tuple[CrossAttentionConfig, dict]:
+    """Configuration and state dict of a [`GatedCrossAttentionBlock`] from those of one OpenFlamingo block (names without what
+    stands before `attn.` and `ff.`)."""
+    names = {"q": "attn.to_q.weight", "k": "attn.to_kv.weight", "down": "ff.3.weight"}
+    num_heads = shape_of(state_dict, names["q"])[0] // head_dim
+    options: dict[str, Any] = {"norm_type": "layernorm", "norm_eps": 1e-5, "hidden_act": "gelu", "mlp_type": "plain"}
+    config = block_options(
+        state_dict, names, num_heads, head_dim, keys_and_values=2, gate_init=0.0, zero_init=False, **options
+    )
+    return config, _renamed(state_dict, BLOCK_RULES, "", "attn.to_kv.weight", "attn.{}_proj.weight")
+
+
+def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Tensors of each block, and of the resampler."""
+    blocks: dict[int, dict[str, torch.Tensor]] = {}
+    perceiver = {}
+    for name, tensor in state_dict.items():
+        name = name.removeprefix("module.")
+        match = re.fullmatch(BLOCK, name)
+        if match is not None:
+            blocks.setdefault(int(match[1]), {})[match[2]] = tensor
+        elif name.startswith("perceiver."):
+            perceiver[name.removeprefix("perceiver.")] = tensor
+        elif re.fullmatch(WRAPPED, name) is None and not name.startswith(("lang_encoder.", "vision_encoder.")):
+            raise ValueError(f"`state_dict` holds {name}, which OpenFlamingo does not have.")
+    if not blocks:
+        raise ValueError("`state_dict` holds no gated_cross_attn_layers: it is not an OpenFlamingo checkpoint.")
+    return blocks, perceiver
+
+
+def _connector(perceiver: dict[str, torch.Tensor], head_dim: int) -> dict[str, Any]:
+    if "frame_embs" in perceiver or "media_time_embs" in perceiver:
+        raise ValueError("`state_dict`: a resampler with embeddings of frames or of image numbers is not supported.")
+    latents, width = shape_of(perceiver, "latents")
+    depth = len({name.split(".")[1] for name in perceiver if name.startswith("layers.")})
+    config = PerceiverConfig(
+        hidden_size=width,
+        num_latents=latents,
+        num_hidden_layers=depth,
+        num_attention_heads=shape_of(perceiver, "layers.0.0.to_q.weight")[0] // head_dim,
+        head_dim=head_dim,
+        intermediate_size=shape_of(perceiver, "layers.0.1.1.weight")[0],
+        hidden_act="gelu",
+    )
+    return {
+        "connector_type": "perceiver",
+        "perceiver_config": config,
+        "vision_feature_select_strategy": "default",  # patch tokens, without CLIP's class token
+    }
+
+
+def _renamed(
+    state: dict[str, torch.Tensor], rules: list[tuple[str, str]], prefix: str, both: str, projection: str
+) -> dict[str, torch.Tensor]:
+    """A state dict under this package's names; the matrix that `both` names holds keys' rows and then values'."""
+    result = {}
+    for name, tensor in state.items():
+        match = re.fullmatch(both, name)
+        if match is not None:
+            for letter, half in zip("kv", tensor.chunk(2)):
+                result[prefix + match.expand(projection.format(letter))] = half
+            continue
+        new = renamed(name, rules)
+        if new is None:
+            raise ValueError(f"`state_dict` holds {name}, which OpenFlamingo does not have.")
+        result[prefix + new] = tensor
+    return result

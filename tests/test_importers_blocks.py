@@ -1,0 +1,293 @@
+"""Blocks and resamplers of OpenFlamingo and KempnerForge, against references written from their equations."""
+
+import pytest
+import torch
+from conftest import make_text, token_ids
+from torch.nn.functional import gelu, layer_norm, silu, softmax
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+from hf_xattn import GatedCrossAttentionBlock
+from hf_xattn.importers.kempnerforge import import_kempnerforge, kempnerforge_block_config
+from hf_xattn.importers.open_flamingo import import_open_flamingo, open_flamingo_block
+
+
+HIDDEN, VISION, HEADS, HEAD_DIM = 32, 24, 2, 8
+INNER = HEADS * HEAD_DIM
+MARKER = 5
+
+
+def random_state(shapes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        state[name] = (
+            noise * 0.1 + 1 if "norm" in name and "weight" in name else noise * (0.2 if len(shape) > 1 else 0.5)
+        )
+    return state
+
+
+def flamingo_block_state(seed=0):
+    return random_state(
+        {
+            "attn.norm.weight": (HIDDEN,),
+            "attn.norm.bias": (HIDDEN,),
+            "attn.to_q.weight": (INNER, HIDDEN),
+            "attn.to_kv.weight": (2 * INNER, VISION),
+            "attn.to_out.weight": (HIDDEN, INNER),
+            "attn_gate": (1,),
+            "ff.0.weight": (HIDDEN,),
+            "ff.0.bias": (HIDDEN,),
+            "ff.1.weight": (4 * HIDDEN, HIDDEN),
+            "ff.3.weight": (HIDDEN, 4 * HIDDEN),
+            "ff_gate": (1,),
+        },
+        seed,
+    )
+
+
+def perceiver_state(latents=3, depth=2):
+    shapes = {"latents": (latents, VISION), "norm.weight": (VISION,), "norm.bias": (VISION,)}
+    for index in range(depth):
+        for name in ("norm_media", "norm_latents"):
+            shapes[f"layers.{index}.0.{name}.weight"] = shapes[f"layers.{index}.0.{name}.bias"] = (VISION,)
+        shapes[f"layers.{index}.0.to_q.weight"] = (INNER, VISION)
+        shapes[f"layers.{index}.0.to_kv.weight"] = (2 * INNER, VISION)
+        shapes[f"layers.{index}.0.to_out.weight"] = (VISION, INNER)
+        shapes[f"layers.{index}.1.0.weight"] = shapes[f"layers.{index}.1.0.bias"] = (VISION,)
+        shapes[f"layers.{index}.1.1.weight"] = (4 * VISION, VISION)
+        shapes[f"layers.{index}.1.3.weight"] = (VISION, 4 * VISION)
+    return random_state(shapes, 7)
+
+
+def heads_of(states):
+    return states.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+
+def attention(query, key, value, mask=None):
+    """softmax(Q K^T / sqrt(d)) V, one query head a K/V head."""
+    scores = torch.einsum("bhid,bhjd->bhij", heads_of(query) * HEAD_DIM**-0.5, heads_of(key))
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None], float("-inf"))
+    return torch.einsum("bhij,bhjd->bhid", softmax(scores, dim=-1), heads_of(value)).transpose(1, 2).flatten(2)
+
+
+def flamingo_mlp(x, state, name):
+    width = x.shape[-1]
+    normed = layer_norm(x, (width,), state[f"{name}0.weight"], state[f"{name}0.bias"])
+    return gelu(normed @ state[f"{name}1.weight"].T) @ state[f"{name}3.weight"].T
+
+
+def flamingo_block(x, media, state, mask=None):
+    """y = x + tanh(a) attention(norm(x), media), z = y + tanh(b) FF(y)."""
+    normed = layer_norm(x, (HIDDEN,), state["attn.norm.weight"], state["attn.norm.bias"])
+    key, value = (media @ state["attn.to_kv.weight"].T).chunk(2, dim=-1)
+    attended = attention(normed @ state["attn.to_q.weight"].T, key, value, mask) @ state["attn.to_out.weight"].T
+    x = x + state["attn_gate"].tanh() * attended
+    return x + state["ff_gate"].tanh() * flamingo_mlp(x, state, "ff.")
+
+
+def flamingo_resampler(features, state):
+    """Latents attend to [features; latents], layer by layer."""
+    latents = state["latents"].expand(features.shape[0], -1, -1)
+    depth = len({name.split(".")[1] for name in state if name.startswith("layers.")})
+    for index in range(depth):
+        part = {name.removeprefix(f"layers.{index}."): tensor for name, tensor in state.items()}
+        media = layer_norm(features, (VISION,), part["0.norm_media.weight"], part["0.norm_media.bias"])
+        normed = layer_norm(latents, (VISION,), part["0.norm_latents.weight"], part["0.norm_latents.bias"])
+        key, value = (torch.cat([media, normed], dim=1) @ part["0.to_kv.weight"].T).chunk(2, dim=-1)
+        latents = latents + attention(normed @ part["0.to_q.weight"].T, key, value) @ part["0.to_out.weight"].T
+        latents = latents + flamingo_mlp(latents, part, "1.")
+    return layer_norm(latents, (VISION,), state["norm.weight"], state["norm.bias"])
+
+
+@torch.no_grad()
+def test_open_flamingo_block():
+    """Keys for values, a norm or an activation of another kind, the wrong scale."""
+    state = flamingo_block_state()
+    config, renamed = open_flamingo_block(state, HEAD_DIM)
+    block = GatedCrossAttentionBlock(config).eval()
+    block.load_state_dict(renamed)
+    text, media = torch.randn(2, 5, HIDDEN), torch.randn(2, 7, VISION)
+    assert torch.allclose(block(text, media), flamingo_block(text, media, state), atol=1e-5)
+
+
+def flamingo_checkpoint(layers=(0, 2)):
+    checkpoint = {f"perceiver.{name}": tensor for name, tensor in perceiver_state().items()}
+    for index in layers:
+        block = flamingo_block_state(index)
+        for name, tensor in block.items():
+            checkpoint[f"lang_encoder.gated_cross_attn_layers.{index}.{name}"] = tensor
+            checkpoint[f"lang_encoder.model.layers.{index}.gated_cross_attn_layer.{name}"] = tensor
+    return checkpoint
+
+
+def clip():
+    torch.manual_seed(0)
+    config = CLIPVisionConfig(
+        hidden_size=VISION,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    return CLIPVisionModel(config).eval()
+
+
+@torch.no_grad()
+def test_open_flamingo_model():
+    """Blocks in front of the wrong layers, a class token that the resampler should not see, text that sees the wrong image."""
+    model = import_open_flamingo(
+        flamingo_checkpoint(), make_text(), clip(), image_token_id=MARKER, head_dim=HEAD_DIM
+    ).eval()
+    assert model.config.cross_attention_layers == [0, 2]
+    ids = token_ids(1, 10)
+    ids[ids == MARKER] = MARKER + 1
+    ids[0, [2, 5, 7]] = MARKER  # a document with three images
+    pixels = torch.randn(1, 3, 3, 16, 16)
+    features = clip()(pixels[0]).last_hidden_state[:, 1:]
+    media = flamingo_resampler(features, perceiver_state()).flatten(0, 1)[None]
+    order = (ids == MARKER).cumsum(dim=1)
+    mask = (order[..., None] == torch.arange(1, 4)).repeat_interleave(3, dim=-1)
+
+    text = make_text()
+    for index in (0, 2):
+        state = flamingo_block_state(index)
+        layer = text.model.layers[index]
+        layer_forward = type(layer).forward
+
+        def forward(hidden_states, *args, own=layer_forward, layer=layer, state=state, **kwargs):
+            safe = mask | ~mask.any(dim=-1, keepdim=True)
+            seen = flamingo_block(hidden_states, media, state, safe)
+            return own(layer, torch.where(mask.any(dim=-1, keepdim=True), seen, hidden_states), *args, **kwargs)
+
+        layer.forward = forward
+    expected = text(ids).logits
+    assert torch.allclose(model(ids, pixel_values=pixels).logits, expected, atol=2e-5)
+    explicit = model(ids, pixel_values=pixels, cross_attention_mask=mask).logits
+    assert torch.allclose(explicit, expected, atol=2e-5)
+
+
+def test_wrong_open_flamingo_checkpoints():
+    """Random blocks where a tensor was missing, misspelled or of another size."""
+    good = flamingo_checkpoint()
+    name = "lang_encoder.gated_cross_attn_layers.2.attn_gate"
+    cases = [
+        ({key: value for key, value in good.items() if key != name}, "nothing becomes .*layers.2.*attn_gate"),
+        (good | {name: torch.zeros(3)}, r"attn_gate has shape \(3,\), expected \(1,\)"),
+        (good | {"lang_encoder.gated_cross_attn_layers.2.attn.bias": torch.zeros(3)}, "attn.bias, which OpenFlamingo"),
+        (good | {"surplus": torch.zeros(3)}, "holds surplus"),
+        (good | {"perceiver.frame_embs": torch.zeros(2, VISION)}, "embeddings of frames"),
+        ({"perceiver.latents": torch.zeros(3, VISION)}, "not an OpenFlamingo checkpoint"),
+        ({key: value for key, value in good.items() if key != "perceiver.latents"}, "holds no latents"),
+    ]
+    for state, message in cases:
+        with pytest.raises(ValueError, match=message):
+            import_open_flamingo(state, make_text(), clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
+    with pytest.raises(ValueError, match="do not make the 16 query"):
+        import_open_flamingo(good, make_text(), clip(), image_token_id=MARKER, head_dim=7)
+
+
+def kempner_block_state(seed, hidden_act="silu", kv_heads=1):
+    shapes = {
+        "attn_norm.weight": (HIDDEN,),
+        "attn.q_proj.weight": (INNER, HIDDEN),
+        "attn.k_proj.weight": (kv_heads * HEAD_DIM, HIDDEN),
+        "attn.v_proj.weight": (kv_heads * HEAD_DIM, HIDDEN),
+        "attn.o_proj.weight": (HIDDEN, INNER),
+        "mlp_norm.weight": (HIDDEN,),
+        "mlp.up_proj.weight": (48, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, 48),
+    }
+    if hidden_act == "silu":
+        shapes["mlp.gate_proj.weight"] = (48, HIDDEN)
+    return random_state(shapes, seed)
+
+
+def rms(x, weight, eps=1e-5):
+    return weight * x / (x.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt()
+
+
+def kempner_block(x, features, state, mask=None):
+    """x + attention(norm(x), features), then + MLP(norm(x)); K/V heads repeated for their queries."""
+    normed = rms(x, state["attn_norm.weight"])
+    repeats = INNER // state["attn.k_proj.weight"].shape[0]
+    key, value = (
+        (features @ state[f"attn.{letter}_proj.weight"].T)
+        .unflatten(-1, (-1, HEAD_DIM))
+        .repeat_interleave(repeats, dim=2)
+        for letter in "kv"
+    )
+    mask = None if mask is None else mask[:, None]
+    x = (
+        x
+        + attention(normed @ state["attn.q_proj.weight"].T, key.flatten(2), value.flatten(2), mask)
+        @ state["attn.o_proj.weight"].T
+    )
+    normed = rms(x, state["mlp_norm.weight"])
+    up = normed @ state["mlp.up_proj.weight"].T
+    inner = silu(normed @ state["mlp.gate_proj.weight"].T) * up if "mlp.gate_proj.weight" in state else gelu(up)
+    return x + inner @ state["mlp.down_proj.weight"].T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_kempnerforge_block(hidden_act, kv_heads):
+    """Heads that are grouped differently, another epsilon, a gate that is not there."""
+    state = kempner_block_state(0, hidden_act, kv_heads)
+    config = kempnerforge_block_config(state, HEADS, hidden_act=hidden_act)
+    assert config.num_key_value_heads == kv_heads and config.gate == "none"
+    block = GatedCrossAttentionBlock(config).eval()
+    block.load_state_dict(state)
+    text, features = torch.randn(2, 5, HIDDEN), torch.randn(2, 7, HIDDEN)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, 3:] = False
+    assert torch.allclose(block(text, features), kempner_block(text, features, state), atol=1e-5)
+    assert torch.allclose(block(text, features, mask), kempner_block(text, features, state, mask), atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("every", [2, 3])
+def test_kempnerforge_model(every, tmp_path):
+    """Blocks in front of a layer that they should follow, and the one after the last layer."""
+    states = {index: kempner_block_state(index) for index in range(4 // every)}
+    checkpoint = {"token_embedding.weight": torch.zeros(1)}
+    for index, state in states.items():
+        checkpoint |= {f"cross_attention_layers.{index}.{name}": tensor for name, tensor in state.items()}
+    model = import_kempnerforge(checkpoint, make_text(), num_attention_heads=HEADS, every=every).eval()
+    features, ids = torch.randn(2, 7, HIDDEN), token_ids()
+
+    text = make_text()
+    for index, state in states.items():
+        layer = text.model.layers[(index + 1) * every - 1]
+        layer_forward = type(layer).forward
+
+        def forward(*args, own=layer_forward, layer=layer, state=state, **kwargs):
+            return kempner_block(own(layer, *args, **kwargs), features, state)
+
+        layer.forward = forward
+    expected = text(ids).logits
+    assert torch.allclose(model(ids, cross_attention_states=features).logits, expected, atol=2e-5)
+    options = {"max_new_tokens": 4, "do_sample": False, "cross_attention_states": features}
+    cached, uncached = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))
+    assert torch.equal(cached, uncached)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.allclose(again(ids, cross_attention_states=features).logits, expected, atol=2e-5)
+
+
+def test_wrong_kempnerforge_checkpoints():
+    """Blocks of another model, put somewhere."""
+    good = {f"cross_attention_layers.0.{name}": tensor for name, tensor in kempner_block_state(0).items()}
+    options = {"num_attention_heads": HEADS, "every": 4}
+    for state, changes, message in (
+        ({}, {}, "holds no cross_attention_layers"),
+        (good, {"every": 2}, r"blocks \[0\], but 4 layers with `every=2` have 2"),
+        (good, {"num_attention_heads": 3}, "do not make the 16 query"),
+        ({key: value for key, value in good.items() if "v_proj" not in key}, {}, "nothing becomes .*v_proj"),
+        (good | {"cross_attention_layers.0.attn.bias": torch.zeros(1)}, {}, "nothing is called .*attn.bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            import_kempnerforge(state, make_text(), **options | changes)

@@ -1,0 +1,75 @@
+"""The perceiver resampler as a connector. That it computes what it should is checked against Idefics' and OpenFlamingo's."""
+
+import pytest
+import torch
+from conftest import make_model, make_text, pixels, token_ids, vision_config
+
+from hf_xattn import XAttnConfig
+from hf_xattn.configuration_xattn import PerceiverConfig
+from hf_xattn.inspection import tokens_per_image
+
+
+SMALL = {"num_latents": 3, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+
+
+def make(**changes):
+    return make_model(
+        connector_type="perceiver", perceiver_config=SMALL | changes, cross_attention_config={"context_size": 24}
+    )
+
+
+@torch.no_grad()
+def test_tokens_and_files(tmp_path):
+    """A cache or a report that still counts the tower's tokens; latents that a file loses."""
+    model = make(qk_norm=True)
+    assert tokens_per_image(model) == 3
+    cache = model.encode_images(pixel_values=pixels(2, 2))
+    assert cache.cross_attention_cache.layers[0].keys.shape[2] == 2 * 3
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert again.config.perceiver_config.num_latents == 3
+    expected = model(token_ids(), pixel_values=pixels()).logits
+    assert torch.allclose(again(token_ids(), pixel_values=pixels()).logits, expected, atol=1e-5)
+
+
+def test_every_part_learns():
+    """Latents or projections without a gradient."""
+    model = make(qk_norm=True).train()
+    model(token_ids(), pixel_values=pixels(), labels=token_ids()).loss.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.model.connector.parameters())
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"perceiver_config": SMALL | {"num_latents": 0}}, "`num_latents` must be a positive integer, got 0"),
+        ({"perceiver_config": SMALL | {"hidden_act": "nope"}}, "`hidden_act`"),
+        ({"perceiver_config": SMALL | {"norm_eps": 0.0}}, "`norm_eps` must be positive"),
+        ({"perceiver_config": SMALL | {"hidden_size": 25}}, r"\(25\) must be the vision tower's width \(24\)"),
+        ({"perceiver_config": SMALL, "connector_type": "mlp"}, "`connector_type` is 'mlp'"),
+        ({"vision_config": None}, "needs a `vision_config`"),
+        ({"cross_attention_config": {"context_size": 32}}, r"`context_size` \(32\)|context_size` \(32\)"),
+    ],
+)
+def test_wrong_fields_are_refused(fields, message):
+    """A resampler of other sizes than its neighbours."""
+    options = {
+        "text_config": make_text().config,
+        "vision_config": vision_config(),
+        "connector_type": "perceiver",
+        "cross_attention_config": {"context_size": 24},
+    }
+    with pytest.raises(ValueError, match=message):
+        XAttnConfig(**options | fields)
+
+
+def test_defaults():
+    """Sizes that do not follow the tower."""
+    config = XAttnConfig(
+        text_config=make_text().config,
+        vision_config=vision_config(),
+        connector_type="perceiver",
+        cross_attention_config={"context_size": 24},
+    )
+    assert config.perceiver_config.hidden_size == 24 and config.perceiver_config.intermediate_size == 96
+    assert PerceiverConfig().num_latents == 64

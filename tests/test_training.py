@@ -1,0 +1,75 @@
+"""Training with transformers' own `Trainer`."""
+
+import pytest
+import torch
+from conftest import make_model, pixels, token_ids
+from transformers import Trainer, TrainingArguments
+
+from hf_xattn import XAttnForConditionalGeneration, freeze_base
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Pictures and the text that goes with them; each third text has none."""
+
+    def __init__(self):
+        self.ids, self.pixels = token_ids(9, 6), pixels(9)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        mask = torch.tensor([index % 3 > 0])
+        ids = self.ids[index]
+        return {"input_ids": ids, "labels": ids, "pixel_values": self.pixels[index], "image_mask": mask}
+
+
+def arguments(folder, **changes):
+    options = {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "per_device_train_batch_size": 3,
+        "learning_rate": 1e-2,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "seed": 0,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**options | changes)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_trainer(tmp_path, gradient_checkpointing):
+    """Columns that the Trainer drops, blocks that do not move, a base that does, a checkpoint that does not load."""
+    model = freeze_base(make_model(random=False))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trainer = Trainer(
+        model,
+        arguments(tmp_path, gradient_checkpointing=gradient_checkpointing),
+        train_dataset=Pairs(),
+        eval_dataset=Pairs(),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        added = "cross_attention_block" in name or "connector" in name
+        assert torch.equal(parameter, before[name]) != added, name
+    assert trainer.evaluate()["eval_loss"] < losses[0]
+
+    loaded = XAttnForConditionalGeneration.from_pretrained(tmp_path / "checkpoint-6").eval()
+    batch = {"input_ids": token_ids(2, 6), "pixel_values": pixels(2)}
+    with torch.no_grad():
+        assert torch.allclose(loaded(**batch).logits, model.eval()(**batch).logits, atol=1e-5)
+
+
+def test_trainer_resumes(tmp_path):
+    """A run that goes on from a checkpoint with other weights or another optimizer state than it had."""
+    whole = freeze_base(make_model(random=False))
+    Trainer(whole, arguments(tmp_path / "whole"), train_dataset=Pairs()).train()
+    resumed = freeze_base(make_model(random=False))
+    trainer = Trainer(resumed, arguments(tmp_path / "resumed"), train_dataset=Pairs())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    for (name, one), other in zip(whole.named_parameters(), resumed.parameters()):
+        assert torch.allclose(one, other, atol=1e-6), name

@@ -1,0 +1,109 @@
+"""Tokens beyond the decoder's vocabulary."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, make_model, make_text, pixels, token_ids
+from transformers import AutoModelForCausalLM
+
+from hf_xattn import XAttnConfig
+
+
+EXTRA = 3
+
+
+def make(name="llama", **options):
+    torch.manual_seed(5)
+    return make_model(name, additional_vocab_size=EXTRA, **options)
+
+
+def ids_with_extra():
+    ids = token_ids()
+    ids[:, 2], ids[:, 4] = VOCAB_SIZE, VOCAB_SIZE + EXTRA - 1
+    return ids
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gemma3", "gpt2"])
+def test_added_rows(name):
+    """Added ids that read another token's row, known ids that read something new, names that moved."""
+    base, model = make_text(name), make(name)
+    known = token_ids()
+    assert torch.equal(model(known).logits, base(known).logits)
+    names = {key for key in model.model.text_model.state_dict() if "cross_attention_block" not in key}
+    assert {key for key in names if "additional" not in key} == set(base.state_dict())
+    embedding = model.get_input_embeddings()
+    embedded = embedding(ids_with_extra())
+    assert torch.equal(embedded[:, 2], embedding.additional.weight[:1].expand(2, -1))
+    assert torch.equal(embedded[:, 4], embedding.additional.weight[-1:].expand(2, -1))
+    assert torch.equal(embedded[:, :2], base.get_input_embeddings()(ids_with_extra()[:, :2]))
+    assert model(ids_with_extra()).logits.shape[-1] == VOCAB_SIZE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_head", [False, True])
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_copies_and_files(name, in_head, tmp_path):
+    """Classes made at run time that a copy loses, rows that a file loses or a fresh initialisation overwrites."""
+    model = make(name, additional_vocab_in_head=in_head)
+    batch = {"input_ids": ids_with_extra(), "pixel_values": pixels()}
+    expected = model(**batch).logits
+    assert expected.shape[-1] == VOCAB_SIZE + EXTRA * in_head
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        assert torch.allclose(other(**batch).logits, expected, atol=1e-5)
+        state = other.state_dict()
+        assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_half_precision():
+    """Added rows in another dtype than the rest."""
+    model = make(dtype=torch.bfloat16, additional_vocab_in_head=True, vision=False)
+    assert model.get_input_embeddings().additional.weight.dtype == torch.bfloat16
+    assert model(ids_with_extra()).logits.dtype == torch.bfloat16
+
+
+def test_loss():
+    """A loss that crashes on, or learns, tokens that the head cannot write."""
+    labels = ids_with_extra()
+    readable = labels.masked_fill(labels >= VOCAB_SIZE, -100)
+    model = make()
+    assert torch.equal(model(ids_with_extra(), labels=labels).loss, model(ids_with_extra(), labels=readable).loss)
+    model = make(additional_vocab_in_head=True)
+    outputs = model(ids_with_extra(), labels=labels)
+    expected = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert torch.allclose(outputs.loss, expected)
+    outputs.loss.backward()
+    assert model.get_output_embeddings().additional.weight.grad.abs().max() > 0
+    assert model.get_input_embeddings().additional.weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
+def test_generates_added_tokens():
+    """Added tokens that can be written but not read again."""
+    model = make(additional_vocab_in_head=True)
+    model.get_output_embeddings().additional.weight.fill_(0)
+    model.get_output_embeddings().additional.weight[1] = 50 * model.get_output_embeddings().weight[7]
+    options = {"max_new_tokens": 8, "do_sample": False, "pixel_values": pixels()}
+    cached, uncached = (model.generate(ids_with_extra(), use_cache=use_cache, **options) for use_cache in (True, False))
+    assert torch.equal(cached, uncached)
+    assert (cached[:, 7:] == VOCAB_SIZE + 1).any()
+
+
+def test_wrong_sizes_are_refused():
+    """Negative sizes, a head without rows, a marker that no table holds, a resize that would move the added ids."""
+    text = make_text().config
+    for fields, message in (
+        ({"additional_vocab_size": -1}, "additional_vocab_size"),
+        ({"additional_vocab_size": True}, "additional_vocab_size"),
+        ({"additional_vocab_in_head": True}, "needs `additional_vocab_size`"),
+        ({"additional_vocab_size": 2, "image_token_id": VOCAB_SIZE + 2}, f"{VOCAB_SIZE + 2} entries"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            XAttnConfig(text_config=text, **fields)
+    assert XAttnConfig(text_config=text, additional_vocab_size=2, image_token_id=VOCAB_SIZE + 1)
+    with pytest.raises(ValueError, match="cannot be resized"):
+        make().resize_token_embeddings(200)
