@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.architectures import architecture, causal_model_types, markdown_table, tiny_config
-from hf_xattn.insertion import check_insertable, layers_receive_keywords
+from hf_xattn.insertion import check_insertable, find_decoder, layers_receive_keywords
 
 
 SERVED = [name for name in causal_model_types() if architecture(name).refused is None]
@@ -34,7 +34,9 @@ def make_tiny(model_type):
 
 def retrofitted(text):
     config = XAttnConfig(
-        text_config=text.config, cross_attention_layers=[1, 3], cross_attention_config={"context_size": CONTEXT_SIZE}
+        text_config=text.config,
+        cross_attention_layers=[1, len(find_decoder(text)[1])],  # in front of a layer, and after the last one
+        cross_attention_config={"context_size": CONTEXT_SIZE},
     )
     return XAttnForConditionalGeneration(config, text_model=text).eval()
 
@@ -88,6 +90,25 @@ def test_served(model_type, tmp_path):
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     # The weights are those, but lie elsewhere in memory, and some kernels round by alignment.
     assert torch.allclose(loaded(ids, cross_attention_states=states).logits, seen, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["mamba2", "falcon_h1", "llama"])
+def test_continued_generation(model_type):
+    """A state-space decoder whose cache does not know how much text it has read, and that reads it again."""
+    model = randomize(retrofitted(make_tiny(model_type)))
+    ids = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+    states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    first = model.generate(ids, cross_attention_states=states, **options)
+    cache = first.past_key_values
+    assert cache.get_seq_length() == 10
+    chat = torch.cat([first.sequences, ids[:, :3]], dim=1)
+    expected = model.generate(chat, cross_attention_states=states, use_cache=False, **options)
+    second = model.generate(chat, past_key_values=cache, **options)
+    assert torch.allclose(torch.stack(second.logits), torch.stack(expected.logits), atol=1e-4)
+    assert cache.get_seq_length() == 17
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

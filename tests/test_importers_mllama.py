@@ -124,7 +124,8 @@ def test_logits(case, driven_by):
     """A weight in the wrong place, padding tiles that are seen, another visibility rule, another rotary embedding."""
     theirs = make_mllama()
     ours = import_checkpoint(theirs)
-    expected = theirs(**CASES[case]).logits
+    assert not ours.training and import_checkpoint(theirs.train()).training
+    expected = theirs.eval()(**CASES[case]).logits
     given = dict(CASES[case])
     if driven_by == "ids":
         del given["cross_attention_mask"]
@@ -178,6 +179,37 @@ def test_base_is_a_llama():
     llama.lm_head.load_state_dict(theirs.lm_head.state_dict())
     ids = torch.randint(2, VOCAB, (2, 9))
     assert torch.equal(import_checkpoint(theirs)(ids).logits, llama(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("said_by", ["aspect_ratio_ids", "image_mask"])
+def test_padding_images(said_by):
+    """A padding image that is seen, where no marker keeps it out: its processor marks one of its tiles as real."""
+    model = import_checkpoint(make_mllama())
+    model.config.image_visibility = "all"
+    given = inputs([[MARKER, 5, 6, MARKER, 7, 8], [MARKER, 11, 12, 13, 14, 15]], [[2, 1], [4]])
+    del given["cross_attention_mask"]
+    if said_by == "image_mask":
+        given["aspect_ratio_ids"][1, 1] = 1
+        given["image_mask"] = torch.tensor([[True, True], [True, False]])
+    first = model(**given).logits
+    given["pixel_values"][1, 1] += 1
+    assert torch.equal(model(**given).logits, first)
+    given["pixel_values"][0, 1] += 1
+    assert not torch.allclose(model(**given).logits[0], first[0], atol=1e-3)
+
+
+@torch.no_grad()
+def test_images_added_to_a_chat():
+    """Tiles of the new image that are taken for those of the images in the cache."""
+    model = import_checkpoint(make_mllama())
+    whole = inputs([[MARKER, 5, 6, 7, MARKER, 9, 10]], [[3, 2]])
+    del whole["cross_attention_mask"]
+    expected = model(**whole).logits
+    start = {name: value[:, :4] if name == "input_ids" else value[:, :1] for name, value in whole.items()}
+    cache = model(**start, use_cache=True).past_key_values
+    later = whole | {"input_ids": whole["input_ids"][:, 4:]}
+    assert torch.allclose(model(**later, past_key_values=cache).logits, expected[:, 4:], atol=2e-5)
 
 
 @torch.no_grad()
@@ -317,6 +349,11 @@ def test_wrong_sources_are_refused(tmp_path):
     fresh("20KB")
     next(iter(sorted(source.glob("model-*.safetensors")))).unlink()
     refused("not complete: model-00001.*is missing")
+    fresh("20KB")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    lost, file = next(iter(index["weight_map"].items()))
+    without(source / file, lost)
+    refused(f"the index names {lost}, which is not in its file")
     weights.unlink(missing_ok=True)
     fresh()
     (output).mkdir()
