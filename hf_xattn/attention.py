@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .configuration_xattn import CrossAttentionConfig
+from .projection import ImageLinear
 from .visibility import Visibility, check_cross_attention_mask, lay_out
 
 
@@ -138,8 +139,8 @@ class GatedCrossAttention(nn.Module):
         key_value_size = config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
-        self.k_proj = nn.Linear(config.context_size, key_value_size, bias=bias)
-        self.v_proj = nn.Linear(config.context_size, key_value_size, bias=bias)
+        self.k_proj = ImageLinear(config.context_size, key_value_size, bias=bias)
+        self.v_proj = ImageLinear(config.context_size, key_value_size, bias=bias)
         self.o_proj = zero_init_linear(query_size, config.hidden_size, bias, config.zero_init)
         self.q_norm = CrossAttentionRMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = CrossAttentionRMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None

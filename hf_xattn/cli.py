@@ -41,8 +41,19 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_retrofit)
 
     command = commands.add_parser("import", help="bring a vision-language checkpoint with cross-attention over")
-    command.add_argument("source", metavar="SOURCE", help="Llama 3.2 Vision or Idefics: a folder or a Hub id")
+    command.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="Llama 3.2 Vision or Idefics: a folder or a Hub id; OpenFlamingo or KempnerForge: a file with a state dict",
+    )
     command.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the new model goes")
+    state = command.add_argument_group("with a state dict")
+    state.add_argument("--text", metavar="TEXT", help="its language model: a folder or a Hub id")
+    state.add_argument("--vision", metavar="V", help="its vision tower (OpenFlamingo)")
+    state.add_argument("--image-token-id", type=int, metavar="ID", help="id of <image> (OpenFlamingo)")
+    state.add_argument("--head-dim", type=int, default=64, help="width of a head (OpenFlamingo; default: 64)")
+    state.add_argument("--heads", type=int, metavar="H", help="query heads (KempnerForge)")
+    state.add_argument("--every", type=int, metavar="N", help="a block after every N-th layer (KempnerForge)")
     command.set_defaults(run=_import)
 
     command = commands.add_parser("export", help="write an imported Llama 3.2 Vision as the original has it")
@@ -104,9 +115,6 @@ def _new_folder(folder: Path) -> Path:
 
 def _retrofit(arguments: argparse.Namespace) -> None:
     output = _new_folder(arguments.output)
-    from transformers import AutoImageProcessor, AutoTokenizer
-
-    from .processing_xattn import XAttnProcessor
     from .retrofit import retrofit
 
     hub = {"trust_remote_code": arguments.trust_remote_code}
@@ -123,28 +131,69 @@ def _retrofit(arguments: argparse.Namespace) -> None:
     )
     print(f"Saving to {output}", flush=True)
     model.save_pretrained(output, max_shard_size=arguments.max_shard_size)
+    _save_processor(arguments, **hub)
+    _print_report(model)
+
+
+def _save_processor(arguments: argparse.Namespace, **hub) -> None:
+    """The tokenizer of TEXT and the image processor of V, as far as there are any."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    from .processing_xattn import XAttnProcessor
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.text, **hub)
     except (OSError, ValueError):
         print(f"No processor saved: {arguments.text} has no tokenizer.")
-    else:
-        image_processor = None
-        if arguments.vision is not None:
-            try:
-                image_processor = AutoImageProcessor.from_pretrained(arguments.vision, **hub)
-            except (OSError, ValueError):
-                print(f"Processor saved without images: {arguments.vision} has no image processor.")
-        if image_processor is None:
-            tokenizer.save_pretrained(output)
-        else:
-            XAttnProcessor(image_processor, tokenizer).save_pretrained(output)
-    _print_report(model)
+        return
+    image_processor = None
+    if arguments.vision is not None:
+        try:
+            image_processor = AutoImageProcessor.from_pretrained(arguments.vision, **hub)
+        except (OSError, ValueError):
+            print(f"Processor saved without images: {arguments.vision} has no image processor.")
+    processor = tokenizer if image_processor is None else XAttnProcessor(image_processor, tokenizer)
+    processor.save_pretrained(arguments.output)
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    from .importers import import_checkpoint
+    output = _new_folder(arguments.output)
+    if Path(arguments.source).is_file():
+        _import_state_dict(arguments)
+        return
+    from .importers import convert_checkpoint
 
-    _print_report(import_checkpoint(arguments.source, _new_folder(arguments.output)))
+    convert_checkpoint(arguments.source, output)
+    _print_report(_skeleton(str(output)))
+
+
+def _import_state_dict(arguments: argparse.Namespace) -> None:
+    if arguments.text is None:
+        raise ValueError(
+            f"{arguments.source} is a file: --text must name the language model that its blocks belong to."
+        )
+    from .importers.blocks import read_state_dict
+    from .importers.kempnerforge import import_kempnerforge
+    from .importers.open_flamingo import import_open_flamingo
+    from .retrofit import load_text, load_vision
+
+    state = read_state_dict(arguments.source)
+    is_flamingo = any("gated_cross_attn_layer" in name for name in state)
+    needed = ("image_token_id",) if is_flamingo else ("heads", "every")
+    for option in needed:
+        if getattr(arguments, option) is None:
+            kind = "OpenFlamingo" if is_flamingo else "KempnerForge"
+            raise ValueError(f"{arguments.source} is read as one of {kind}: --{option.replace('_', '-')} is required.")
+    text = load_text(arguments.text, dtype="auto")
+    if is_flamingo:
+        vision = None if arguments.vision is None else load_vision(arguments.vision, dtype=text.dtype)
+        options = {"image_token_id": arguments.image_token_id, "head_dim": arguments.head_dim}
+        model = import_open_flamingo(state, text, vision, **options)
+    else:
+        model = import_kempnerforge(state, text, num_attention_heads=arguments.heads, every=arguments.every)
+    model.save_pretrained(arguments.output)
+    _save_processor(arguments)
+    _print_report(model)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -162,15 +211,19 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
         print(markdown_table())
         return
+    _print_report(_skeleton(arguments.model))
+
+
+def _skeleton(model: str):
+    """A saved model's shapes: nothing is read but its configuration."""
     import torch
 
     from .configuration_xattn import XAttnConfig
     from .modeling_xattn import XAttnForConditionalGeneration
 
-    config = XAttnConfig.from_pretrained(_checked_model(arguments.model))
-    with torch.device("meta"):  # shapes only: nothing is read but the configuration
-        model = XAttnForConditionalGeneration._from_config(config)
-    _print_report(model)
+    config = XAttnConfig.from_pretrained(_checked_model(model))
+    with torch.device("meta"):
+        return XAttnForConditionalGeneration._from_config(config)
 
 
 def _print_report(model) -> None:

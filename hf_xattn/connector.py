@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 
 from .configuration_xattn import XAttnConfig, vision_hidden_size
 from .perceiver import PerceiverResampler
+from .projection import ImageLinear
 
 
 class XAttnConnector(PreTrainedModel):
@@ -40,11 +41,11 @@ class XAttnConnector(PreTrainedModel):
         elif config.connector_type == "perceiver":
             self.layers = nn.ModuleList([PerceiverResampler(config.perceiver_config)])
         elif config.connector_type == "linear":
-            self.layers = nn.ModuleList([nn.Linear(features, context, bias=bias)])
+            self.layers = nn.ModuleList([ImageLinear(features, context, bias=bias)])
         else:
             act = ACT2FN[config.connector_hidden_act]
             self.layers = nn.ModuleList(
-                [nn.Linear(features, context, bias=bias), act, nn.Linear(context, context, bias=bias)]
+                [ImageLinear(features, context, bias=bias), act, ImageLinear(context, context, bias=bias)]
             )
         self.post_init()
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .configuration_xattn import PerceiverConfig
+from .projection import ImageLinear
 
 
 class PerceiverAttention(nn.Module):
@@ -24,8 +25,8 @@ class PerceiverAttention(nn.Module):
         self.context_norm = nn.LayerNorm(width, config.norm_eps)
         self.latents_norm = nn.LayerNorm(width, config.norm_eps)
         self.q_proj = nn.Linear(width, inner, bias=False)
-        self.k_proj = nn.Linear(width, inner, bias=False)
-        self.v_proj = nn.Linear(width, inner, bias=False)
+        self.k_proj = ImageLinear(width, inner, bias=False)
+        self.v_proj = ImageLinear(width, inner, bias=False)
         self.o_proj = nn.Linear(inner, width, bias=False)
         self.q_norm = nn.LayerNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()

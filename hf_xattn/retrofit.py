@@ -88,19 +88,30 @@ def retrofit(
     XAttnConfig(text_config=text_config, vision_config=vision_config, **options)  # every check, before a weight is read
 
     if not isinstance(text, PreTrainedModel):
-        source = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
-        loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
-        text = text_half(_load(loader, text, load_kwargs))
+        text = load_text(text, **load_kwargs)
     check_insertable(text)
     if vision is not None and not isinstance(vision, PreTrainedModel):
-        vision_kwargs = {"dtype": text.dtype, **load_kwargs}
-        vision = _load(AutoModel, vision, vision_kwargs, config=vision_config)
+        vision = load_vision(vision, **{"dtype": text.dtype, **load_kwargs})
     config = XAttnConfig(
         text_config=text.config, vision_config=None if vision is None else vision.config, **options, dtype=text.dtype
     )
     model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=vision)
     model.train(text.training)
     return model
+
+
+def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
+    """The causal language model of a checkpoint: itself, or the text half of a larger one. Arguments and errors as of
+    [`retrofit`]."""
+    _text_config(text, load_kwargs)
+    source = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
+    loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
+    return text_half(_load(loader, text, load_kwargs))
+
+
+def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
+    """The vision tower of a checkpoint. Arguments and errors as of [`retrofit`]."""
+    return _load(AutoModel, vision, load_kwargs, config=_vision_config(vision, load_kwargs))
 
 
 def _text_config(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:

@@ -4,8 +4,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from test_importers_blocks import flamingo_block_state, kempner_block_state
 from test_importers_mllama import make_mllama
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.architectures import markdown_table
@@ -52,6 +60,49 @@ def test_import_and_export(tmp_path, capsys):
     assert (tmp_path / "back" / "model.safetensors").is_file()
     status, _, error = run(capsys, "import", tmp_path / "ours", "--output", tmp_path / "again")
     assert status == 2 and "'xattn' model, which cannot be imported" in error
+
+
+def test_import_does_not_load_the_model(tmp_path, capsys, monkeypatch):
+    """A checkpoint larger than memory that is converted file by file, and then read whole for a report."""
+    make_mllama().save_pretrained(tmp_path / "theirs")
+
+    def load(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", load)
+    assert run(capsys, "import", tmp_path / "theirs", "--output", tmp_path / "ours")[0] == 0
+    assert run(capsys, "export", tmp_path / "ours", "--output", tmp_path / "back")[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["OpenFlamingo", "KempnerForge"])
+def test_import_of_a_state_dict(kind, folder, tmp_path, capsys):
+    """A file of blocks that needs Python to be brought over."""
+    text = AutoModelForCausalLM.from_pretrained(folder / "text")
+    width = text.config.hidden_size
+    if kind == "OpenFlamingo":
+        prefix = "lang_encoder.model.layers.1.gated_cross_attn_layer."
+        block = flamingo_block_state(hidden=width)
+        state = {"epoch": 3, "model_state_dict": {prefix + name: tensor for name, tensor in block.items()}}
+        options = {"--image-token-id": 5, "--head-dim": 8}
+    else:
+        block = kempner_block_state(hidden=width)
+        state = {f"cross_attention_layers.0.{name}": tensor for name, tensor in block.items()}
+        options = {"--heads": 2, "--every": 4}
+    torch.save(state, tmp_path / "blocks.pt")
+    output, needed = tmp_path / "ours", []
+    for option, value in ({"--text": folder / "text"} | options).items():
+        if option != "--head-dim":
+            status, _, error = run(capsys, "import", tmp_path / "blocks.pt", "--output", output, *needed)
+            assert status == 2 and option in error and not output.exists()
+        needed += [option, value]
+    status, out, _ = run(capsys, "import", tmp_path / "blocks.pt", "--output", output, *needed)
+    assert status == 0 and "parameters added (blocks)" in out
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.cross_attention_layers == ([1] if kind == "OpenFlamingo" else [4])
+    assert AutoTokenizer.from_pretrained(output)("what is it ?")["input_ids"]
+    (tmp_path / "blocks.pt").write_bytes(b"no state dict")
+    status, _, error = run(capsys, "import", tmp_path / "blocks.pt", "--output", tmp_path / "again", *needed)
+    assert status == 2 and "holds no state dict" in error and not (tmp_path / "again").exists()
 
 
 def test_inspect_architectures(capsys):

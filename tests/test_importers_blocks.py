@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_text, token_ids
+from conftest import VOCAB_SIZE, make_text, token_ids
 from torch.nn.functional import gelu, layer_norm, silu, softmax
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
@@ -27,19 +27,19 @@ def random_state(shapes, seed):
     return state
 
 
-def flamingo_block_state(seed=0):
+def flamingo_block_state(seed=0, hidden=HIDDEN):
     return random_state(
         {
-            "attn.norm.weight": (HIDDEN,),
-            "attn.norm.bias": (HIDDEN,),
-            "attn.to_q.weight": (INNER, HIDDEN),
+            "attn.norm.weight": (hidden,),
+            "attn.norm.bias": (hidden,),
+            "attn.to_q.weight": (INNER, hidden),
             "attn.to_kv.weight": (2 * INNER, VISION),
-            "attn.to_out.weight": (HIDDEN, INNER),
+            "attn.to_out.weight": (hidden, INNER),
             "attn_gate": (1,),
-            "ff.0.weight": (HIDDEN,),
-            "ff.0.bias": (HIDDEN,),
-            "ff.1.weight": (4 * HIDDEN, HIDDEN),
-            "ff.3.weight": (HIDDEN, 4 * HIDDEN),
+            "ff.0.weight": (hidden,),
+            "ff.0.bias": (hidden,),
+            "ff.1.weight": (4 * hidden, hidden),
+            "ff.3.weight": (hidden, 4 * hidden),
             "ff_gate": (1,),
         },
         seed,
@@ -112,13 +112,35 @@ def test_open_flamingo_block():
     assert torch.allclose(block(text, media), flamingo_block(text, media, state), atol=1e-5)
 
 
-def flamingo_checkpoint(layers=(0, 2)):
+def language_state():
+    """Embeddings with rows for added tokens, as OpenFlamingo trains them."""
+    return random_state(
+        {"model.embed_tokens.weight": (VOCAB_SIZE + 3, HIDDEN), "lm_head.weight": (VOCAB_SIZE + 3, HIDDEN)}, 8
+    )
+
+
+def flamingo_checkpoint(layout="published"):
+    """As `filter_state_dict_to_trainable` leaves it, or all that the model has, wrapped."""
     checkpoint = {f"perceiver.{name}": tensor for name, tensor in perceiver_state().items()}
-    for index in layers:
-        block = flamingo_block_state(index)
-        for name, tensor in block.items():
-            checkpoint[f"lang_encoder.gated_cross_attn_layers.{index}.{name}"] = tensor
+    checkpoint |= {f"lang_encoder.{name}": tensor for name, tensor in language_state().items()}
+    for index in (0, 2):
+        for name, tensor in flamingo_block_state(index).items():
             checkpoint[f"lang_encoder.model.layers.{index}.gated_cross_attn_layer.{name}"] = tensor
+            if layout == "whole":
+                checkpoint[f"lang_encoder.gated_cross_attn_layers.{index}.{name}"] = tensor
+    if layout == "whole":
+        for name, tensor in make_text().model.state_dict().items():
+            if name.startswith("layers."):
+                _, index, rest = name.split(".", 2)
+                inner = "decoder_layer." if index in "02" else ""
+                checkpoint[f"lang_encoder.model.layers.{index}.{inner}{rest}"] = tensor
+                checkpoint[f"lang_encoder.old_decoder_blocks.{index}.{rest}"] = tensor
+        checkpoint["lang_encoder.model.layers.0.decoder_layer.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+        checkpoint["vision_encoder.proj"] = torch.zeros(3, 3)
+        checkpoint = {
+            f"module.{name}".replace("layers.0", "layers.0._checkpoint_wrapped_module"): tensor
+            for name, tensor in checkpoint.items()
+        }
     return checkpoint
 
 
@@ -136,15 +158,23 @@ def clip():
 
 
 @torch.no_grad()
-def test_open_flamingo_model():
-    """Blocks in front of the wrong layers, a class token that the resampler should not see, text that sees the wrong image."""
-    model = import_open_flamingo(
-        flamingo_checkpoint(), make_text(), clip(), image_token_id=MARKER, head_dim=HEAD_DIM
-    ).eval()
+@pytest.mark.parametrize("layout", ["published", "whole"])
+def test_open_flamingo_model(layout, tmp_path):
+    """Blocks in front of the wrong layers, a class token that the resampler should not see, text that sees the wrong image,
+    embeddings that were trained and are left behind."""
+    state = flamingo_checkpoint(layout)
+    base = make_text()
+    if layout == "whole":  # holds all weights of the layers
+        base.model.layers[0].mlp.up_proj.weight.zero_()
+    model = import_open_flamingo(state, base, clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
+    assert not model.training and model.config.text_config.vocab_size == VOCAB_SIZE + 3
+    model.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path).eval()
     assert model.config.cross_attention_layers == [0, 2]
     ids = token_ids(1, 10)
     ids[ids == MARKER] = MARKER + 1
     ids[0, [2, 5, 7]] = MARKER  # a document with three images
+    ids[0, 9] = VOCAB_SIZE + 1
     pixels = torch.randn(1, 3, 3, 16, 16)
     features = clip()(pixels[0]).last_hidden_state[:, 1:]
     media = flamingo_resampler(features, perceiver_state()).flatten(0, 1)[None]
@@ -152,6 +182,8 @@ def test_open_flamingo_model():
     mask = (order[..., None] == torch.arange(1, 4)).repeat_interleave(3, dim=-1)
 
     text = make_text()
+    text.resize_token_embeddings(VOCAB_SIZE + 3)
+    text.load_state_dict(language_state(), strict=False)
     for index in (0, 2):
         state = flamingo_block_state(index)
         layer = text.model.layers[index]
@@ -172,11 +204,21 @@ def test_open_flamingo_model():
 def test_wrong_open_flamingo_checkpoints():
     """Random blocks where a tensor was missing, misspelled or of another size."""
     good = flamingo_checkpoint()
-    name = "lang_encoder.gated_cross_attn_layers.2.attn_gate"
+    name = "lang_encoder.model.layers.2.gated_cross_attn_layer.attn_gate"
+    embedding = "lang_encoder.model.embed_tokens.weight"
     cases = [
         ({key: value for key, value in good.items() if key != name}, "nothing becomes .*layers.2.*attn_gate"),
         (good | {name: torch.zeros(3)}, r"attn_gate has shape \(3,\), expected \(1,\)"),
-        (good | {"lang_encoder.gated_cross_attn_layers.2.attn.bias": torch.zeros(3)}, "attn.bias, which OpenFlamingo"),
+        (good | {f"{name[:-4]}bias": torch.zeros(3)}, "attn_bias, which OpenFlamingo"),
+        (
+            good | {embedding: torch.zeros(99, 31)},
+            r"embed_tokens.weight of shape \(99, 31\), `text` .*another language model",
+        ),
+        (good | {embedding: torch.zeros(98, 32)}, r"embeddings and a head of \[98, 99\] tokens"),
+        (
+            good | {"lang_encoder.transformer.wte.weight": torch.zeros(99, 32)},
+            "wte.weight, which `text` .* does not have",
+        ),
         (good | {"surplus": torch.zeros(3)}, "holds surplus"),
         (good | {"perceiver.frame_embs": torch.zeros(2, VISION)}, "embeddings of frames"),
         ({"perceiver.latents": torch.zeros(3, VISION)}, "not an OpenFlamingo checkpoint"),
@@ -189,19 +231,19 @@ def test_wrong_open_flamingo_checkpoints():
         import_open_flamingo(good, make_text(), clip(), image_token_id=MARKER, head_dim=7)
 
 
-def kempner_block_state(seed, hidden_act="silu", kv_heads=1):
+def kempner_block_state(seed=0, hidden_act="silu", kv_heads=1, hidden=HIDDEN):
     shapes = {
-        "attn_norm.weight": (HIDDEN,),
-        "attn.q_proj.weight": (INNER, HIDDEN),
-        "attn.k_proj.weight": (kv_heads * HEAD_DIM, HIDDEN),
-        "attn.v_proj.weight": (kv_heads * HEAD_DIM, HIDDEN),
-        "attn.o_proj.weight": (HIDDEN, INNER),
-        "mlp_norm.weight": (HIDDEN,),
-        "mlp.up_proj.weight": (48, HIDDEN),
-        "mlp.down_proj.weight": (HIDDEN, 48),
+        "attn_norm.weight": (hidden,),
+        "attn.q_proj.weight": (INNER, hidden),
+        "attn.k_proj.weight": (kv_heads * HEAD_DIM, hidden),
+        "attn.v_proj.weight": (kv_heads * HEAD_DIM, hidden),
+        "attn.o_proj.weight": (hidden, INNER),
+        "mlp_norm.weight": (hidden,),
+        "mlp.up_proj.weight": (48, hidden),
+        "mlp.down_proj.weight": (hidden, 48),
     }
     if hidden_act == "silu":
-        shapes["mlp.gate_proj.weight"] = (48, HIDDEN)
+        shapes["mlp.gate_proj.weight"] = (48, hidden)
     return random_state(shapes, seed)
 
 
@@ -286,6 +328,8 @@ def test_wrong_kempnerforge_checkpoints():
         ({}, {}, "holds no cross_attention_layers"),
         (good, {"every": 2}, r"blocks \[0\], but 4 layers with `every=2` have 2"),
         (good, {"num_attention_heads": 3}, "do not make the 16 query"),
+        (good, {"num_attention_heads": 0}, "`num_attention_heads` must be at least 1, got 0"),
+        (good, {"every": 0}, "`every` must be at least 1, got 0"),
         ({key: value for key, value in good.items() if "v_proj" not in key}, {}, "nothing becomes .*v_proj"),
         (good | {"cross_attention_layers.0.attn.bias": torch.zeros(1)}, {}, "nothing is called .*attn.bias"),
     ):

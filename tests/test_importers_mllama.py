@@ -1,6 +1,8 @@
 """Llama 3.2 Vision, brought over and back, against transformers' own model."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -395,7 +397,37 @@ def test_only_what_came_from_mllama_goes_back(tmp_path):
 
     with pytest.raises(ValueError, match="did not come from"):
         export_checkpoint(make_model(), tmp_path / "out")
+    changed = import_checkpoint(make_mllama())
+    changed.model.text_model.lm_head = torch.nn.Linear(32, VOCAB + 1, bias=False)
+    changed.save_pretrained(tmp_path / "changed")
+    for source in (changed, tmp_path / "changed"):
+        with pytest.raises(
+            ValueError, match=r"another shape .* would be \(97, 32\), its configuration says \(96, 32\)"
+        ):
+            export_checkpoint(source, tmp_path / "out")
+    del changed.model.text_model.model.layers[1].cross_attention_block
+    with pytest.raises(ValueError, match="not what was imported: it has no .*cross_attention_block"):
+        export_checkpoint(changed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_of_one_file(tmp_path):
+    """A conversion that holds more than one file of weights at a time, so that large checkpoints need large machines."""
+    text = {"vocab_size": VOCAB, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 9}
+    make_mllama(**text, cross_attention_layers=[3, 6]).save_pretrained(tmp_path / "theirs", max_shard_size="30MB")
+    sizes = [file.stat().st_size for file in (tmp_path / "theirs").glob("*.safetensors")]
+    assert sum(sizes) > 400e6 and max(sizes) < 40e6
+    script = """
+import resource, sys
+from hf_xattn.importers import convert_checkpoint
+from transformers import MllamaForConditionalGeneration
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert_checkpoint(sys.argv[1], sys.argv[2])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    command = [sys.executable, "-c", script, tmp_path / "theirs", tmp_path / "ours"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    assert int(result.stdout.split()[-1]) * 1024 < 150e6
 
 
 def test_interrupted_import_leaves_nothing(tmp_path, monkeypatch):

@@ -31,12 +31,14 @@ from peers import (
     our_model,
     repeated_attention,
     repeated_on_gqa,
+    small_tower,
 )
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
 import hf_xattn
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
+from hf_xattn.projection import ImageLinear
 from hf_xattn.visibility import EVERYTHING
 
 
@@ -175,9 +177,24 @@ def layer(repeats: int) -> dict[str, dict]:
 
 
 @torch.no_grad()
+def projection(repeats: int) -> dict[str, dict]:
+    """Keys of an image in bfloat16, against a plain linear layer."""
+    ours = ImageLinear(2048, 1024, bias=False).to(DEVICE, torch.bfloat16)
+    states = torch.randn(1, 6404, 2048, device=DEVICE, dtype=torch.bfloat16)
+    times = seconds(
+        {"ours": lambda: ours(states), "linear": lambda: nn.functional.linear(states, ours.weight)},
+        max(3, repeats // 3),
+    )
+    return {
+        "projection of 6404 image tokens, 2048 to 1024, bfloat16, against `nn.Linear`": _ratio(times, "linear", "ours")
+    }
+
+
+@torch.no_grad()
 def generate(repeats: int) -> dict[str, dict]:
     """64 tokens of a decoder of 8 layers with 2 blocks, hidden 2048, N 6404."""
     ours = our_model(2048, 8, [3, 7], heads=32, kv_heads=8, inner=8192).to(DEVICE, torch.bfloat16).eval()
+    base = our_model(2048, 8, None, heads=32, kv_heads=8, inner=8192).to(DEVICE, torch.bfloat16).eval()
     config = mllama_config(2048, 10, [3, 8], heads=32, kv_heads=8, inner=8192)
     theirs = MllamaWithFeatures(config).to(DEVICE, torch.bfloat16).eval()
     states = torch.randn(1, 6404, 2048, device=DEVICE, dtype=torch.bfloat16)
@@ -189,43 +206,54 @@ def generate(repeats: int) -> dict[str, dict]:
             {
                 "ours": lambda: ours.generate(ids, cross_attention_states=states, **options),
                 "mllama": lambda: theirs.generate(ids, cross_attention_states=states, **options),
+                "text": lambda: base.generate(ids, **options),
             },
             max(2, repeats // 5),
         )
         name = f"generate 64 tokens, hidden 2048, 8 + 2 layers, N 6404, {beams} beam(s), against Mllama"
         figures[name] = _ratio(times, "mllama", "ours", floor)
+        figures[f"the same, {beams} beam(s), were image and blocks free: the text decoder alone"] = {
+            "value": times["mllama"] / times["text"],
+            "detail": f"{times['text']:.1f} s of {times['ours']:.1f} s are the decoder's own",
+        }
     return figures
 
 
 @torch.no_grad()
 def questions(repeats: int) -> dict[str, dict]:
     """32 questions on one image, against the image 32 times."""
-    model = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024).to(DEVICE).eval()
-    states = torch.randn(1, 1601, 512, device=DEVICE)
+    model = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024, vision=small_tower()).to(DEVICE).eval()
+    pixels = torch.randn(1, 1, 3, 560, 560, device=DEVICE)
+    features = model.get_image_features(pixels)
     ids = torch.randint(3, 1000, (32, 8), device=DEVICE)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-
-    def once():
-        return model.generate(ids, past_key_values=model.encode_images(cross_attention_states=states), **options)
-
-    def every():
-        return model.generate(ids, cross_attention_states=states.repeat(32, 1, 1), **options)
 
     def size(output) -> int:
         layers = output.past_key_values.cross_attention_cache.layers
         return sum(tensor.numel() * tensor.element_size() for layer in layers for tensor in (layer.keys, layer.values))
 
-    one, many = once(), every()
-    assert torch.equal(one.sequences, many.sequences)
-    times = seconds({"once": once, "every": every}, max(3, repeats // 5))
-    return {
-        "32 questions on one image, time, against the image 32 times": _ratio(times, "every", "once", 3),
-        "32 questions on one image, cross-cache bytes": {
+    figures = {}
+    for what, name, image in (
+        ("pixels", "pixel_values", pixels),
+        ("features, no vision tower", "cross_attention_states", features),
+    ):
+
+        def once(name=name, image=image):
+            return model.generate(ids, past_key_values=model.encode_images(**{name: image}), **options)
+
+        def every(name=name, image=image):
+            return model.generate(ids, **{name: image.repeat(32, *[1] * (image.dim() - 1))}, **options)
+
+        one, many = once(), every()
+        assert torch.equal(one.sequences, many.sequences)
+        times = seconds({"once": once, "every": every}, max(3, repeats // 5))
+        figures[f"32 questions on one image ({what}), time, against 32 times"] = _ratio(times, "every", "once", 3)
+        figures[f"32 questions on one image ({what}), cross-cache bytes"] = {
             "value": size(one) / size(many),
             "ceiling": 1 / 32,
             "detail": f"{size(one):,} of {size(many):,} bytes",
-        },
-    }
+        }
+    return figures
 
 
 @torch.no_grad()
@@ -304,9 +332,9 @@ def _peak_of(step: Callable[[], None]) -> int:
     return peak
 
 
-def _ratio(times: dict[str, float], slow: str, fast: str, floor: float) -> dict:
+def _ratio(times: dict[str, float], slow: str, fast: str, floor: float | None = None) -> dict:
     detail = f"{times[fast] * 1e3:.2f} ms against {times[slow] * 1e3:.2f} ms"
-    return {"value": times[slow] / times[fast], "floor": floor, "detail": detail}
+    return {"value": times[slow] / times[fast], **({} if floor is None else {"floor": floor}), "detail": detail}
 
 
 def copy_bandwidth() -> dict[str, dict]:
@@ -332,6 +360,7 @@ SECTIONS = {
     "prefill": lambda repeats: alternatives.prefill(seconds, DEVICE, repeats),
     "growth": growth,
     "layer": layer,
+    "projection": projection,
     "generate": generate,
     "questions": questions,
     "text_only": text_only,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     IdeficsConfig,
     LlamaConfig,
     MllamaForCausalLM,
     PreTrainedModel,
+    SiglipVisionConfig,
 )
 from transformers.models.idefics.modeling_idefics import IdeficsAttention
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
@@ -87,8 +89,27 @@ class MllamaWithFeatures(MllamaForCausalLM):
         return inputs
 
 
+def small_tower() -> PreTrainedModel:
+    """A SigLIP that makes 1600 tokens of an image of 560 x 560."""
+    config = SiglipVisionConfig(
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        image_size=560,
+        patch_size=14,
+    )
+    return AutoModel.from_config(config)
+
+
 def our_model(
-    hidden: int, layers: int, blocks: list[int] | None, heads: int, kv_heads: int, inner: int
+    hidden: int,
+    layers: int,
+    blocks: list[int] | None,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    vision: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """A Llama with blocks in front of some layers; without blocks, the plain Llama."""
     torch.manual_seed(0)
@@ -106,4 +127,4 @@ def our_model(
     text = AutoModelForCausalLM.from_config(config)
     if blocks is None:
         return text
-    return retrofit(text, cross_attention_layers=blocks, cross_attention={"qk_norm": True})
+    return retrofit(text, vision, cross_attention_layers=blocks, cross_attention={"qk_norm": True})

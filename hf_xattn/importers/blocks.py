@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ..configuration_xattn import CrossAttentionConfig
@@ -22,6 +27,79 @@ def shape_of(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...]:
     if name not in state:
         raise ValueError(f"`state_dict` holds no {name}.")
     return tuple(state[name].shape)
+
+
+# What FSDP, DDP and activation checkpointing put into names.
+WRAPPERS = r"^module\.|(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\."
+# Persistent buffers of layers, in older releases of transformers.
+OLD_BUFFERS = r".+\.(?:rotary_emb\.inv_freq|(?:attn|attention)\.(?:bias|masked_bias))"
+
+
+def unwrapped(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict under the names that its model had before it was wrapped."""
+    return {re.sub(WRAPPERS, "", name): tensor for name, tensor in state_dict.items()}
+
+
+def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
+    """A state dict from a .safetensors file, or from one that `torch.save` wrote. Runs no code from it.
+
+    Raises:
+        ValueError: where the file holds something else.
+    """
+    if Path(file).suffix == ".safetensors":
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is truncated or no safetensors file ({error}).") from error
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{file} holds no state dict that can be read: {str(error).splitlines()[0]}") from error
+    while isinstance(state, dict):
+        inner = next((state[key] for key in ("model_state_dict", "state_dict", "model") if key in state), None)
+        if inner is None:
+            break
+        state = inner
+    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise ValueError(f"{file} holds no state dict of tensors.")
+    return state
+
+
+def language_weights(text: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a state dict holds of a language model, whose vocabulary grows to the size of the embeddings in it.
+
+    Args:
+        text (`PreTrainedModel`): the language model.
+        state (`dict[str, torch.Tensor]`): some of its weights.
+
+    Returns:
+        `dict[str, torch.Tensor]`: those that it has as parameters.
+
+    Raises:
+        ValueError: for names that the model does not have, or shapes that differ in more than the vocabulary.
+    """
+    own, everything = dict(text.named_parameters()), text.state_dict()
+    tables = {id(part.weight) for part in (text.get_input_embeddings(), text.get_output_embeddings())}
+    taken, sizes = {}, set()
+    for name, tensor in state.items():
+        if name not in everything and re.fullmatch(OLD_BUFFERS, name) is None:
+            raise ValueError(f"`state_dict` holds {name}, which `text` ({type(text).__name__}) does not have.")
+        if name not in own:  # a buffer, or the other name of a tied table
+            continue
+        grows = id(own[name]) in tables
+        if tensor.shape[grows:] != own[name].shape[grows:]:
+            raise ValueError(
+                f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, `text` ({type(text).__name__}) has it with shape "
+                f"{tuple(own[name].shape)}: it is another language model."
+            )
+        if grows:
+            sizes.add(tensor.shape[0])
+        taken[name] = tensor
+    if len(sizes) > 1:
+        raise ValueError(f"`state_dict` holds embeddings and a head of {sorted(sizes)} tokens, one size is expected.")
+    if sizes and sizes != {text.get_input_embeddings().weight.shape[0]}:
+        text.resize_token_embeddings(sizes.pop(), mean_resizing=False)
+    return taken
 
 
 def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tensor], prefixes: tuple[str, ...]) -> None:

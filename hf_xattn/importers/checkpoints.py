@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
 from . import idefics, mllama
 from .recipe import Recipe, fits, take
-from .streaming import FolderWriter, Header, check_folder, copy_side_files, read_headers, read_tensors
+from .streaming import FolderTensors, FolderWriter, Header, check_folder, copy_side_files, read_headers, read_tensors
 
 
 # By `model_type` of the source.
@@ -25,35 +25,21 @@ EXPORTABLE = ("mllama",)
 SHARD_BYTES = 5 * 10**9
 
 
-def import_checkpoint(
-    source: str | Path | PreTrainedModel, output: str | Path | None = None
-) -> XAttnForConditionalGeneration:
-    """A vision-language checkpoint with cross-attention, as a model of this package.
+def convert_checkpoint(source: str | Path, output: str | Path) -> None:
+    """Writes a vision-language checkpoint with cross-attention as one of this package.
 
-    Names, shapes and completeness are checked before anything is written; then tensors go over one by one, so that a
-    checkpoint larger than memory can be brought over with `output`.
+    Names, shapes and completeness are checked before anything is written. Then weights go over file by file, so that memory is
+    needed for one file of the source, not for the model.
 
     Args:
-        source (`str`, `Path` or `PreTrainedModel`): a folder, a Hub id or a loaded model.
-        output (`str` or `Path`, *optional*): a new or empty folder for the result. It appears when it is complete.
-
-    Returns:
-        [`XAttnForConditionalGeneration`]: loaded, in the source's dtype.
+        source (`str` or `Path`): a folder or a Hub id.
+        output (`str` or `Path`): a new or empty folder. It appears when it is complete.
 
     Raises:
         ValueError: for a source of an unknown kind, with missing, unknown or truncated tensors or without safetensors, or
             an `output` that is not empty.
     """
-    if output is not None:
-        check_folder(output)
-    if isinstance(source, PreTrainedModel):
-        model = _import_model(source)
-        if output is not None:
-            model.save_pretrained(output)
-        return model
-    if output is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return import_checkpoint(source, Path(folder) / "model")
+    check_folder(output)
     folder = _folder_of(source)
     recipe = _recipe(AutoConfig.from_pretrained(folder))
     headers = read_headers(folder)
@@ -67,25 +53,63 @@ def import_checkpoint(
         recipe.config.architectures = [XAttnForConditionalGeneration.__name__]
         recipe.config.save_pretrained(writer.folder)
         copy_side_files(folder, writer.folder)
+
+
+def import_checkpoint(
+    source: str | Path | PreTrainedModel, output: str | Path | None = None
+) -> XAttnForConditionalGeneration:
+    """A vision-language checkpoint with cross-attention, as a model of this package.
+
+    Args:
+        source (`str`, `Path` or `PreTrainedModel`): a folder, a Hub id or a loaded model.
+        output (`str` or `Path`, *optional*): a new or empty folder for the result.
+
+    Returns:
+        [`XAttnForConditionalGeneration`]: loaded, in the source's dtype. For a model that does not fit into memory, use
+        [`convert_checkpoint`] and load the result with a `device_map`.
+
+    Raises:
+        ValueError: as [`convert_checkpoint`].
+    """
+    if isinstance(source, PreTrainedModel):
+        if output is not None:
+            check_folder(output)
+        model = _import_model(source)
+        if output is not None:
+            model.save_pretrained(output)
+        return model
+    if output is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return import_checkpoint(source, Path(folder) / "model")
+    convert_checkpoint(source, output)
     return XAttnForConditionalGeneration.from_pretrained(output, dtype="auto")
 
 
 def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
     """The way back, for a model that came from an Mllama checkpoint: its folder, as transformers' own class reads it.
 
+    Of a folder, weights are read one by one: memory is needed for one file of the result (5 GB at most), not for the model.
+
     Args:
         source (`str`, `Path` or [`XAttnForConditionalGeneration`]): a folder, a Hub id or a loaded model.
         output (`str` or `Path`): a new or empty folder.
 
     Raises:
-        ValueError: for a model that did not come from such a checkpoint, or an `output` that is not empty.
+        ValueError: for a model that did not come from such a checkpoint or was given other shapes since, or an `output` that
+            is not empty.
     """
     check_folder(output)
-    folder = None
-    if not isinstance(source, PreTrainedModel):
+    state: Mapping[str, torch.Tensor]
+    if isinstance(source, PreTrainedModel):
+        folder, changed, state = None, source.config, source.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        dtype = changed.dtype or source.dtype
+    else:
         folder = _folder_of(source)
-        source = XAttnForConditionalGeneration.from_pretrained(folder, dtype="auto")
-    original = getattr(source.config, "source_config", None)
+        changed, headers = AutoConfig.from_pretrained(folder), read_headers(folder)
+        state, shapes = FolderTensors(folder, headers), {name: header.shape for name, header in headers.items()}
+        dtype = changed.dtype or torch.float32
+    original = getattr(changed, "source_config", None)
     if not original or original.get("model_type") not in EXPORTABLE:
         raise ValueError(
             f"This model did not come from a checkpoint that can be written again ({', '.join(EXPORTABLE)}): its "
@@ -94,7 +118,8 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     config = AutoConfig.for_model(**original)
     recipe = _recipe(config)
     expected = _shapes(_skeleton_of_source(config))
-    state, dtype = source.state_dict(), source.config.dtype or source.dtype
+    for name, shape in expected.items():
+        _check_parts(name, shape, [target.name for target in recipe.targets(name) or []], shapes)
     with FolderWriter(output) as writer:
         for number, names in enumerate(_shards(expected, dtype), start=1):
             tensors = {}
@@ -108,6 +133,20 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
             copy_side_files(folder, writer.folder)
         elif source.generation_config is not None:
             source.generation_config.save_pretrained(writer.folder)
+
+
+def _check_parts(name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises a `ValueError` where the parts of a tensor that goes back are not there, or do not make its shape."""
+    if missing := [part for part in parts if part not in shapes]:
+        raise ValueError(f"`source` is not what was imported: it has no {missing[0]}, which becomes {name}.")
+    made = shapes[parts[0]]
+    if len(parts) > 1:
+        made = (sum(shapes[part][0] for part in parts), *made[1:])
+    if not fits(made, shape):
+        raise ValueError(
+            f"`source` was given another shape since it was imported: {name} would be {tuple(made)}, its configuration says "
+            f"{shape}."
+        )
 
 
 def _recipe(config: PreTrainedConfig) -> Recipe:

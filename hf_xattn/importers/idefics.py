@@ -154,8 +154,8 @@ def recipe(config: IdeficsConfig) -> Recipe:
         if latents is not None:
             part = renamed(latents, PERCEIVER_RULES)
             return None if part is None else [Target(f"model.connector.layers.0.{part}")]
-        if name.endswith("rotary_emb.inv_freq"):
-            return []  # computed
+        if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
+            return []  # computed; older releases saved them
         new = renamed(name, RULES)
         return None if new is None else [Target(new)]
 

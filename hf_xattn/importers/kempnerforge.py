@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, load_parts, shape_of, stack_of
+from .blocks import block_options, load_parts, shape_of, stack_of, unwrapped
 from .recipe import block_name
 
 
@@ -52,8 +52,11 @@ def import_kempnerforge(
     Raises:
         ValueError: for missing or misshapen tensors, or blocks that the decoder has no place for, before anything is built.
     """
+    for option, value in (("num_attention_heads", num_attention_heads), ("every", every)):
+        if value < 1:
+            raise ValueError(f"`{option}` must be at least 1, got {value}.")
     blocks: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in state_dict.items():
+    for name, tensor in unwrapped(state_dict).items():
         match = re.fullmatch(BLOCK, name)
         if match is not None:
             blocks.setdefault(int(match[1]), {})[match[2]] = tensor

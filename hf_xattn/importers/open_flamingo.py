@@ -1,11 +1,13 @@
 """OpenFlamingo: its gated cross-attention blocks and its perceiver resampler.
 
-An OpenFlamingo checkpoint holds what was added to a language model and a CLIP tower, which are checkpoints of their own. Names
-are those of its state dict; `D` text width, `V` vision width, `H` heads, `d` head width (8 and 64 in the published ones).
+An OpenFlamingo checkpoint holds what was added to a language model and a CLIP tower, which are checkpoints of their own, and
+the language model's embeddings, which have rows for the added tokens. Names are those of its state dict; `D` text width, `V`
+vision width, `H` heads, `d` head width (8 and 64 in the published ones). `<block>` is `<layers>.<i>.gated_cross_attn_layer`, or
+`gated_cross_attn_layers.<i>` in a model that was saved whole.
 
 | OpenFlamingo | shape | here |
 |---|---|---|
-| `...gated_cross_attn_layers.<i>.attn.norm.{weight,bias}` | (D,) | `attn_norm` |
+| `lang_encoder.<block>.attn.norm.{weight,bias}` | (D,) | `attn_norm` |
 | `... .attn.to_q.weight` | (H d, D) | `attn.q_proj` |
 | `... .attn.to_kv.weight` | (2 H d, V) | `attn.k_proj`, then `attn.v_proj` |
 | `... .attn.to_out.weight` | (D, H d) | `attn.o_proj` |
@@ -14,6 +16,8 @@ are those of its state dict; `D` text width, `V` vision width, `H` heads, `d` he
 | `perceiver.latents` | (latents, V) | `connector.layers.0.latents` |
 | `perceiver.layers.<k>.0.{norm_media,norm_latents,to_q,to_kv,to_out}` | as above, with V | `layers.<k>.attn.*` |
 | `perceiver.layers.<k>.1.{0,1,3}`, `perceiver.norm` | as `ff` above | `layers.<k>.mlp.*`, `norm` |
+| `lang_encoder.<name>`, of a layer `<layers>.<i>.decoder_layer.<name>` | | the language model's own |
+| `lang_encoder.old_decoder_blocks`, `vision_encoder` | | not taken: copies, and the frozen tower |
 
 Block `i` stands in front of decoder layer `i`; layers without one have no tensors. Text sees the latest image; text before the
 first one is left alone by both branches (OpenFlamingo's MLP branch runs there). The resampler gets CLIP's patch tokens without
@@ -30,13 +34,13 @@ from transformers import PreTrainedModel
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, load_parts, shape_of, stack_of
+from .blocks import block_options, language_weights, load_parts, shape_of, stack_of, unwrapped
 from .recipe import block_name, renamed
 
 
-BLOCK = r"(?:.+\.)?gated_cross_attn_layers\.(\d+)\.(.+)"
-# Layers that were wrapped hold their block a second time.
-WRAPPED = r"(?:.+\.)?(?:layers|blocks|h)\.\d+\.gated_cross_attn_layer\..+"
+# Published checkpoints name a block in the layer that it was put into; a model that was saved whole names it twice.
+BLOCK = r"(?:.+\.)?(?:gated_cross_attn_layers\.(\d+)|(\d+)\.gated_cross_attn_layer)\.(.+)"
+NOT_TAKEN = r"(?:lang_encoder\.old_decoder_blocks|vision_encoder)\..+"
 BLOCK_RULES = [
     (r"attn\.norm\.(weight|bias)", r"attn_norm.\1"),
     (r"attn\.to_q\.weight", r"attn.q_proj.weight"),
@@ -72,17 +76,20 @@ def import_open_flamingo(
 
     Args:
         state_dict (`dict[str, torch.Tensor]`): of an OpenFlamingo checkpoint (`torch.load(..., weights_only=True)`).
-        text (`PreTrainedModel`): the causal language model it was trained on; taken over.
+        text (`PreTrainedModel`): the causal language model it was trained on; taken over. Its vocabulary grows to the size of
+            the embeddings in `state_dict`.
         vision (`PreTrainedModel`, *optional*): the vision tower; without one the model takes resampled features as
             `cross_attention_states`, and the resampler is not needed.
         image_token_id (`int`): id of `<image>`.
         head_dim (`int`, defaults to 64): width of a head, in blocks and resampler.
 
     Raises:
-        ValueError: for unknown, missing or misshapen tensors, before anything is built.
+        ValueError: for unknown, missing or misshapen tensors.
     """
-    blocks, perceiver = _split(state_dict)
+    blocks, perceiver, language = _split(state_dict)
     block_config, _ = open_flamingo_block(blocks[min(blocks)], head_dim)
+    connector = {} if vision is None else _connector(perceiver, head_dim)
+    language = language_weights(text, language)
     config = XAttnConfig(
         text_config=text.config,
         vision_config=None if vision is None else vision.config,
@@ -90,10 +97,10 @@ def import_open_flamingo(
         cross_attention_layers=sorted(blocks),
         image_token_id=image_token_id,
         image_visibility="latest",
-        **({} if vision is None else _connector(perceiver, head_dim)),
+        **connector,
     )
     layers_name, num_layers = stack_of(text)
-    parts: dict[str, torch.Tensor] = {}
+    parts = {f"model.text_model.{name}": tensor for name, tensor in language.items()}
     for index, block in blocks.items():
         place = block_name(f"model.text_model.{layers_name}", index, num_layers)
         parts |= {f"{place}.{name}": tensor for name, tensor in open_flamingo_block(block, head_dim)[1].items()}
@@ -119,22 +126,25 @@ def open_flamingo_block(state_dict: dict[str, torch.Tensor], head_dim: int = 64)
     return config, _renamed(state_dict, BLOCK_RULES, "", "attn.to_kv.weight", "attn.{}_proj.weight")
 
 
-def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Tensors of each block, and of the resampler."""
+def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, torch.Tensor]], dict, dict]:
+    """Tensors of each block, of the resampler, and of the language model."""
     blocks: dict[int, dict[str, torch.Tensor]] = {}
-    perceiver = {}
-    for name, tensor in state_dict.items():
-        name = name.removeprefix("module.")
+    perceiver, language = {}, {}
+    for name, tensor in unwrapped(state_dict).items():
         match = re.fullmatch(BLOCK, name)
         if match is not None:
-            blocks.setdefault(int(match[1]), {})[match[2]] = tensor
+            blocks.setdefault(int(match[1] or match[2]), {})[match[3]] = tensor
         elif name.startswith("perceiver."):
             perceiver[name.removeprefix("perceiver.")] = tensor
-        elif re.fullmatch(WRAPPED, name) is None and not name.startswith(("lang_encoder.", "vision_encoder.")):
+        elif re.fullmatch(NOT_TAKEN, name) is not None:
+            continue
+        elif name.startswith("lang_encoder."):
+            language[name.removeprefix("lang_encoder.").replace(".decoder_layer.", ".")] = tensor
+        else:
             raise ValueError(f"`state_dict` holds {name}, which OpenFlamingo does not have.")
     if not blocks:
-        raise ValueError("`state_dict` holds no gated_cross_attn_layers: it is not an OpenFlamingo checkpoint.")
-    return blocks, perceiver
+        raise ValueError("`state_dict` holds no gated_cross_attn_layer: it is not an OpenFlamingo checkpoint.")
+    return blocks, perceiver, language
 
 
 def _connector(perceiver: dict[str, torch.Tensor], head_dim: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +65,23 @@ def read_tensors(folder: Path, headers: dict[str, Header]) -> Iterator[tuple[str
 
     for file in sorted({header.file for header in headers.values()}):
         yield file, tensors(file)
+
+
+class FolderTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a folder by name, each read when it is asked for."""
+
+    def __init__(self, folder: Path, headers: dict[str, Header]):
+        self.folder, self.headers = folder, headers
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with safe_open(self.folder / self.headers[name].file, "pt") as opened:
+            return opened.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __len__(self) -> int:
+        return len(self.headers)
 
 
 def check_folder(output: str | Path) -> None:
