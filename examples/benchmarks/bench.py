@@ -13,8 +13,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -268,60 +266,45 @@ def text_only(repeats: int) -> dict[str, dict]:
 
 
 def training(repeats: int) -> dict[str, dict]:
-    """A step with a frozen text model; each model in a process of its own for its peak memory."""
-    measured = {}
-    for _ in range(2):
-        for name in ("ours", "mllama"):
-            command = [sys.executable, __file__, "--training-step", name, "--repeats", str(max(3, repeats // 3))]
-            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            measured.setdefault(name, []).append(json.loads(output.splitlines()[-1]))
+    """A step with a frozen text model."""
+    sizes = {"heads": 8, "kv_heads": 4, "inner": 1024}
+    ours = hf_xattn.freeze_base(our_model(512, 8, [3, 7], **sizes))
+    theirs = MllamaWithFeatures(mllama_config(512, 10, [3, 8], **sizes))
+    theirs.requires_grad_(False)
+    for index in (3, 8):
+        layer = theirs.model.layers[index].requires_grad_(True)
+        for gate in (layer.cross_attn_attn_gate, layer.cross_attn_mlp_gate):
+            nn.init.ones_(gate)
+    ids, states = torch.randint(3, 1000, (2, 128), device=DEVICE), torch.randn(2, 1601, 512, device=DEVICE)
+
+    def step(model):
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, cross_attention_states=states, use_cache=False).loss.backward()
+
+    models = {"ours": ours.to(DEVICE).train(), "mllama": theirs.to(DEVICE).train()}
+    steps = {name: (lambda model=model: step(model)) for name, model in models.items()}
+    times = seconds(steps, 3 * repeats)
+    peaks = {}
+    for name, model in models.items():
+        model.zero_grad()
+        peaks[name] = _peak_of(steps[name])
     figures = {}
-    for unit, what in (("time", "time"), ("memory", "peak memory")):
-        best = {name: min(run[unit] for run in runs) for name, runs in measured.items()}
-        scale, suffix = (1e3, "ms") if unit == "time" else (2**-20, "MiB")
+    for what, measured, scale, unit in (("time", times, 1e3, "ms"), ("peak memory", peaks, 2**-20, "MiB")):
         figures[f"training step, frozen text model, {what}, over Mllama's"] = {
-            "value": best["ours"] / best["mllama"],
+            "value": measured["ours"] / measured["mllama"],
             "ceiling": 1.0,
-            "detail": f"{best['ours'] * scale:.0f} {suffix}, Mllama {best['mllama'] * scale:.0f} {suffix}",
+            "detail": f"{measured['ours'] * scale:.0f} {unit}, Mllama {measured['mllama'] * scale:.0f} {unit}",
         }
     return figures
 
 
-def training_step(name: str, repeats: int) -> dict[str, float]:
-    """Median time of a step, and the memory it takes beyond weights, on its peak."""
-    sizes = {"heads": 8, "kv_heads": 4, "inner": 1024}
-    if name == "ours":
-        model = hf_xattn.freeze_base(our_model(512, 8, [3, 7], **sizes))
-    else:
-        model = MllamaWithFeatures(mllama_config(512, 10, [3, 8], **sizes))
-        model.requires_grad_(False)
-        for index in (3, 8):
-            model.model.layers[index].requires_grad_(True)
-            for parameter in (
-                model.model.layers[index].cross_attn_attn_gate,
-                model.model.layers[index].cross_attn_mlp_gate,
-            ):
-                nn.init.ones_(parameter)
-    model = model.to(DEVICE).train()
-    ids, states = torch.randint(3, 1000, (2, 128), device=DEVICE), torch.randn(2, 1601, 512, device=DEVICE)
-
-    def step():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, cross_attention_states=states, use_cache=False).loss.backward()
-
-    step()
-    time_of_step = seconds({name: step}, repeats)[name]
-    model.zero_grad()
+def _peak_of(step: Callable[[], None]) -> int:
+    """Largest sum of live allocations of a run: beyond weights, and on a CPU from the profiler's own records."""
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
-        return {"time": time_of_step, "memory": torch.cuda.max_memory_allocated() - before}
-    return {"time": time_of_step, "memory": _peak_of(step)}
-
-
-def _peak_of(step: Callable[[], None]) -> int:
-    """Largest sum of live CPU allocations of a run, from the profiler's own records."""
+        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     live = peak = 0
@@ -390,12 +373,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    parser.add_argument("--training-step", choices=("ours", "mllama"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    if arguments.training_step:
-        print(json.dumps(training_step(arguments.training_step, arguments.repeats)))
-        return
     if arguments.quick:
         arguments.repeats, arguments.only = 3, ["attention", "growth"]
     figures: dict[str, dict] = {}
