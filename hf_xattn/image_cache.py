@@ -23,7 +23,7 @@ from .visibility import ImageTokens
 if TYPE_CHECKING:
     from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 
-FORMAT = "hf_xattn image cache 1"
+FORMAT = "hf_xattn image cache 2"
 # What of `ImageTokens` goes into a file; markers and per-text masks belong to a text, not to the images.
 TENSORS = ("image_of_token", "token_mask", "image_mask", "digest")
 

@@ -48,7 +48,8 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
     Args:
         language_model (`PreTrainedModel`): causal language model.
         size (`int`): number of tokens.
-        in_head (`bool`): the model may also write them, not only read them.
+        in_head (`bool`): the model may also write them, not only read them. Where the decoder ties its head to its
+            embedding, these rows are tied too.
 
     Raises:
         ValueError: where the embedding or the head is of an unusual kind.
@@ -66,3 +67,8 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
     if in_head:
         head.additional = nn.Linear(head.in_features, size, bias=head.bias is not None, **options)
         head.__class__ = extended_head_class(type(head))
+        if language_model.config.tie_word_embeddings:
+            names = {id(module): name for name, module in language_model.named_modules()}
+            tied = {f"{names[id(head.additional)]}.weight": f"{names[id(embedding.additional)]}.weight"}
+            language_model._tied_weights_keys = {**(language_model._tied_weights_keys or {}), **tied}
+            language_model.all_tied_weights_keys.update(tied)

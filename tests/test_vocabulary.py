@@ -57,6 +57,9 @@ def test_copies_and_files(name, in_head, tmp_path):
         assert torch.allclose(other(**batch).logits, expected, atol=1e-5)
         state = other.state_dict()
         assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+        if in_head:
+            tables = [other.get_input_embeddings().additional, other.get_output_embeddings().additional]
+            assert (tables[0].weight is tables[1].weight) == (name == "llama_tied")
 
 
 def test_half_precision():

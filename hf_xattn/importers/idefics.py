@@ -141,9 +141,7 @@ def recipe(config: IdeficsConfig) -> Recipe:
 
     def targets(name: str) -> list[Target] | None:
         if name in ADDITIONAL_ROWS:
-            # One table serves both ends where they are tied.
-            tied = config.tie_word_embeddings and "embed_tokens" in name
-            return [Target(new) for new in (ADDITIONAL_ROWS.values() if tied else [ADDITIONAL_ROWS[name]])]
+            return [Target(ADDITIONAL_ROWS[name])]
         layer = renamed(name, [(r"model\.gated_cross_attn_layers\.(\d+)\.(.+)", r"\1 \2")])
         if layer is not None:
             index, rest = layer.split(" ")
