@@ -252,13 +252,31 @@ def _load(arguments: argparse.Namespace):
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
+    from .processing_xattn import XAttnProcessor
+
     name = _checked_model(arguments.model)
     processor = AutoProcessor.from_pretrained(name)
     images = [Image.open(file).convert("RGB") for file in arguments.image or []]
     model = AutoModelForImageTextToText.from_pretrained(name, dtype=arguments.dtype).to(arguments.device).eval()
     if images and getattr(processor, "image_processor", None) is None:
         raise ValueError(f"{arguments.model} has no image processor, so `--image` cannot be read.")
+    if type(processor).__name__ == "IdeficsProcessor":  # it puts images where it likes, not where the prompt says
+        marker = processor.tokenizer.convert_ids_to_tokens(model.config.image_token_id)
+        processor = XAttnProcessor(processor.image_processor, processor.tokenizer, image_token=marker)
     return model, processor, images
+
+
+def _text_inputs(processor, prompt: str, num_images: int) -> dict:
+    """A prompt without images, or about images in a cache, as the processor makes it beside images."""
+    from PIL import Image
+
+    from .processing_xattn import XAttnProcessor
+
+    if isinstance(processor, XAttnProcessor) or not hasattr(processor, "image_processor"):
+        return getattr(processor, "tokenizer", processor)(prompt, return_tensors="pt")
+    blank = [Image.new("RGB", (32, 32))] * num_images
+    inputs = processor(text=prompt, images=blank or None, return_tensors="pt")
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -270,16 +288,19 @@ def _generate(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`--image-cache` ({arguments.image_cache}) is not a file.")
     model, processor, images = _load(arguments)
     tokenizer = getattr(processor, "tokenizer", processor)
-    inputs = (
-        processor(text=arguments.prompt, images=images or None, return_tensors="pt")
-        if images
-        else tokenizer(arguments.prompt, return_tensors="pt")
-    )
-    inputs = {name: value.to(model.device) for name, value in inputs.items() if name != "token_type_ids"}
+    cache = None
     if arguments.image_cache is not None:
         from .image_cache import load_image_cache
 
-        inputs["past_key_values"] = load_image_cache(arguments.image_cache, model)
+        cache = load_image_cache(arguments.image_cache, model)
+    if images:
+        inputs = processor(text=arguments.prompt, images=images, return_tensors="pt")
+    else:
+        num_images = 0 if cache is None else cache.cross_attention_cache.layers[0].images.num_images
+        inputs = _text_inputs(processor, arguments.prompt, num_images)
+    inputs = {name: value.to(model.device) for name, value in inputs.items() if name != "token_type_ids"}
+    if cache is not None:
+        inputs["past_key_values"] = cache
     prompt_length = inputs["input_ids"].shape[1]
     tokens = model.generate(
         **inputs, max_new_tokens=arguments.max_new_tokens, num_beams=arguments.num_beams, do_sample=False
@@ -292,9 +313,12 @@ def _encode(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`--output` ({arguments.output}) exists already.")
     model, processor, images = _load(arguments)
     from .image_cache import save_image_cache
+    from .processing_xattn import XAttnProcessor
 
-    pixel_values = processor(images=[images])["pixel_values"].to(model.device)
-    cache = model.encode_images(pixel_values=pixel_values)
+    if not isinstance(processor, XAttnProcessor):  # a processor that makes other inputs of images without a text
+        processor = XAttnProcessor(processor.image_processor, processor.tokenizer)
+    inputs = processor(images=[images])
+    cache = model.encode_images(**{name: value.to(model.device) for name, value in inputs.items()})
     save_image_cache(cache, arguments.output, model)
     print(f"{len(images)} image(s), {arguments.output.stat().st_size:,} bytes: {arguments.output}")
 

@@ -116,6 +116,8 @@ class XAttnProcessor(ProcessorMixin):
         # One list an image: a tiled image processor then gives each a row of tiles.
         tiled = hasattr(self.image_processor, "max_image_tiles")
         made = self.image_processor([[image] for image in flat] if tiled else flat, return_tensors="pt")
+        if isinstance(made, torch.Tensor):  # Idefics' image processor
+            made = {"pixel_values": made}
         pixels = made["pixel_values"]
         if not isinstance(pixels, torch.Tensor) or pixels.dim() != (6 if tiled else 4):
             raise ValueError(

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_importers_idefics
+import test_importers_mllama
 import torch
 from test_importers_blocks import flamingo_block_state, kempner_block_state
 from test_importers_mllama import make_mllama
@@ -60,6 +62,33 @@ def test_import_and_export(tmp_path, capsys):
     assert (tmp_path / "back" / "model.safetensors").is_file()
     status, _, error = run(capsys, "import", tmp_path / "ours", "--output", tmp_path / "again")
     assert status == 2 and "'xattn' model, which cannot be imported" in error
+
+
+@pytest.mark.parametrize("family", [test_importers_mllama, test_importers_idefics], ids=["mllama", "idefics"])
+def test_imported_models_answer(family, tmp_path, capsys):
+    """An imported model whose own processor the commands do not understand, or that reads a prompt about cached images in
+    another way."""
+    make = family.make_mllama if family is test_importers_mllama else family.make_idefics
+    make().save_pretrained(tmp_path / "theirs")
+    family.make_processor().save_pretrained(tmp_path / "theirs")
+    assert run(capsys, "import", tmp_path / "theirs", "--output", tmp_path / "ours")[0] == 0
+    images, marker = [], "<|image|>" if family is test_importers_mllama else "<image>"
+    for index in range(2):
+        test_importers_mllama.picture(60, 28, index).save(tmp_path / f"{index}.png")
+        images += ["--image", tmp_path / f"{index}.png"]
+    question = ["--prompt", f"{marker} w1 {marker} w2 w3", "--max-new-tokens", "6"]
+    status, direct, error = run(capsys, "generate", tmp_path / "ours", *images, *question)
+    assert status == 0 and direct.strip(), error
+    status, _, error = run(capsys, "encode", tmp_path / "ours", *images, "--output", tmp_path / "images.safetensors")
+    assert status == 0, error
+    status, cached, error = run(
+        capsys, "generate", tmp_path / "ours", "--image-cache", tmp_path / "images.safetensors", *question
+    )
+    assert status == 0 and cached == direct, error
+    status, alone, error = run(capsys, "generate", tmp_path / "ours", "--prompt", "w1 w2", "--max-new-tokens", "6")
+    assert status == 0 and alone.strip(), error
+    status, _, error = run(capsys, "generate", tmp_path / "ours", *images, "--prompt", f"{marker} w1")
+    assert status == 2 and "2 images" in error
 
 
 def test_import_does_not_load_the_model(tmp_path, capsys, monkeypatch):

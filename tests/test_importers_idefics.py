@@ -3,7 +3,15 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, IdeficsConfig, IdeficsForVisionText2Text
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
+    IdeficsProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.idefics.image_processing_pil_idefics import IdeficsImageProcessorPil
 from transformers.models.idefics.modeling_idefics import IdeficsGatedCrossAttentionLayer
 
 from hf_xattn.importers import export_checkpoint, import_checkpoint
@@ -61,6 +69,18 @@ def make_idefics(dtype=torch.float32, **changes):
             else:
                 parameter.copy_(noise if "alpha" in name else noise * 0.2)
     return model
+
+
+def make_processor():
+    markers = ["<fake_token_around_image>", "<image>"]
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(VOCAB - 4)), *markers]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.add_special_tokens({"additional_special_tokens": markers})
+    return IdeficsProcessor(IdeficsImageProcessorPil(image_size=16), fast)
 
 
 def make_inputs(marked=True):

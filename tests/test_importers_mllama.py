@@ -26,6 +26,8 @@ from transformers.models.mllama.modeling_mllama import MllamaCrossAttentionDecod
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
 from hf_xattn.importers import export_checkpoint, import_checkpoint
+from hf_xattn.importers.mllama import recipe
+from hf_xattn.inspection import describe
 
 
 VOCAB, MARKER = 96, 96
@@ -390,6 +392,24 @@ def test_block_after_the_last_layer(tmp_path):
     export_checkpoint(ours, tmp_path / "back")
     back = MllamaForConditionalGeneration.from_pretrained(tmp_path / "back").state_dict()
     assert all(torch.equal(back[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_published_sizes():
+    """Llama-3.2-11B-Vision: a block in front of the wrong layer, or a decoder that is not Llama-3.1-8B's."""
+    rope = {**TEXT["rope_parameters"], "original_max_position_embeddings": 8192}
+    cross = [3, 8, 13, 18, 23, 28, 33, 38]
+    text = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 40}
+    text |= {"num_key_value_heads": 8, "vocab_size": 128256, "cross_attention_layers": cross, "rope_parameters": rope}
+    vision = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_global_layers": 8}
+    vision |= {"attention_heads": 16, "image_size": 448, "vision_output_dim": 7680}
+    config = recipe(MllamaConfig(text_config=text, vision_config=vision, image_token_index=128256)).config
+    assert config.cross_attention_layers == [3, 7, 11, 15, 19, 23, 27, 31]
+    with torch.device("meta"):
+        model = XAttnForConditionalGeneration._from_config(config)
+    figures = describe(model)
+    assert figures["text decoder"] == f"llama, {8_030_261_248 + 8 * 4096:,} parameters"
+    assert figures["tokens an image"] == f"{4 * (32 * 32 + 1):,}"
+    assert figures["K/V bytes an image"] == f"{2 * 8 * 8 * 128 * 4 * 4100:,}"
 
 
 def test_only_what_came_from_mllama_goes_back(tmp_path):
