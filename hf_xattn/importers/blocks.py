@@ -54,7 +54,9 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{file} holds no state dict that can be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{file} holds no state dict: it is truncated, no file of `torch.save`, or holds more than tensors and plain values."
+        ) from error
     while isinstance(state, dict):
         inner = next((state[key] for key in ("model_state_dict", "state_dict", "model") if key in state), None)
         if inner is None:
