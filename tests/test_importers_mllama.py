@@ -451,7 +451,7 @@ print(peak() - before)
 """
     command = [sys.executable, "-c", script, tmp_path / "theirs", tmp_path / "ours"]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
-    assert int(result.stdout.split()[-1]) < 150e6, result.stdout
+    assert int(result.stdout.split()[-1]) < 100e6, result.stdout
 
 
 def test_interrupted_import_leaves_nothing(tmp_path, monkeypatch):

@@ -23,26 +23,9 @@ from typing import Any
 from transformers import CLIPVisionConfig, IdeficsConfig, LlamaConfig
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
-from .recipe import Recipe, Target, renamed
+from .recipe import LLAMA_FIELDS, Recipe, Target, renamed
 
 
-TEXT_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "hidden_act",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "intermediate_size",
-    "rope_parameters",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "initializer_range",
-    "use_cache",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
 VISION_FIELDS = (
     "image_size",
     "intermediate_size",
@@ -93,7 +76,7 @@ ADDITIONAL_ROWS = {
 def recipe(config: IdeficsConfig) -> Recipe:
     """How an Idefics checkpoint is brought over."""
     vision, resampler = config.vision_config, config.perceiver_config
-    fields: dict[str, Any] = {name: getattr(config, name) for name in TEXT_FIELDS}
+    fields: dict[str, Any] = {name: getattr(config, name) for name in (*LLAMA_FIELDS, "num_hidden_layers")}
     head_dim = config.hidden_size // config.num_attention_heads
     perceiver = None
     if config.use_resampler:

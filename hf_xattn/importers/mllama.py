@@ -25,29 +25,10 @@ from transformers import LlamaConfig, MllamaConfig
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
-from .recipe import Recipe, Target, block_name, renamed
+from .recipe import LLAMA_FIELDS, Recipe, Target, block_name, renamed
 
 
 ADDITIONAL_TOKENS = 8  # fixed in transformers' model
-
-# What a Llama's configuration takes over as it is.
-TEXT_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "hidden_act",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "rope_parameters",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "initializer_range",
-    "use_cache",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
 
 BLOCK_RULES = [
     (r"cross_attn\.((?:q|k|v|o)_proj|(?:q|k)_norm)\.weight", r"attn.\1.weight"),
@@ -91,7 +72,7 @@ def recipe(config: MllamaConfig) -> Recipe:
     text, vision = config.text_config, config.vision_config
     where = places(text)
     cross = set(text.cross_attention_layers)
-    fields: dict[str, Any] = {name: getattr(text, name) for name in TEXT_FIELDS}
+    fields: dict[str, Any] = {name: getattr(text, name) for name in (*LLAMA_FIELDS, "num_key_value_heads")}
     num_layers = text.num_hidden_layers - len(cross)
     fields["head_dim"] = text.hidden_size // text.num_attention_heads
     target = XAttnConfig(

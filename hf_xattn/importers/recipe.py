@@ -13,6 +13,25 @@ from ..configuration_xattn import XAttnConfig
 from ..insertion import BLOCKS
 
 
+# What the configuration of a decoder that is a Llama takes over as it is.
+LLAMA_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "hidden_act",
+    "num_attention_heads",
+    "intermediate_size",
+    "rope_parameters",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "initializer_range",
+    "use_cache",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
 class Target(NamedTuple):
     """Where a tensor of the source goes.
 
@@ -60,5 +79,5 @@ def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def take(tensor: torch.Tensor, target: Target, shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a source tensor that a target gets, in the target's shape; a tensor of its own."""
-    return tensor[target.rows].reshape(shape).clone(memory_format=torch.contiguous_format)
+    """The part of a source tensor that a target gets, in the target's shape; not copied where that can be."""
+    return tensor[target.rows].reshape(shape)
