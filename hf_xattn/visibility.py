@@ -240,10 +240,12 @@ class ImageTokens:
         elif past.shape[0] != markers.shape[0]:
             past = past.repeat_interleave(markers.shape[0] // past.shape[0], dim=0)
         counts = markers.cumsum(dim=-1) + past[:, :1]
-        follows = torch.cat([past[:, 2:] > 0, markers[:, :-1]], dim=-1)
-        starts = torch.where(markers & ~follows & (counts <= total), counts - 1, past[:, 1:2])
+        counted = markers & (counts <= total)  # one too many, as a model may write, must not take a later image's place
+        follows = torch.cat([past[:, 2:] > 0, counted[:, :-1]], dim=-1)
+        starts = torch.where(counted & ~follows, counts - 1, past[:, 1:2])
         before_group = starts.cummax(dim=-1).values
-        self.markers_seen = torch.stack([counts[:, -1], before_group[:, -1], markers[:, -1].long()], dim=-1)
+        counts = torch.minimum(counts, total)
+        self.markers_seen = torch.stack([counts[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1)
         return counts, before_group
 
     def sees(

@@ -141,6 +141,19 @@ def test_latest_group_with_too_many_markers():
     assert seen[1].int().tolist() == [[0, 0, 0, 0]] + [[1, 1, 0, 0]] * 4
 
 
+@pytest.mark.parametrize("mode", ["previous", "latest", "latest_group"])
+def test_a_marker_too_many_takes_no_later_image(mode):
+    """Rules out a chat in which the model wrote a marker, and text in front of the next image's marker sees that image."""
+    first = ImageTokens(1, torch.tensor([0]))
+    first.sees(mode, booleans([[1, 0]]), None)
+    first.sees(mode, booleans([[0]]), None)
+    first.sees(mode, booleans([[1]]), None)  # written by the model
+    both = first.append(ImageTokens(1, torch.tensor([0])))
+    seen = both.sees(mode, booleans([[0, 1, 0]]) if mode != "latest_group" else booleans([[1, 0, 0]]), None)
+    after = [1, 1] if mode == "previous" else [0, 1]
+    assert seen.int().tolist() == ([[[1, 0], after, after]] if mode != "latest_group" else [[after] * 3])
+
+
 def test_sees_after_the_batch_was_repeated():
     """Rules out beams that start after the prompt and lose its marker count or its padding."""
     images = tokens(token_mask=booleans([[1, 1, 1, 0], [1, 1, 1, 1]]))
