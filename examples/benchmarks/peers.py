@@ -8,6 +8,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     IdeficsConfig,
+    IdeficsForVisionText2Text,
     LlamaConfig,
     MllamaForCausalLM,
     PreTrainedModel,
@@ -66,6 +67,30 @@ def idefics_attention(hidden: int, heads: int) -> IdeficsAttention:
     attention = IdeficsAttention(hidden, heads, is_cross_attention=True, config=config, layer_idx=0)
     attention.is_causal = False
     return attention
+
+
+@torch.no_grad()
+def idefics_model() -> IdeficsForVisionText2Text:
+    """Idefics with 8 layers and 2 gated ones, whose gates are open."""
+    torch.manual_seed(0)
+    config = IdeficsConfig(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        intermediate_size=1024,
+        cross_layer_interval=4,
+        additional_vocab_size=2,
+        vocab_size=VOCABULARY,
+        vision_config={"embed_dim": 512, "num_hidden_layers": 1, "num_attention_heads": 8},
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = IdeficsForVisionText2Text(config)
+    for name, parameter in model.named_parameters():
+        if "alpha" in name:
+            nn.init.constant_(parameter, 0.5)
+    return model
 
 
 class MllamaWithFeatures(MllamaForCausalLM):
