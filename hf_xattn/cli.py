@@ -152,8 +152,17 @@ def _save_processor(arguments: argparse.Namespace, **hub) -> None:
             image_processor = AutoImageProcessor.from_pretrained(arguments.vision, **hub)
         except (OSError, ValueError):
             print(f"Processor saved without images: {arguments.vision} has no image processor.")
-    processor = tokenizer if image_processor is None else XAttnProcessor(image_processor, tokenizer)
-    processor.save_pretrained(arguments.output)
+    if image_processor is None:
+        tokenizer.save_pretrained(arguments.output)
+        return
+    marker = getattr(arguments, "image_token_id", None)
+    token = None if marker is None or marker >= len(tokenizer) else tokenizer.convert_ids_to_tokens(marker)
+    if marker is not None and token is None:
+        print(
+            f"The tokenizer of {arguments.text} has no token {marker}: add OpenFlamingo's (<|endofchunk|>, <image>) to the one "
+            f"in {arguments.output} before you use it."
+        )
+    XAttnProcessor(image_processor, tokenizer, image_token=token).save_pretrained(arguments.output)
 
 
 def _import(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ import pytest
 import test_importers_idefics
 import test_importers_mllama
 import torch
-from test_importers_blocks import flamingo_block_state, kempner_block_state
+from conftest import make_text
+from test_importers_blocks import clip, flamingo_block_state, flamingo_checkpoint, kempner_block_state
 from test_importers_mllama import make_mllama
 from transformers import (
     AutoModelForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.architectures import markdown_table
@@ -132,6 +134,23 @@ def test_import_of_a_state_dict(kind, folder, tmp_path, capsys):
     (tmp_path / "blocks.pt").write_bytes(b"no state dict")
     status, _, error = run(capsys, "import", tmp_path / "blocks.pt", "--output", tmp_path / "again", *needed)
     assert status == 2 and "holds no state dict" in error and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("marker", [97, 98])
+def test_processor_of_a_state_dict(marker, tmp_path, capsys):
+    """A model that follows markers, with a processor that knows none, and nobody says so."""
+    make_text().save_pretrained(tmp_path / "text")
+    test_importers_idefics.make_processor().tokenizer.save_pretrained(tmp_path / "text")  # <image> is token 97
+    clip().save_pretrained(tmp_path / "clip")
+    CLIPImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "clip")
+    torch.save(flamingo_checkpoint(), tmp_path / "checkpoint.pt")
+    command = ["import", tmp_path / "checkpoint.pt", "--text", tmp_path / "text", "--vision", tmp_path / "clip"]
+    options = ["--image-token-id", marker, "--head-dim", 8, "--output", tmp_path / "ours"]
+    status, out, error = run(capsys, *command, *options)
+    assert status == 0, error
+    processor = AutoProcessor.from_pretrained(tmp_path / "ours")
+    assert processor.image_token == ("<image>" if marker == 97 else None)
+    assert ("has no token 98" in out) == (marker == 98)
 
 
 def test_inspect_architectures(capsys):
