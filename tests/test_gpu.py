@@ -1,0 +1,56 @@
+"""What only a CUDA device can show. Skipped elsewhere."""
+
+import pytest
+import torch
+from conftest import make_model, pixels, token_ids
+
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static", "static", "dynamic"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_caches_give_the_same_tokens(name, cache):
+    """Keys and values of images that stay on the host, or are lost on the way back from it."""
+    model = make_model(name).to("cuda")
+    ids, images = token_ids().to("cuda"), pixels(2, 2).to("cuda")
+    expected = model.generate(ids, pixel_values=images, use_cache=False, **OPTIONS)
+    for _ in range(2):
+        tokens = model.generate(ids, pixel_values=images, cache_implementation=cache, **OPTIONS)
+        assert torch.equal(tokens, expected)
+    image_cache = model.encode_images(pixel_values=images)
+    tokens = model.generate(ids, past_key_values=image_cache, cache_implementation=cache, **OPTIONS)
+    assert torch.equal(tokens, expected)
+    beams = model.generate(ids, pixel_values=images, num_beams=3, **OPTIONS)
+    assert torch.equal(model.generate(ids, past_key_values=image_cache, num_beams=3, **OPTIONS), beams)
+
+
+def test_cuda_graphs():
+    """Addresses that change between steps: a graph would read another image's keys."""
+    model = make_model().to("cuda")
+    for seed in range(3):
+        ids, images = token_ids(seed=seed).to("cuda"), pixels(2, seed=seed).to("cuda")
+        expected = model.generate(ids, pixel_values=images, use_cache=False, **OPTIONS)
+        # With a static cache `generate` compiles the decode step in mode "reduce-overhead", which records CUDA graphs.
+        assert torch.equal(model.generate(ids, pixel_values=images, cache_implementation="static", **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_equal_eager(implementation, dtype):
+    """A CUDA kernel that reads the folded layout or its mask in another way."""
+    block = {"head_dim": 16, "num_key_value_heads": 2}
+    model = make_model(dtype=dtype, image_visibility="latest", image_token_id=5, cross_attention_config=block).to(
+        "cuda"
+    )
+    ids, images = token_ids(2, 9).to("cuda"), pixels(2, 2).to("cuda")
+    ids[:, [1, 5]] = 5
+    model.set_attn_implementation("eager")
+    expected = model(ids, pixel_values=images).logits.float()
+    for each in model.blocks:
+        each.set_attn_implementation(implementation)
+        assert each.attn.config._attn_implementation == implementation
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    assert torch.allclose(model(ids, pixel_values=images).logits.float(), expected, atol=tolerance)
