@@ -213,7 +213,8 @@ class GatedCrossAttention(nn.Module):
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
 
         Returns:
-            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`.
+            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`; with `qk_norm`, keys without the
+            weight of their norm, which acts on the queries (see [`CrossAttentionKeyNorm`]).
         """
         states = (
             cross_attention_states.to(self.k_proj.weight.dtype)

@@ -131,11 +131,11 @@ def _retrofit(arguments: argparse.Namespace) -> None:
     )
     print(f"Saving to {output}", flush=True)
     model.save_pretrained(output, max_shard_size=arguments.max_shard_size)
-    _save_processor(arguments, **hub)
+    _save_processor(arguments, output, **hub)
     _print_report(model)
 
 
-def _save_processor(arguments: argparse.Namespace, **hub) -> None:
+def _save_processor(arguments: argparse.Namespace, folder: Path, **hub) -> None:
     """The tokenizer of TEXT and the image processor of V, as far as there are any."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -153,7 +153,7 @@ def _save_processor(arguments: argparse.Namespace, **hub) -> None:
         except (OSError, ValueError):
             print(f"Processor saved without images: {arguments.vision} has no image processor.")
     if image_processor is None:
-        tokenizer.save_pretrained(arguments.output)
+        tokenizer.save_pretrained(folder)
         return
     marker = getattr(arguments, "image_token_id", None)
     token = None if marker is None or marker >= len(tokenizer) else tokenizer.convert_ids_to_tokens(marker)
@@ -162,7 +162,7 @@ def _save_processor(arguments: argparse.Namespace, **hub) -> None:
             f"The tokenizer of {arguments.text} has no token {marker}: add OpenFlamingo's (<|endofchunk|>, <image>) to the one "
             f"in {arguments.output} before you use it."
         )
-    XAttnProcessor(image_processor, tokenizer, image_token=token).save_pretrained(arguments.output)
+    XAttnProcessor(image_processor, tokenizer, image_token=token).save_pretrained(folder)
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -184,6 +184,7 @@ def _import_state_dict(arguments: argparse.Namespace) -> None:
     from .importers.blocks import read_state_dict
     from .importers.kempnerforge import import_kempnerforge
     from .importers.open_flamingo import import_open_flamingo
+    from .importers.streaming import whole_folder
     from .retrofit import load_text, load_vision
 
     state = read_state_dict(arguments.source)
@@ -200,8 +201,9 @@ def _import_state_dict(arguments: argparse.Namespace) -> None:
         model = import_open_flamingo(state, text, vision, **options)
     else:
         model = import_kempnerforge(state, text, num_attention_heads=arguments.heads, every=arguments.every)
-    model.save_pretrained(arguments.output)
-    _save_processor(arguments)
+    with whole_folder(arguments.output) as folder:
+        model.save_pretrained(folder)
+        _save_processor(arguments, folder)
     _print_report(model)
 
 

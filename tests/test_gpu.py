@@ -5,7 +5,9 @@ import torch
 from conftest import make_model, pixels, token_ids
 
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="offloaded caches and CUDA graphs need CUDA streams"
+)
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 

@@ -224,11 +224,21 @@ def test_wrong_open_flamingo_checkpoints():
         ({"perceiver.latents": torch.zeros(3, VISION)}, "not an OpenFlamingo checkpoint"),
         ({key: value for key, value in good.items() if key != "perceiver.latents"}, "holds no latents"),
     ]
+    text = make_text()
+    before = {name: tensor.clone() for name, tensor in text.state_dict().items()}
     for state, message in cases:
         with pytest.raises(ValueError, match=message):
-            import_open_flamingo(state, make_text(), clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
-    with pytest.raises(ValueError, match="do not make the 16 query"):
-        import_open_flamingo(good, make_text(), clip(), image_token_id=MARKER, head_dim=7)
+            import_open_flamingo(state, text, clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
+    for head_dim, message in ((7, "do not make the 16 query"), (0, "`head_dim` must be at least 1, got 0")):
+        with pytest.raises(ValueError, match=message):
+            import_open_flamingo(good, text, clip(), image_token_id=MARKER, head_dim=head_dim)
+    assert_untouched(text, before)
+
+
+def assert_untouched(text, before):
+    after = text.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert type(text.model.layers[0]).__name__ == "LlamaDecoderLayer" and text.config.vocab_size == VOCAB_SIZE
 
 
 def kempner_block_state(seed=0, hidden_act="silu", kv_heads=1, hidden=HIDDEN):
@@ -324,6 +334,8 @@ def test_wrong_kempnerforge_checkpoints():
     """Blocks of another model, put somewhere."""
     good = {f"cross_attention_layers.0.{name}": tensor for name, tensor in kempner_block_state(0).items()}
     options = {"num_attention_heads": HEADS, "every": 4}
+    text = make_text()
+    before = {name: tensor.clone() for name, tensor in text.state_dict().items()}
     for state, changes, message in (
         ({}, {}, "holds no cross_attention_layers"),
         (good, {"every": 2}, r"blocks \[0\], but 4 layers with `every=2` have 2"),
@@ -334,4 +346,5 @@ def test_wrong_kempnerforge_checkpoints():
         (good | {"cross_attention_layers.0.attn.bias": torch.zeros(1)}, {}, "nothing is called .*attn.bias"),
     ):
         with pytest.raises(ValueError, match=message):
-            import_kempnerforge(state, make_text(), **options | changes)
+            import_kempnerforge(state, text, **options | changes)
+    assert_untouched(text, before)

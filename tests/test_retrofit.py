@@ -228,7 +228,9 @@ print(json.dumps({"peak": peak - before, "size": size}))
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the memory of a process is in /proc/self/status, which only Linux has"
+)
 def test_peak_memory(tmp_path):
     """A second copy of the weights while loading."""
     sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 8192}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..configuration_xattn import CrossAttentionConfig
+from ..block import GatedCrossAttentionBlock
+from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
+from ..connector import XAttnConnector
 from ..insertion import find_decoder
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .recipe import fits
+from .recipe import block_name, fits
 
 
 def shape_of(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...]:
@@ -67,15 +70,15 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def language_weights(text: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a state dict holds of a language model, whose vocabulary grows to the size of the embeddings in it.
+def language_weights(
+    text: PreTrainedModel, state: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], PreTrainedConfig]:
+    """What a state dict holds of a language model, and the model's configuration with a vocabulary of the size of the
+    embeddings in it. The model itself stays as it is.
 
     Args:
         text (`PreTrainedModel`): the language model.
         state (`dict[str, torch.Tensor]`): some of its weights.
-
-    Returns:
-        `dict[str, torch.Tensor]`: those that it has as parameters.
 
     Raises:
         ValueError: for names that the model does not have, or shapes that differ in more than the vocabulary.
@@ -99,36 +102,53 @@ def language_weights(text: PreTrainedModel, state: dict[str, torch.Tensor]) -> d
         taken[name] = tensor
     if len(sizes) > 1:
         raise ValueError(f"`state_dict` holds embeddings and a head of {sorted(sizes)} tokens, one size is expected.")
-    if sizes and sizes != {text.get_input_embeddings().weight.shape[0]}:
-        text.resize_token_embeddings(sizes.pop(), mean_resizing=False)
-    return taken
+    config = copy.deepcopy(text.config)
+    if sizes:
+        config.vocab_size = sizes.pop()
+    return taken, config
 
 
-def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tensor], prefixes: tuple[str, ...]) -> None:
-    """Puts tensors into a model, all or none.
+def check_parts(config: XAttnConfig, layers: str, num_layers: int, parts: dict[str, torch.Tensor]) -> None:
+    """Checks that a state dict gives all blocks and, with a tower, the connector. Builds nothing but shapes.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): changed in place.
+        config ([`XAttnConfig`]): of the model that is to be built.
+        layers (`str`), num_layers (`int`): name and length of the decoder's stack, from [`stack_of`].
         parts (`dict[str, torch.Tensor]`): by name in the model.
-        prefixes (`tuple[str, ...]`): parts of names; everything in the model that has one of them must be there.
 
     Raises:
-        ValueError: for missing, unknown or misshapen tensors, before anything is changed.
+        ValueError: for missing, unknown or misshapen tensors.
     """
-    own = dict(model.named_parameters())
-    if unknown := sorted(set(parts) - set(own)):
+    with torch.device("meta"):
+        block = GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=0)
+        connector = None if config.vision_config is None else XAttnConnector(config)
+    modules = {
+        block_name(f"model.text_model.{layers}", place, num_layers): block for place in config.cross_attention_layers
+    }
+    if connector is not None:
+        modules["model.connector"] = connector
+    expected = {
+        f"{prefix}.{name}": tuple(parameter.shape)
+        for prefix, module in modules.items()
+        for name, parameter in module.named_parameters()
+    }
+    if unknown := sorted(parts.keys() - expected.keys()):
         raise ValueError(f"`state_dict` holds more than the model takes: nothing is called {unknown[0]}.")
-    expected = {name for name in own if any(prefix in name for prefix in prefixes)}
-    if missing := sorted(expected - set(parts)):
+    if missing := sorted(expected.keys() - parts.keys()):
         raise ValueError(f"`state_dict` is not complete: nothing becomes {missing[0]} ({len(missing)} missing).")
     for name, tensor in parts.items():
-        if not fits(tuple(tensor.shape), tuple(own[name].shape)):
+        if not fits(tuple(tensor.shape), expected[name]):
             raise ValueError(
-                f"`state_dict`: what becomes {name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}."
+                f"`state_dict`: what becomes {name} has shape {tuple(tensor.shape)}, expected {expected[name]}."
             )
-    with torch.no_grad():
-        for name, tensor in parts.items():
-            own[name].copy_(tensor.reshape(own[name].shape))
+
+
+@torch.no_grad()
+def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tensor]) -> None:
+    """Puts tensors, by their names in the model, into it; shapes may differ by axes of size 1."""
+    own = dict(model.named_parameters())
+    for name, tensor in parts.items():
+        own[name].copy_(tensor.reshape(own[name].shape))
 
 
 def block_options(state: dict[str, torch.Tensor], names: dict[str, str], num_heads: int, head_dim: int, **options: Any):

@@ -16,7 +16,16 @@ from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
 from . import idefics, mllama
 from .recipe import Recipe, fits, take
-from .streaming import FolderTensors, FolderWriter, Header, check_folder, copy_side_files, read_headers, read_tensors
+from .streaming import (
+    FolderTensors,
+    FolderWriter,
+    Header,
+    check_folder,
+    copy_side_files,
+    read_headers,
+    read_tensors,
+    whole_folder,
+)
 
 
 # By `model_type` of the source.
@@ -44,15 +53,17 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
     recipe = _recipe(AutoConfig.from_pretrained(folder))
     headers = read_headers(folder)
     plan = _plan(recipe, headers)
-    with FolderWriter(output) as writer:
+    with whole_folder(output) as target_folder:
+        writer = FolderWriter(target_folder)
         for file, tensors in read_tensors(folder, headers):
             parts = {
                 target.name: take(tensor, target, shape) for name, tensor in tensors for target, shape in plan[name]
             }
             writer.write(file, parts)
+        writer.finish()
         recipe.config.architectures = [XAttnForConditionalGeneration.__name__]
-        recipe.config.save_pretrained(writer.folder)
-        copy_side_files(folder, writer.folder)
+        recipe.config.save_pretrained(target_folder)
+        copy_side_files(folder, target_folder)
 
 
 def import_checkpoint(
@@ -76,7 +87,8 @@ def import_checkpoint(
             check_folder(output)
         model = _import_model(source)
         if output is not None:
-            model.save_pretrained(output)
+            with whole_folder(output) as target_folder:
+                model.save_pretrained(target_folder)
         return model
     if output is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +132,8 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     expected = _shapes(_skeleton_of_source(config))
     for name, shape in expected.items():
         _check_parts(name, shape, [target.name for target in recipe.targets(name) or []], shapes)
-    with FolderWriter(output) as writer:
+    with whole_folder(output) as target_folder:
+        writer = FolderWriter(target_folder)
         for number, names in enumerate(_shards(expected, dtype), start=1):
             tensors = {}
             for name in names:
@@ -128,11 +141,12 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
                 tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
                 tensors[mllama.original_name(name)] = tensor.reshape(expected[name]).to(dtype).contiguous()
             writer.write(f"model-{number:05d}.safetensors", tensors)
-        config.save_pretrained(writer.folder)
+        writer.finish()
+        config.save_pretrained(target_folder)
         if folder is not None:
-            copy_side_files(folder, writer.folder)
+            copy_side_files(folder, target_folder)
         elif source.generation_config is not None:
-            source.generation_config.save_pretrained(writer.folder)
+            source.generation_config.save_pretrained(target_folder)
 
 
 def _check_parts(name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]]) -> None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, load_parts, shape_of, stack_of, unwrapped
+from .blocks import block_options, check_parts, load_parts, shape_of, stack_of, unwrapped
 from .recipe import block_name
 
 
@@ -50,7 +50,7 @@ def import_kempnerforge(
         hidden_act, norm_type, norm_eps: of its configuration (`activation`, `norm_type`).
 
     Raises:
-        ValueError: for missing or misshapen tensors, or blocks that the decoder has no place for, before anything is built.
+        ValueError: for missing or misshapen tensors, or blocks that the decoder has no place for, before `text` is changed.
     """
     for option, value in (("num_attention_heads", num_attention_heads), ("every", every)):
         if value < 1:
@@ -79,8 +79,9 @@ def import_kempnerforge(
     for index, block in blocks.items():
         place = block_name(f"model.text_model.{layers_name}", (index + 1) * every, num_layers)
         parts |= {f"{place}.{name}": tensor for name, tensor in block.items()}
+    check_parts(config, layers_name, num_layers, parts)
     model = XAttnForConditionalGeneration(config, text_model=text)
-    load_parts(model, parts, ("cross_attention_block",))
+    load_parts(model, parts)
     return model.train(text.training)
 
 

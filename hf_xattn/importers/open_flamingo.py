@@ -33,8 +33,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
+from ..insertion import check_insertable
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, language_weights, load_parts, shape_of, stack_of, unwrapped
+from .blocks import block_options, check_parts, language_weights, load_parts, shape_of, stack_of, unwrapped
 from .recipe import block_name, renamed
 
 
@@ -84,14 +85,16 @@ def import_open_flamingo(
         head_dim (`int`, defaults to 64): width of a head, in blocks and resampler.
 
     Raises:
-        ValueError: for unknown, missing or misshapen tensors.
+        ValueError: for unknown, missing or misshapen tensors, before `text` is changed.
     """
+    if head_dim < 1:
+        raise ValueError(f"`head_dim` must be at least 1, got {head_dim}.")
     blocks, perceiver, language = _split(state_dict)
     block_config, _ = open_flamingo_block(blocks[min(blocks)], head_dim)
     connector = {} if vision is None else _connector(perceiver, head_dim)
-    language = language_weights(text, language)
+    language, text_config = language_weights(text, language)
     config = XAttnConfig(
-        text_config=text.config,
+        text_config=text_config,
         vision_config=None if vision is None else vision.config,
         cross_attention_config=block_config,
         cross_attention_layers=sorted(blocks),
@@ -100,7 +103,7 @@ def import_open_flamingo(
         **connector,
     )
     layers_name, num_layers = stack_of(text)
-    parts = {f"model.text_model.{name}": tensor for name, tensor in language.items()}
+    parts: dict[str, torch.Tensor] = {}
     for index, block in blocks.items():
         place = block_name(f"model.text_model.{layers_name}", index, num_layers)
         parts |= {f"{place}.{name}": tensor for name, tensor in open_flamingo_block(block, head_dim)[1].items()}
@@ -109,8 +112,13 @@ def import_open_flamingo(
         parts |= _renamed(
             perceiver, PERCEIVER_RULES, place, r"layers\.(\d+)\.0\.to_kv\.weight", r"layers.\1.attn.{}_proj.weight"
         )
+    check_parts(config, layers_name, num_layers, parts)
+    check_insertable(text)
+    if text_config.vocab_size != text.config.vocab_size:
+        text.resize_token_embeddings(text_config.vocab_size, mean_resizing=False)
+    config.text_config = text.config
     model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=vision)
-    load_parts(model, parts, ("cross_attention_block", "connector."))
+    load_parts(model, parts | {f"model.text_model.{name}": tensor for name, tensor in language.items()})
     return model.train(text.training)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -33,8 +34,13 @@ def read_headers(folder: Path) -> dict[str, Header]:
         ValueError: where a file is missing or truncated, or a tensor is not where the index says.
     """
     if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text())["weight_map"]
+        try:
+            index = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"`source` ({folder}): {INDEX} is damaged, it holds no `weight_map`.") from error
         files = sorted(set(index.values()))
+        if strange := [file for file in files if Path(file).name != file]:
+            raise ValueError(f"`source` ({folder}): {INDEX} names {strange[0]!r}, which is no file in the folder.")
     else:
         index, files = {}, sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
@@ -93,17 +99,29 @@ def check_folder(output: str | Path) -> None:
         raise ValueError(f"`output` ({output}): its parent folder does not exist.")
 
 
-class FolderWriter:
-    """Writes into a hidden folder beside `output`, which takes its name at the end; after an error nothing is left."""
+@contextlib.contextmanager
+def whole_folder(output: str | Path) -> Iterator[Path]:
+    """A hidden folder beside `output`, which takes its name at the end; after an error nothing is left."""
+    output = Path(output).absolute()
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        if output.exists():
+            output.rmdir()
+        folder.rename(output)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
-    def __init__(self, output: str | Path):
-        self.output = Path(output).absolute()
+
+class FolderWriter:
+    """Writes files of weights into a folder, and at the end their index."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.files: dict[str, list[str]] = {}
         self.size = 0
-
-    def __enter__(self) -> FolderWriter:
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.output.name}-", dir=self.output.parent))
-        return self
 
     def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
         """One file of weights."""
@@ -111,20 +129,14 @@ class FolderWriter:
         self.files[file] = list(tensors)
         self.size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-    def __exit__(self, kind, error, trace) -> None:
-        if kind is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return
+    def finish(self) -> None:
+        """The index, or the one file under the name that needs none."""
         if len(self.files) == 1:
             (self.folder / next(iter(self.files))).rename(self.folder / "model.safetensors")
-        else:
-            index = {name: file for file, names in self.files.items() for name in names}
-            content = {"metadata": {"total_size": self.size}, "weight_map": index}
-            (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        self.folder.chmod(0o755)
-        if self.output.exists():
-            self.output.rmdir()
-        self.folder.rename(self.output)
+            return
+        index = {name: file for file, names in self.files.items() for name in names}
+        content = {"metadata": {"total_size": self.size}, "weight_map": index}
+        (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def copy_side_files(source: Path, target: Path) -> None:
