@@ -168,6 +168,7 @@ def test_open_flamingo_model(layout, tmp_path):
         base.model.layers[0].mlp.up_proj.weight.zero_()
     model = import_open_flamingo(state, base, clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
     assert not model.training and model.config.text_config.vocab_size == VOCAB_SIZE + 3
+    assert model.config.text_config is model.model.text_model.config
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path).eval()
     assert model.config.cross_attention_layers == [0, 2]
