@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
@@ -174,11 +173,6 @@ def _check_safetensors(name: str, source: str | Path) -> None:
 
 def _load(auto_class, source: str | Path, load_kwargs: dict[str, Any], **kwargs) -> PreTrainedModel:
     return auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **kwargs})
-
-
-def trainable_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters that a training step would change."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
