@@ -1,7 +1,7 @@
 """What is known of each decoder architecture of transformers, as data.
 
 Most architectures need no entry: where the layers are and how keyword arguments reach them is read off the model (see
-`insertion.py`). An entry says why an architecture is not served, or how to build it small enough to test. The test suite
+`decoder.py`). An entry says why an architecture is not served, or how to build it small enough to test. The test suite
 builds each one, checks the promises of this package on it, and fails where this table and the outcome differ.
 """
 

@@ -18,6 +18,10 @@ from .configuration_xattn import CrossAttentionConfig
 from .visibility import Visibility, check_cross_attention_mask, lay_out
 
 
+# The keyword that carries a `CrossAttentionContext` to the layers. No decoder of transformers has an argument of this name.
+KEYWORD = "cross_attention_context"
+
+
 class Recorder:
     """Collects what the blocks of one forward report: that they ran, and their attention weights.
 

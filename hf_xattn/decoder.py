@@ -1,9 +1,15 @@
-"""How a text decoder is called: which arguments it takes, under which name its cache goes in, and how images reach its layers."""
+"""What is learned by looking at a text decoder: where its layers are, how it is called, and how images reach its layers.
+
+How blocks get in is in `insertion.py`.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +18,103 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .channel import carrying
-from .context import CrossAttentionContext
-from .insertion import KEYWORD, find_cache_argument, find_decoder, layers_receive_keywords
+from .configuration_xattn import text_num_hidden_layers
+from .context import KEYWORD, CrossAttentionContext
+
+
+# Names under which causal language models take their cache.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+
+# Where decoders keep their stack of layers.
+LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
+
+
+def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
+    """The module that runs the decoder's layers, and the layers.
+
+    Raises:
+        ValueError: where the model has no stack of `num_hidden_layers` layers.
+    """
+    num_layers = text_num_hidden_layers(language_model.config)
+    candidates = []
+    for name, module in language_model.named_modules():
+        for attribute in LAYER_ATTRIBUTES:
+            layers = module._modules.get(attribute)
+            if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
+                candidates.append(
+                    (name.count(".") + bool(name), LAYER_ATTRIBUTES.index(attribute), name, module, layers)
+                )
+    if not candidates:
+        raise ValueError(
+            f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) has no stack of "
+            f"{num_layers} decoder layers under one of {list(LAYER_ATTRIBUTES)}, so there is no place for "
+            "cross-attention blocks."
+        )
+    *_, decoder, layers = min(candidates, key=lambda candidate: candidate[:3])
+    return decoder, layers
+
+
+def find_cache_argument(language_model: PreTrainedModel) -> str:
+    """Name under which the model takes its cache; state-space models have one of their own.
+
+    Raises:
+        ValueError: where the model takes no `Cache`.
+    """
+    arguments = inspect.signature(language_model.forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in arguments:
+            return name
+    raise ValueError(
+        f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) takes no cache of transformers "
+        f"(none of {list(CACHE_ARGUMENTS)}), so it cannot generate beside a cache of images."
+    )
+
+
+def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
+    """Whether the `**kwargs` of a model's `forward` reach the layers of its decoder, through every model in between.
+
+    Read off the source, because a model may be too large to be run for it, or have no weights yet.
+    """
+    decoder, _ = find_decoder(language_model)
+    path = next(name for name, module in language_model.named_modules() if module is decoder)
+    outer: nn.Module = language_model
+    for child in path.split(".") if path else ():
+        if isinstance(outer, PreTrainedModel) and not _hands_keywords_on(type(outer), child):
+            return False
+        outer = getattr(outer, child)
+    return _hands_keywords_on(type(decoder), None)
+
+
+@functools.cache
+def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
+    """Whether `forward` calls `self.<child>` with its own `**kwargs`; without a name, what a loop of it runs over."""
+    forward = inspect.unwrap(model_class.forward)
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return False
+    if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
+        return False
+    keywords = function.args.kwarg.arg
+    looped = {
+        node.id
+        for loop in ast.walk(function)
+        if isinstance(loop, ast.For)
+        for node in ast.walk(loop.target)
+        if isinstance(node, ast.Name)
+    }
+    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        passes = any(
+            keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords
+            for keyword in call.keywords
+        )
+        if child is None:
+            is_called = isinstance(call.func, ast.Name) and call.func.id in looped
+        else:
+            is_called = f"{ast.unparse(call.func)}.".startswith(f"self.{child}.")
+        if passes and is_called:
+            return True
+    return False
 
 
 class DecoderInterface(NamedTuple):

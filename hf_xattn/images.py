@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .attention import check_states
 from .cache import check_cross_cache, encoded_images, image_rows, prepare_cross_cache
-from .context import CrossAttentionContext, Recorder
-from .insertion import KEYWORD, find_decoder
+from .context import KEYWORD, CrossAttentionContext, Recorder
+from .decoder import find_decoder
 from .visibility import (
     ImageTokens,
     check_bool,

@@ -17,10 +17,10 @@ from transformers.utils import logging
 from .cache import ImageCache, XAttnCache, encoded_images
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
-from .decoder import DecoderInterface, headless
+from .decoder import DecoderInterface, find_decoder, headless
 from .generation import XAttnGenerationMixin, tile_mask_of_images
 from .images import ImageEncoder
-from .insertion import check_insertable, cross_attention_blocks, find_decoder, insert_blocks
+from .insertion import check_insertable, cross_attention_blocks, insert_blocks
 from .pretrained import XAttnMoeCausalLMOutput, XAttnPreTrainedModel, keep_weights
 from .vision import build_tower, follow_tower
 from .vocabulary import extend_vocabulary

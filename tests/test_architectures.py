@@ -11,7 +11,8 @@ from transformers.utils import logging
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.architectures import architecture, causal_model_types, markdown_table, tiny_config
-from hf_xattn.insertion import check_insertable, find_decoder, layers_receive_keywords
+from hf_xattn.decoder import find_decoder, layers_receive_keywords
+from hf_xattn.insertion import check_insertable
 
 
 SERVED = [name for name in causal_model_types() if architecture(name).refused is None]

@@ -10,7 +10,7 @@ from conftest import randomize
 from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
 
 from hf_xattn.channel import carried_context
-from hf_xattn.insertion import find_decoder
+from hf_xattn.decoder import find_decoder
 
 
 ARCHITECTURES = ["bloom", "falcon", "gptj", "mpt", "mamba2"]

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..block import GatedCrossAttentionBlock
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..connector import XAttnConnector
-from ..insertion import find_decoder
+from ..decoder import find_decoder
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .recipe import block_name, fits
 
