@@ -79,15 +79,14 @@ def is_cross_attending(layer: nn.Module) -> bool:
     return is_derived(layer, PREFIX)
 
 
-def check_insertable(language_model: PreTrainedModel) -> None:
-    """Raises where blocks cannot go into a model, before anything is built.
+def check_kind(language_model: PreTrainedModel) -> None:
+    """Raises for a model of the wrong kind. Its layers are not looked at: [`check_insertable`] does both.
 
     Raises:
-        ValueError: for a model that has blocks already, is no decoder, carries accelerate hooks, or does not hand keyword
-            arguments to its layers.
+        ValueError: for an encoder-decoder model, an architecture that is not served, a model that has blocks already, or
+            one without a head.
     """
-    config = language_model.config
-    name = f"{type(language_model).__name__} (model_type {config.model_type!r})"
+    config, name = language_model.config, _name(language_model)
     if config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder-decoder model: it has cross-attention of its own. Use a decoder-only model."
@@ -100,6 +99,17 @@ def check_insertable(language_model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} is not a causal language model with a head. Load the checkpoint with `AutoModelForCausalLM`."
         )
+
+
+def check_insertable(language_model: PreTrainedModel) -> None:
+    """Raises where blocks cannot go into a model, before it is changed.
+
+    Raises:
+        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers or a
+            cache of transformers, or one that carries accelerate hooks.
+    """
+    check_kind(language_model)
+    config, name = language_model.config, _name(language_model)
     if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
         # BERT and its kind attend in both directions unless `is_decoder=True`; GPT-2 has no such switch.
         decoder, _ = find_decoder(language_model)
@@ -117,6 +127,10 @@ def check_insertable(language_model: PreTrainedModel) -> None:
         )
 
 
+def _name(language_model: PreTrainedModel) -> str:
+    return f"{type(language_model).__name__} (model_type {language_model.config.model_type!r})"
+
+
 def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
     """Puts one block in front of each layer of `config.cross_attention_layers`; after the last layer, where their number
     is named.
@@ -124,13 +138,12 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
     All layers of the stack change their class, so that the keyword never leaks into a layer without a block.
 
     Args:
-        language_model (`PreTrainedModel`): causal language model; changed in place.
+        language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`]; changed in place.
         config ([`XAttnConfig`]): which layers, and the blocks' configuration.
 
     Returns:
         `list[str]`: class names of layers that must not be split across devices.
     """
-    check_insertable(language_model)
     _, layers = find_decoder(language_model)
     receives_keywords = layers_receive_keywords(language_model)
     names = {type(layer).__name__ for layer in layers}

@@ -18,7 +18,7 @@ from .configuration_xattn import (
     text_num_hidden_layers,
     vision_hidden_size,
 )
-from .insertion import check_insertable
+from .insertion import check_kind
 from .modeling_xattn import XAttnForConditionalGeneration
 from .text_half import composite_class, is_composite, text_half, text_half_config
 
@@ -88,7 +88,6 @@ def retrofit(
 
     if not isinstance(text, PreTrainedModel):
         text = load_text(text, **load_kwargs)
-    check_insertable(text)
     if vision is not None and not isinstance(vision, PreTrainedModel):
         vision = load_vision(vision, **{"dtype": text.dtype, **load_kwargs})
     config = XAttnConfig(
@@ -115,7 +114,7 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
 
 def _text_config(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
     if isinstance(text, PreTrainedModel):
-        check_insertable(text)
+        check_kind(text)  # before a tower is loaded; the model around it looks at the layers
         return text.config
     if not isinstance(text, (str, Path)):
         raise TypeError(f"`text` must be a Hub id, a folder or a PreTrainedModel, got {type(text).__name__}.")

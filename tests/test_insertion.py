@@ -18,7 +18,7 @@ from transformers import (
     T5Config,
 )
 
-from hf_xattn import GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn import GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration, XAttnModel
 from hf_xattn.context import KEYWORD
 from hf_xattn.decoder import find_decoder
 from hf_xattn.insertion import check_insertable, cross_attending_class, insert_blocks, is_cross_attending
@@ -178,7 +178,7 @@ def test_models_that_cannot_be_served_are_refused(build, message):
         check_insertable(text)
     config = XAttnConfig(text_config=TEXT_CONFIGS["llama"](), cross_attention_layers=[1])
     with pytest.raises(ValueError, match=message):
-        insert_blocks(text, config)
+        XAttnModel(config, text_model=text)
     assert [type(module) for module in text.modules()] == before
 
 

@@ -23,7 +23,7 @@ from transformers import (
     ViTConfig,
 )
 
-from hf_xattn import CrossAttentionConfig, freeze_base, retrofit
+from hf_xattn import CrossAttentionConfig, freeze_base, insertion, retrofit
 
 
 TOWERS = {
@@ -160,6 +160,22 @@ def test_wrong_options_are_refused_before_loading(folders, monkeypatch, argument
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match=message):
         retrofit(folders / "text", **arguments)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_model_is_checked_once(folders, monkeypatch, loaded):
+    """The same look at every module of a large model, over and over; a model that nobody looked at."""
+    calls, check = [], insertion.check_insertable
+    users = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("hf_xattn") and hasattr(module, "check_insertable")
+    ]
+    assert users
+    for module in users:
+        monkeypatch.setattr(module, "check_insertable", lambda text: (calls.append(text), check(text)))
+    model = retrofit(make_text() if loaded else folders / "text")
+    assert [id(text) for text in calls] == [id(model.model.text_model)]
 
 
 def test_wrong_models_are_refused(folders, tmp_path):
