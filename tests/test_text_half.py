@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import randomize
+from tiny_architectures import tiny_config
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
@@ -16,7 +17,6 @@ from transformers import (
 )
 
 from hf_xattn import retrofit
-from hf_xattn.architectures import tiny_config
 from hf_xattn.text_half import composite_class, text_half
 
 
