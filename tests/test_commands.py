@@ -1,5 +1,6 @@
 """The command line, called as a person would."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.architectures import markdown_table
-from hf_xattn.cli import main
+from hf_xattn.commands.main import main
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -30,7 +31,7 @@ from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_che
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli")
+    folder = tmp_path_factory.mktemp("commands")
     make_text_checkpoint(folder / "text")
     make_vision_checkpoint(folder / "vision")
     make_picture().save(folder / "picture.png")
@@ -43,6 +44,18 @@ def run(capsys, *arguments):
     status = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
+
+
+def test_help_is_cheap():
+    """A `--help` that waits for what only a command needs."""
+    script = (
+        "import sys, hf_xattn; before = set(sys.modules); from hf_xattn.commands.main import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(*{name for name in set(sys.modules) - before if not name.startswith('hf_xattn.commands')})"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.startswith("usage: hf-xattn")
+    assert {name.split(".")[0] for name in output.splitlines()[-1].split()} <= sys.stdlib_module_names
 
 
 def test_retrofit_writes_model_and_processor(folder):

@@ -1,0 +1,36 @@
+"""`hf-xattn encode`: runs the vision tower and the K/V projections once, into a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from .loading import add_model_and_images, load_model_and_images
+
+
+if TYPE_CHECKING:
+    from ..cache import ImageCache
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("encode", help="run the vision tower and the K/V projections once, into a file")
+    add_model_and_images(parser, images_required=True)
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .safetensors file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    output: Path = arguments.output
+    if output.exists():
+        raise ValueError(f"`--output` ({output}) exists already.")
+    model, processor, images = load_model_and_images(arguments)
+    from ..image_cache import save_image_cache
+    from ..processing_xattn import XAttnProcessor
+
+    if not isinstance(processor, XAttnProcessor):  # a processor that makes other inputs of images without a text
+        processor = XAttnProcessor(processor.image_processor, processor.tokenizer)
+    inputs = processor(images=[images])
+    cache = model.encode_images(**{name: value.to(model.device) for name, value in inputs.items()})
+    save_image_cache(cast("ImageCache", cache), output, model)  # one of this package, as none was passed
+    print(f"{len(images)} image(s), {output.stat().st_size:,} bytes: {output}")

@@ -1,0 +1,74 @@
+"""`hf-xattn generate`: answers a prompt about images, or about a file of encoded ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .loading import add_model_and_images, load_model_and_images
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..cache import ImageCache
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("generate", help="answer a prompt about images")
+    add_model_and_images(parser, images_required=False)
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--image-cache", type=Path, metavar="FILE", help="images that `hf-xattn encode` wrote")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-beams", type=int, default=1)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.image and arguments.image_cache:
+        raise ValueError("give --image or --image-cache, not both.")
+    if arguments.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
+    if arguments.image_cache is not None and not arguments.image_cache.is_file():
+        raise ValueError(f"`--image-cache` ({arguments.image_cache}) is not a file.")
+    model, processor, images = load_model_and_images(arguments)
+    cache = None
+    if arguments.image_cache is not None:
+        from ..image_cache import load_image_cache
+
+        cache = load_image_cache(arguments.image_cache, model)
+    if images:
+        made = processor(text=arguments.prompt, images=images, return_tensors="pt")
+    else:
+        made = _inputs_without_pixels(processor, arguments.prompt, 0 if cache is None else _num_images(cache))
+    # Decoders take no token types, but some tokenizers make them.
+    inputs: dict[str, Any] = {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
+    prompt_length = inputs["input_ids"].shape[1]
+    if cache is not None:
+        inputs["past_key_values"] = cache
+    tokens = model.generate(
+        **inputs, max_new_tokens=arguments.max_new_tokens, num_beams=arguments.num_beams, do_sample=False
+    )
+    tokenizer = getattr(processor, "tokenizer", processor)
+    print(tokenizer.decode(tokens[0, prompt_length:], skip_special_tokens=True))
+
+
+def _num_images(cache: ImageCache) -> int:
+    layer: Any = cache.cross_attention_cache.layers[0]  # of this package: transformers' types know no `images`
+    return layer.images.num_images
+
+
+def _inputs_without_pixels(processor: Any, prompt: str, num_images: int) -> Mapping[str, torch.Tensor]:
+    """A prompt without images, or about images in a cache, as the processor makes it beside images."""
+    from PIL import Image
+
+    from ..processing_xattn import XAttnProcessor
+
+    if isinstance(processor, XAttnProcessor) or not hasattr(processor, "image_processor"):
+        return getattr(processor, "tokenizer", processor)(prompt, return_tensors="pt")
+    # Another model's processor rewrites a prompt by its images: as many blank ones stand for those in the cache.
+    blank = [Image.new("RGB", (32, 32))] * num_images
+    made = processor(text=prompt, images=blank or None, return_tensors="pt")
+    return {name: made[name] for name in ("input_ids", "attention_mask")}

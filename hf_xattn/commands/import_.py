@@ -1,0 +1,78 @@
+"""`hf-xattn import`: brings a vision-language checkpoint with cross-attention over."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .loading import load_shapes
+from .output import new_folder, print_report, save_processor
+
+
+if TYPE_CHECKING:
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("import", help="bring a vision-language checkpoint with cross-attention over")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="Llama 3.2 Vision or Idefics: a folder or a Hub id; "
+        "OpenFlamingo or KempnerForge: a file with a state dict",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the new model goes")
+    state = parser.add_argument_group("with a state dict")
+    state.add_argument("--text", metavar="TEXT", help="its language model: a folder or a Hub id")
+    state.add_argument("--vision", metavar="V", help="its vision tower (OpenFlamingo)")
+    state.add_argument("--image-token-id", type=int, metavar="ID", help="id of <image> (OpenFlamingo)")
+    state.add_argument("--head-dim", type=int, default=64, help="width of a head (OpenFlamingo; default: 64)")
+    state.add_argument("--heads", type=int, metavar="H", help="query heads (KempnerForge)")
+    state.add_argument("--every", type=int, metavar="N", help="a block after every N-th layer (KempnerForge)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    output = new_folder(arguments.output)
+    if not Path(arguments.source).is_file():
+        from ..importers import convert_checkpoint
+
+        convert_checkpoint(arguments.source, output)
+        print_report(load_shapes(str(output)))  # the weights went over file by file and may not fit into memory
+        return
+    from ..importers.streaming import whole_folder
+
+    model = _model_of_a_state_dict(arguments)
+    with whole_folder(output) as folder:
+        model.save_pretrained(folder)
+        save_processor(arguments.text, arguments.vision, folder, output=output, image_token_id=arguments.image_token_id)
+    print_report(model)
+
+
+def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditionalGeneration:
+    """The language model of `--text` with the blocks of a file."""
+    if arguments.text is None:
+        raise ValueError(
+            f"{arguments.source} is a file: --text must name the language model that its blocks belong to."
+        )
+    from ..importers.blocks import read_state_dict
+    from ..importers.kempnerforge import import_kempnerforge
+    from ..importers.open_flamingo import import_open_flamingo
+    from ..retrofit import load_text, load_vision
+
+    state = read_state_dict(arguments.source)
+    is_flamingo = any("gated_cross_attn_layer" in name for name in state)
+    kind, required = ("OpenFlamingo", ("image_token_id",)) if is_flamingo else ("KempnerForge", ("heads", "every"))
+    for option in required:
+        if getattr(arguments, option) is None:
+            raise ValueError(
+                f"{arguments.source} is read as a state dict of {kind}: --{option.replace('_', '-')} is required."
+            )
+    text = load_text(arguments.text, dtype="auto")
+    if not is_flamingo:
+        return import_kempnerforge(state, text, num_attention_heads=arguments.heads, every=arguments.every)
+    vision = None if arguments.vision is None else load_vision(arguments.vision, dtype=text.dtype)
+    return import_open_flamingo(
+        state, text, vision, image_token_id=arguments.image_token_id, head_dim=arguments.head_dim
+    )

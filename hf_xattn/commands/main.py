@@ -1,0 +1,38 @@
+"""The command line's parser, and the one place where a command's error becomes an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ..version import __version__
+from . import demo, encode, export, generate, import_, inspect, retrofit
+
+
+COMMANDS = (retrofit, import_, export, inspect, generate, encode, demo)  # in the order that `--help` lists them
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0, or 2 with one line that says what is wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"hf-xattn {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-xattn", description="Gated cross-attention for any text decoder of transformers."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.register(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

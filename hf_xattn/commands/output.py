@@ -1,0 +1,81 @@
+"""What commands write: a new folder, a processor in it, a report on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+
+def new_folder(folder: Path) -> Path:
+    """`folder` itself.
+
+    Raises:
+        ValueError: where it is a file, or a folder that holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"`--output` ({folder}) exists and is not an empty folder.")
+    return folder
+
+
+def save_processor(
+    text: str,
+    vision: str | None,
+    folder: Path,
+    *,
+    output: Path | None = None,
+    image_token_id: int | None = None,
+    **load_kwargs: Any,
+) -> None:
+    """Saves the tokenizer of a text model and the image processor of a vision model, as far as there are any.
+
+    Args:
+        text (`str`), vision (`str`, *optional*): folders or Hub ids.
+        folder (`Path`): where the files go.
+        output (`Path`, *optional*): the name that `folder` has in messages, where it is moved afterwards.
+        image_token_id (`int`, *optional*): id of the token that marks an image in a text.
+        load_kwargs: for `from_pretrained` of both: `revision`, `trust_remote_code`, ...
+    """
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    from ..processing_xattn import XAttnProcessor
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(text, **load_kwargs)
+    except (OSError, ValueError):
+        print(f"No processor saved: {text} has no tokenizer.")
+        return
+    image_processor = None
+    if vision is not None:
+        try:
+            image_processor = AutoImageProcessor.from_pretrained(vision, **load_kwargs)
+        except (OSError, ValueError):
+            print(f"Processor saved without images: {vision} has no image processor.")
+    if image_processor is None:
+        tokenizer.save_pretrained(folder)
+        return
+    image_token = _token(tokenizer, image_token_id)
+    if image_token_id is not None and image_token is None:
+        print(
+            f"The tokenizer of {text} has no token {image_token_id}: add OpenFlamingo's tokens "
+            f"(<|endofchunk|>, <image>) to the tokenizer in {output or folder} before you use it."
+        )
+    XAttnProcessor(image_processor, tokenizer, image_token=image_token).save_pretrained(folder)
+
+
+def _token(tokenizer: Any, token_id: int | None) -> str | None:
+    """The token of an id; None without an id, or where the vocabulary ends before it."""
+    if token_id is None or token_id >= len(tokenizer):
+        return None
+    return tokenizer.convert_ids_to_tokens(token_id)
+
+
+def print_report(model: XAttnForConditionalGeneration) -> None:
+    """What the model's blocks add, a figure a line."""
+    from ..inspection import describe
+
+    for name, value in describe(model).items():
+        print(f"{name:<34} {value}")

@@ -1,0 +1,53 @@
+"""`hf-xattn retrofit`: puts cross-attention blocks into a text-only checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .loading import DTYPES
+from .output import new_folder, print_report, save_processor
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("retrofit", help="put cross-attention blocks into a text-only checkpoint")
+    parser.add_argument("text", metavar="TEXT", help="text-only causal language model: a folder or a Hub id")
+    parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
+    parser.add_argument("--every", type=int, default=4, help="a block in front of every N-th layer (default: 4)")
+    parser.add_argument("--layers", type=_integers, metavar="I,J,...", help="these layers instead, counted from 0")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the new model goes")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES)
+    parser.add_argument("--revision", help="revision of TEXT and V on the Hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a checkpoint brings")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default: 5GB)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    output = new_folder(arguments.output)
+    from ..retrofit import retrofit
+
+    hub: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
+    if arguments.revision is not None:
+        hub["revision"] = arguments.revision
+    print(f"Loading {arguments.text}" + (f" and {arguments.vision}" if arguments.vision else ""), flush=True)
+    model = retrofit(
+        arguments.text,
+        arguments.vision,
+        cross_attention_layers=arguments.layers,
+        every=arguments.every,
+        dtype=arguments.dtype,
+        **hub,
+    )
+    print(f"Saving to {output}", flush=True)
+    model.save_pretrained(output, max_shard_size=arguments.max_shard_size)
+    save_processor(arguments.text, arguments.vision, output, **hub)
+    print_report(model)
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, got {text!r}") from None
