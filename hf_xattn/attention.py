@@ -15,6 +15,8 @@ K/V head, D head width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,77 +24,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .configuration_xattn import CrossAttentionConfig
+from .context import CrossAttentionContext, plain_context
+from .cross_cache import KeyValue
+from .image_layout import rows_to
+from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
 from .projection import ImageLinear
-from .visibility import Visibility, check_cross_attention_mask, lay_out
 
 
 logger = logging.get_logger(__name__)
-
-
-class CrossAttentionRMSNorm(nn.Module):
-    """RMSNorm in float32, whatever the input's dtype; the weight stays float32 in half-precision models."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
-        self.eps = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = _at_least_float32(hidden_states.dtype)
-        normed = nn.functional.rms_norm(hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
-        return normed.to(hidden_states.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
-
-class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
-    """RMSNorm of keys, whose weight acts on the queries.
-
-    `q . (w * norm(k))` is `(w * q) . norm(k)`. An image has more tokens than the text, so this saves a product over all of them
-    and, in training, the copy that the product's gradient keeps.
-    """
-
-    def normalize(self, key: torch.Tensor) -> torch.Tensor:
-        """Keys without their weight."""
-        dtype = _at_least_float32(key.dtype)
-        return nn.functional.rms_norm(key.to(dtype), self.weight.shape, eps=self.eps).to(key.dtype)
-
-    def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries with the keys' weight."""
-        return query * self.weight.to(query.dtype)
-
-
-class CrossAttentionLayerNorm(nn.Module):
-    """LayerNorm in float32, whatever the input's dtype; weight and bias stay float32 in half-precision models."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
-        self.bias = nn.Parameter(torch.zeros(size, dtype=_norm_dtype()))
-        self.eps = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = _at_least_float32(hidden_states.dtype)
-        normed = nn.functional.layer_norm(
-            hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps
-        )
-        return normed.to(hidden_states.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
-
-NORMS = {"rmsnorm": CrossAttentionRMSNorm, "layernorm": CrossAttentionLayerNorm}
-
-
-def _norm_dtype() -> torch.dtype:
-    """float32, or float64 where that is the default (gradient checks)."""
-    return _at_least_float32(torch.get_default_dtype())
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
@@ -123,7 +62,7 @@ def eager_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain attention in the folded layout, with its weights. Same contract as transformers' attention interface."""
     scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
-    scores = scores.to(_at_least_float32(scores.dtype))
+    scores = scores.to(at_least_float32(scores.dtype))
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:
@@ -140,14 +79,17 @@ class GatedCrossAttention(nn.Module):
 
     Args:
         config ([`CrossAttentionConfig`]): sizes and options.
+        layer_idx (`int`): place of its keys and values in the cross-attention half of a cache.
     """
 
     is_causal = False
     num_key_value_groups = 1  # folded calls have as many query heads as K/V heads
 
-    def __init__(self, config: CrossAttentionConfig):
+    def __init__(self, config: CrossAttentionConfig, layer_idx: int = 0):
         super().__init__()
         self.config = config
+        self.layer_idx = layer_idx
+        self.num_groups = config.num_attention_heads // config.num_key_value_heads
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
@@ -167,19 +109,22 @@ class GatedCrossAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        cross_attention_states: torch.Tensor,
+        hidden_states: torch.Tensor | None,
+        cross_attention_states: torch.Tensor | None = None,
         cross_attention_mask: torch.Tensor | None = None,
         output_attentions: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cross_attention: CrossAttentionContext | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """
         Args:
-            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`.
+            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`; None where a context asks for keys and values only.
             cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
                 `(batch, text_len, num_image_tokens)`. A text token that may see nothing gets a zero output (before the
                 output projection's bias).
             output_attentions (`bool`): also return the attention weights.
+            cross_attention ([`CrossAttentionContext`], *optional*): what a model hands to its blocks in place of the three
+                arguments before.
 
         Returns:
             `(output, weights)`: `(batch, text_len, hidden_size)`, and `(batch, num_attention_heads, text_len,
@@ -189,32 +134,45 @@ class GatedCrossAttention(nn.Module):
             TypeError: for a mask that is not boolean or states that are not floating point.
             ValueError: for a wrong rank, width or batch.
         """
-        check_text_and_states(hidden_states, cross_attention_states, self.config)
-        batch_size, text_len = hidden_states.shape[:2]
-        sees = None
-        if cross_attention_mask is not None:
-            check_cross_attention_mask(cross_attention_mask, batch_size, text_len, cross_attention_states.shape[1])
-            sees = cross_attention_mask[:, None] if cross_attention_mask.dim() == 2 else cross_attention_mask
-        key, value = self.project_key_value(cross_attention_states)
-        visibility = lay_out(
-            sees,
-            image_rows=batch_size,
-            text_rows=batch_size,
-            text_len=text_len,
-            group=self.config.num_attention_heads // self.config.num_key_value_heads,
-            null_key=self.quiet_softmax,
-        )
-        return self.attend(hidden_states, key, value, visibility, output_attentions=output_attentions)
+        if cross_attention is None:
+            if hidden_states is None or cross_attention_states is None:
+                raise ValueError(
+                    "`hidden_states` (batch, text_len, hidden_size) and `cross_attention_states` (batch, num_image_tokens, "
+                    "context_size) are required."
+                )
+            check_text_and_states(hidden_states, cross_attention_states, self.config)
+            cross_attention = plain_context(
+                hidden_states, cross_attention_states, cross_attention_mask, self.config, output_attentions
+            )
+        key, value = self._keys_values(cross_attention)
+        if hidden_states is None:
+            return None, None
+        return self._attend(hidden_states, key, value, cross_attention)
 
-    def project_key_value(self, cross_attention_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_values(self, context: CrossAttentionContext) -> KeyValue:
+        """Keys and values of all images of a forward: projected where the images are new, read where they are not."""
+        cached, states = context.cached(self.layer_idx), context.cross_attention_states
+        if states is None:
+            assert cached is not None
+            return cached
+        key, value = self.project_key_value(states, null_key=self.quiet_softmax and cached is None)
+        if cached is not None:
+            key, value = torch.cat([cached[0], key], dim=2), torch.cat([cached[1], value], dim=2)
+        if context.keep_keys_values and context.recorder is not None:
+            context.recorder.keys_values[self.layer_idx] = (key, value)
+        return key, value
+
+    def project_key_value(self, cross_attention_states: torch.Tensor, null_key: bool = False) -> KeyValue:
         """Keys and values of a context, in the layout of transformers' caches.
 
         Args:
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
+            null_key (`bool`): put the null key of quiet softmax in front. Its score is 0, so it adds `exp(0) = 1` to the softmax's
+                denominator.
 
         Returns:
-            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`; with `qk_norm`, keys without the
-            weight of their norm, which acts on the queries (see [`CrossAttentionKeyNorm`]).
+            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with the null key; with
+            `qk_norm`, keys without the weight of their norm, which acts on the queries (see [`CrossAttentionKeyNorm`]).
         """
         states = (
             cross_attention_states.to(self.k_proj.weight.dtype)
@@ -227,69 +185,82 @@ class GatedCrossAttention(nn.Module):
         value = self.v_proj(states).view(shape)
         if self.k_norm is not None:
             key = self.k_norm.normalize(key)
-        # Contiguous: a decode step reads K/V as they lie, once for every token that is ever generated.
-        return key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
+        return _in_cache_layout(key, null_key), _in_cache_layout(value, null_key)
 
-    def with_null_key(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Puts the null key in front. Its score is 0, so it adds `exp(0) = 1` to the softmax's denominator."""
-        null = key.new_zeros(*key.shape[:2], 1, key.shape[-1])
-        return torch.cat([null, key], dim=2), torch.cat([null, value], dim=2)
-
-    def attend(
-        self,
-        hidden_states: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        visibility: Visibility,
-        *,
-        query_positions: torch.Tensor | None = None,
-        output_attentions: bool = False,
+    def _attend(
+        self, hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: CrossAttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of all text rows over the images they look at.
 
         Args:
             hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
                 row `i`.
-            key, value (`torch.Tensor`): `(R, num_key_value_heads, N, head_dim)`, from [`project_key_value`].
-            visibility ([`Visibility`]): in the folded layout, from [`lay_out`].
-            query_positions (`torch.LongTensor`, *optional*): `(R * r or 1, T)`, positions of the text tokens, for the
-                relative position bias; defaults to 0 ... T - 1.
-            output_attentions (`bool`): also return the weights.
+            key, value (`torch.Tensor`): `(R, num_key_value_heads, N, head_dim)`, with the null key `N + 1`.
+            context ([`CrossAttentionContext`]): masks in the folded layout, positions, whether to return weights.
         """
         text_rows, text_len = hidden_states.shape[:2]
-        rows, kv_heads, num_tokens = key.shape[:3]
+        rows, kv_heads = key.shape[:2]
+        num_tokens = key.shape[2] - self.quiet_softmax
         repeats = text_rows // rows
+        mask, visible = context.folded_mask
+        output_attentions = bool(context.output_attentions)
         dropout = self.attention_dropout if self.training else 0.0
         if num_tokens == 1 and not (self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()):
             # The softmax over one key is 1: the output is the value itself, whatever the query.
-            heads = value.repeat_interleave(self.q_proj.out_features // self.k_proj.out_features, dim=1)
+            heads = value.repeat_interleave(self.num_groups, dim=1)
             output = heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1).reshape(text_rows, text_len, -1)
-            if visibility.visible is not None:
-                output = torch.where(visibility.visible, output, 0)
+            if visible is not None:
+                output = torch.where(visible, output, 0)
             return self.o_proj(output), None
 
         query = self.q_proj(hidden_states).view(text_rows, text_len, -1, self.head_dim)
-        if self.q_norm is not None:
-            query = self.k_norm(self.q_norm(query.to(_at_least_float32(query.dtype)))).to(query.dtype)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self.k_norm(self.q_norm(query.to(at_least_float32(query.dtype)))).to(query.dtype)
         num_heads = query.shape[2]
         group = num_heads // kv_heads
         query = fold_queries(query, rows, kv_heads)
 
         position_bias = None
         if self.relative_attention_bias is not None:
-            position_bias = self._position_bias(query_positions, text_rows, text_len, num_tokens, key.device)
+            position_bias = self._position_bias(context, text_rows, text_len, num_tokens, key.device)
             # (R * r, K * G, T, N) -> (R, K, r * T * G, N)
             position_bias = position_bias.view(rows, repeats, kv_heads, group, text_len, num_tokens)
             position_bias = position_bias.permute(0, 2, 1, 4, 3, 5).reshape(rows, kv_heads, -1, num_tokens)
             position_bias = position_bias.to(query.dtype)
-        if self.quiet_softmax:
-            key, value = self.with_null_key(key, value)
-            if position_bias is not None:
+            if self.quiet_softmax:
                 position_bias = nn.functional.pad(position_bias, (1, 0))
 
-        attention_interface, mask = self._attention_interface(
-            visibility.mask, query, key, position_bias, output_attentions
-        )
+        output, weights = self._call_kernel(query, key, value, mask, position_bias, group, dropout, output_attentions)
+        output = unfold_output(output, repeats, text_len)
+        if visible is not None:
+            output = torch.where(visible, output, 0)
+        output = self.o_proj(output)
+        if weights is None:
+            return output, None
+        weights = weights.view(rows, kv_heads, repeats, text_len, group, -1)[..., -num_tokens:]
+        weights = weights.permute(0, 2, 1, 4, 3, 5).reshape(text_rows, num_heads, text_len, num_tokens)
+        if visible is not None:
+            weights = torch.where(visible[:, None], weights, 0)
+        return output, weights
+
+    def _call_kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        position_bias: torch.Tensor | None,
+        group: int,
+        dropout: float,
+        output_attentions: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Folded attention `(R, K, r * T * G, D)` over `(R, K, N, D)`: `(R, r * T * G, K, D)`, and weights where they are asked for."""
+        attention_interface, mask, name = self._attention_interface(mask, query, key, position_bias, output_attentions)
+        shared_mask = mask is not None and mask.shape[2] not in (1, query.shape[2])
+        if shared_mask and name == "sdpa" and position_bias is None:
+            return self._attend_with_shared_mask(query.to(key.dtype), key, value, mask, group, dropout), None
+        if shared_mask and mask is not None:
+            mask = mask.repeat_interleave(group, dim=2)
         output, weights = attention_interface(
             self,
             query.to(key.dtype),
@@ -301,23 +272,38 @@ class GatedCrossAttention(nn.Module):
             is_causal=False,
             **({} if position_bias is None else {"position_bias": position_bias}),
         )
-        output = unfold_output(output, repeats, text_len)
-        if visibility.visible is not None:
-            output = torch.where(visibility.visible, output, 0)
-        output = self.o_proj(output)
-        if not output_attentions:
-            return output, None
-        weights = weights.view(rows, kv_heads, repeats, text_len, group, -1)[..., -num_tokens:]
-        weights = weights.permute(0, 2, 1, 4, 3, 5).reshape(text_rows, num_heads, text_len, num_tokens)
-        if visibility.visible is not None:
-            weights = torch.where(visibility.visible[:, None], weights, 0)
-        return output, weights
+        return output, weights if output_attentions else None
 
-    def _attention_interface(self, mask, query, key, position_bias, output_attentions):
-        """The kernel to call and the mask in the form that it takes."""
+    def _attend_with_shared_mask(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        group: int,
+        dropout: float,
+    ) -> torch.Tensor:
+        """The same where the heads of a group share a mask `(R, 1, r * T, N)`: heads apart again, so that it is read as it is."""
+        rows, kv_heads, _, head_dim = query.shape
+        query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=self.scaling, enable_gqa=group > 1
+        )
+        output = output.view(rows, kv_heads, group, -1, head_dim).transpose(2, 3).flatten(2, 3)
+        return output.transpose(1, 2)
+
+    def _attention_interface(
+        self,
+        mask: torch.Tensor | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        position_bias: torch.Tensor | None,
+        output_attentions: bool,
+    ) -> tuple[Callable[..., Any], torch.Tensor | None, str]:
+        """The kernel to call, the mask in the form that it takes, and the kernel's name."""
         name = self.config._attn_implementation or "sdpa"
         if output_attentions or name == "eager":
-            return eager_attention_forward, mask
+            return eager_attention_forward, mask, "eager"
         if "flash" in name and (mask is not None or position_bias is not None or key.dtype == torch.float32):
             logger.warning_once(
                 f"`{name}` takes no cross-attention mask, no position bias and no float32: these calls use `sdpa`."
@@ -328,19 +314,44 @@ class GatedCrossAttention(nn.Module):
             name = "sdpa"
         if name == "flex_attention" and mask is not None:
             # Flex adds the mask to the scores, and reads it at every position.
+            if mask.shape[2] not in (1, query.shape[2]):
+                mask = mask.repeat_interleave(query.shape[2] // mask.shape[2], dim=2)
             mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
             mask = mask.expand(-1, -1, query.shape[2], -1)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), mask
+        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), mask, name
 
-    def _position_bias(self, query_positions, text_rows, text_len, num_tokens, device):
+    def _position_bias(
+        self,
+        context: CrossAttentionContext,
+        text_rows: int,
+        text_len: int,
+        num_tokens: int,
+        device: torch.device,
+    ) -> torch.Tensor:
         """`(text_rows, num_heads, text_len, num_image_tokens)`, T5's bias of token k for a query at position q."""
+        query_positions, key_positions = context.query_positions, context.key_positions
         if query_positions is None:
             query_positions = torch.arange(text_len, device=device)[None]
-        distance = torch.arange(num_tokens, device=device) - query_positions[:, :, None]
+        if key_positions is None:
+            key_positions = torch.arange(num_tokens, device=device)[None]
+        else:
+            key_positions = rows_to(key_positions, text_rows)
+        distance = key_positions[:, None, :] - query_positions[:, :, None]
+        assert self.relative_attention_bias is not None
         buckets = relative_position_bucket(
             distance, self.config.position_bias_num_buckets, self.config.position_bias_max_distance
         )
         return self.relative_attention_bias(buckets).permute(0, 3, 1, 2).expand(text_rows, -1, -1, -1).contiguous()
+
+
+def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
+    """`(rows, tokens, heads, D)` to `(rows, heads, tokens, D)`, contiguous: a decode step reads keys and values as they lie, once for
+    every token that is ever generated. The null token, if any, gets in with the same copy."""
+    states = states.transpose(1, 2)
+    if not null_key:
+        return states.contiguous()
+    rows, heads, _, width = states.shape
+    return torch.cat([states.new_zeros(rows, heads, 1, width), states], dim=2)
 
 
 def _flex_reads_masks(device: torch.device) -> bool:

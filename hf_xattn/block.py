@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from .attention import NORMS, GatedCrossAttention, check_text_and_states, zero_init_linear
+from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
 from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, plain_context
+from .cross_cache import KeyValue
+from .norms import NORMS
 
 
 class CrossAttentionMLP(nn.Module):
@@ -56,7 +58,7 @@ class GatedCrossAttentionBlock(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # Small and decisive: a gate's update vanishes in bfloat16 long before the weights' do.
+    # Gates and norms stay float32: bfloat16 would round updates this small to zero.
     _keep_in_fp32_modules_strict = ["attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm"]
 
     @classmethod
@@ -72,7 +74,7 @@ class GatedCrossAttentionBlock(PreTrainedModel):
         self.layer_idx = layer_idx
         norm = NORMS[config.norm_type]
         self.attn_norm = norm(config.hidden_size, config.norm_eps)
-        self.attn = GatedCrossAttention(config)
+        self.attn = GatedCrossAttention(config, layer_idx)
         self.mlp_norm = norm(config.hidden_size, config.norm_eps)
         self.mlp = CrossAttentionMLP(config)
         if config.gate == "tanh":
@@ -133,26 +135,23 @@ class GatedCrossAttentionBlock(PreTrainedModel):
                 raise ValueError("`cross_attention_states` is required: (batch, num_image_tokens, context_size).")
             check_text_and_states(hidden_states, cross_attention_states, self.config)
             cross_attention = plain_context(hidden_states, cross_attention_states, cross_attention_mask, self.config)
-        key, value = cross_attention.key_value(self)
-        visibility = cross_attention.visibility
-
-        attended, weights = self.attn.attend(
-            self.attn_norm(hidden_states),
-            key,
-            value,
-            visibility,
-            query_positions=cross_attention.query_positions,
-            output_attentions=cross_attention.output_attentions,
-        )
-        cross_attention.record(self.layer_idx, weights)
+        attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
+        if cross_attention.recorder is not None:
+            cross_attention.recorder.weights[self.layer_idx] = weights
         update = _gated(attended, self.attn_gate, hidden_states.dtype)
         seen = hidden_states + update
         update = _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, hidden_states.dtype)
         seen = seen + update
-        if visibility.visible is None:
+        if cross_attention.visible is None:
             return seen
         # `where`, not a product with the mask: NaN * 0 is NaN.
-        return torch.where(visibility.visible, seen, hidden_states)
+        return torch.where(cross_attention.visible, seen, hidden_states)
+
+    def encode(self, cross_attention: CrossAttentionContext) -> KeyValue:
+        """Keys and values of new images: the part of a forward that needs no text."""
+        self.attn(None, cross_attention=cross_attention)
+        assert cross_attention.recorder is not None
+        return cross_attention.recorder.keys_values[self.layer_idx]
 
 
 def _gated(branch: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

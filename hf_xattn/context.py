@@ -10,29 +10,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from .cache import read_key_value, write_key_value
 from .configuration_xattn import CrossAttentionConfig
-from .visibility import Visibility, check_cross_attention_mask, lay_out
+from .cross_cache import CrossCache, KeyValue
+from .folded_mask import FoldedMask, fold_mask
+from .tensor_checks import check_bool
 
 
-# The keyword that carries a `CrossAttentionContext` to the layers. No decoder of transformers has an argument of this name.
+# The keyword under which it travels. No decoder of transformers has an argument of this name.
 KEYWORD = "cross_attention_context"
 
 
 class Recorder:
-    """Collects what the blocks of one forward report: that they ran, and their attention weights.
+    """Collects what the blocks of one forward report: attention weights, and keys and values of new images.
 
-    `to` returns the object itself, so that a device hook that copies the context does not copy the list.
+    Keys and values get into a cache when the forward has succeeded, for all blocks at once. `to` returns the object itself, so
+    that a device hook that copies the context does not copy what it collects.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.weights: dict[int, torch.Tensor | None] = {}
+        self.keys_values: dict[int, KeyValue] = {}
 
     def to(self, *args, **kwargs) -> Recorder:
         return self
+
+    def collected(self) -> list[KeyValue]:
+        """Keys and values in the order of the blocks."""
+        return [self.keys_values[index] for index in sorted(self.keys_values)]
 
 
 @dataclass
@@ -43,39 +49,52 @@ class CrossAttentionContext(ModelOutput):
 
     Attributes:
         cross_attention_states (`torch.Tensor`, *optional*): `(R, N, context_size)`, images that are new in this forward.
-        cache (`Cache`, *optional*): cross half of the cache; holds the images of earlier forwards.
-        mask, visible (`torch.BoolTensor`, *optional*): see [`Visibility`].
+        cache ([`CrossCache`], *optional*): images of earlier forwards. It is read here, never written.
+        mask, visible (`torch.BoolTensor`, *optional*): see [`FoldedMask`].
         query_positions (`torch.LongTensor`, *optional*): `(B or 1, T)`, for a relative position bias.
+        key_positions (`torch.LongTensor`, *optional*): `(rows, N)`, likewise; 0 ... N - 1 where it is None.
         output_attentions (`bool`, *optional*): blocks report their attention weights.
-        encode_only (`bool`, *optional*): layers fill the cache and do nothing else.
+        keep_keys_values (`bool`, *optional*): blocks report the keys and values of new images, for a cache.
+        encode_only (`bool`, *optional*): blocks report these and do nothing else.
         recorder ([`Recorder`], *optional*): where blocks report.
     """
 
     cross_attention_states: torch.Tensor | None = None
-    cache: Cache | None = None
+    cache: CrossCache | None = None
     mask: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     query_positions: torch.Tensor | None = None
+    key_positions: torch.Tensor | None = None
     output_attentions: bool | None = None
+    keep_keys_values: bool | None = None
     encode_only: bool | None = None
     recorder: Recorder | None = None
 
     @property
-    def visibility(self) -> Visibility:
-        return Visibility(self.mask, self.visible)
+    def folded_mask(self) -> FoldedMask:
+        return FoldedMask(self.mask, self.visible)
 
-    def key_value(self, block) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that a block attends to: projected where the images are new, read where they are not."""
-        if self.cross_attention_states is None:
-            return read_key_value(self.cache, block.layer_idx)
-        key, value = block.attn.project_key_value(self.cross_attention_states)
-        if self.cache is None:
-            return key, value
-        return write_key_value(self.cache, block.layer_idx, key, value)
+    def cached(self, layer_idx: int) -> KeyValue | None:
+        """Keys and values of the images that a block has projected before; None where there are none."""
+        if self.cache is None or not self.cache.layers:
+            return None
+        return self.cache.layers[layer_idx].read()
 
-    def record(self, layer_idx: int, weights: torch.Tensor | None) -> None:
-        if self.recorder is not None:
-            self.recorder.weights[layer_idx] = weights
+
+def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: int, num_tokens: int) -> None:
+    """Raises where a layer's `cross_attention_mask` is not `(batch, num_image_tokens)` or `(batch, text_len, num_image_tokens)`.
+
+    Raises:
+        TypeError: for a mask that is not boolean.
+        ValueError: for a wrong rank or size.
+    """
+    check_bool("cross_attention_mask", mask)
+    shapes = {2: (batch_size, num_tokens), 3: (batch_size, text_len, num_tokens)}
+    if tuple(mask.shape) != shapes.get(mask.dim()):
+        raise ValueError(
+            f"Expected `cross_attention_mask` of shape {shapes[2]} (batch, num_image_tokens) or {shapes[3]} (batch, text_len, "
+            f"num_image_tokens), got {tuple(mask.shape)}."
+        )
 
 
 def plain_context(
@@ -83,14 +102,15 @@ def plain_context(
     cross_attention_states: torch.Tensor,
     cross_attention_mask: torch.Tensor | None,
     config: CrossAttentionConfig,
+    output_attentions: bool = False,
 ) -> CrossAttentionContext:
-    """Context of a block that is used on its own, one image row a text row."""
+    """Context of a layer that is used on its own, one image row a text row."""
     batch_size, text_len = hidden_states.shape[:2]
     sees = None
     if cross_attention_mask is not None:
         check_cross_attention_mask(cross_attention_mask, batch_size, text_len, cross_attention_states.shape[1])
         sees = cross_attention_mask[:, None] if cross_attention_mask.dim() == 2 else cross_attention_mask
-    mask, visible = lay_out(
+    mask, visible = fold_mask(
         sees,
         image_rows=batch_size,
         text_rows=batch_size,
@@ -98,4 +118,9 @@ def plain_context(
         group=config.num_attention_heads // config.num_key_value_heads,
         null_key=config.quiet_softmax,
     )
-    return CrossAttentionContext(cross_attention_states=cross_attention_states, mask=mask, visible=visible)
+    return CrossAttentionContext(
+        cross_attention_states=cross_attention_states,
+        mask=mask,
+        visible=visible,
+        output_attentions=output_attentions or None,
+    )

@@ -1,53 +1,69 @@
-"""Encoded images as values: put together, taken apart, written to a file and read back.
+"""Encoded images as values: asked again and again, put together, taken apart, written to a file and read back.
 
-A file is safetensors, with a fingerprint of the weights that made it. Keys and values of another model, or of the same one
-before more training, would be read as noise and fail silently, so they are refused.
+Encoded images carry the identity of the model and the weights that made them (see `model_identity.py`), in memory and in a file. Keys and
+values of another model, or of this one before more training, would be read as noise and fail silently, so they are refused.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
-from .cache import CrossAttentionLayer, ImageCache, encoded_images
-from .visibility import ImageTokens
-
-
-if TYPE_CHECKING:
-    from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-
-FORMAT = "hf_xattn image cache 2"
-# What of `ImageTokens` goes into a file; markers and per-text masks belong to a text, not to the images.
-TENSORS = ("image_of_token", "token_mask", "image_mask", "digest")
+from .cross_cache import CrossCache
+from .digests import Digests
+from .image_layout import ImageLayout, rows_to
+from .xattn_cache import XAttnCache
 
 
-def select_images(cache: ImageCache, rows: list[int] | torch.Tensor) -> ImageCache:
+FORMAT = "hf_xattn image cache 3"
+
+
+class _Model(Protocol):
+    """What a file of encoded images asks of a model."""
+
+    config: Any
+    blocks: list[Any]
+
+    def image_identity(self) -> str: ...
+
+
+class ImageCache(XAttnCache):
+    """Images that were encoded once: an `EncoderDecoderCache` with an empty self-attention half.
+
+    `generate(past_key_values=image_cache)` works on a fork and leaves this object as it is, so it can be asked again.
+    """
+
+    def fork(self, self_attention_cache: Cache) -> XAttnCache:
+        """The same images, not copied, beside another self-attention half."""
+        fork = XAttnCache(self_attention_cache, self.cross_attention_cache.shared())
+        fork.mark_updated(len(self.cross_attention_cache.layers))
+        return fork
+
+
+def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCache:
     """The image rows `rows` of a cache, in that order; a row may come more than once.
 
     Raises:
         IndexError: for a row that the cache does not have.
     """
-    count = _filled(cache).keys.shape[0]
+    cross, layout = _filled(cache)
+    count = cross.rows
     rows = torch.as_tensor(rows, dtype=torch.long)
     if rows.dim() != 1 or rows.numel() == 0 or rows.min() < 0 or rows.max() >= count:
         raise IndexError(f"`rows` must be a non-empty list of rows from 0 to {count - 1}, got {rows.tolist()}.")
-    layers = []
-    for layer in cache.cross_attention_cache.layers:
-        images = layer.images.select(rows)
-        layers.append(
-            _layer(layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)], images)
-        )
-    return _cache_of(layers)
+    chosen = cross.shared()
+    chosen.select(rows, layout.select(rows, count))
+    return image_cache_of(chosen)
 
 
-def combine_images(caches: list[ImageCache]) -> ImageCache:
+def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     """Image caches of several calls as one batch, the rows of the first cache first. Shorter rows are padded and masked.
 
     Raises:
@@ -55,135 +71,224 @@ def combine_images(caches: list[ImageCache]) -> ImageCache:
     """
     if not caches:
         raise ValueError("`caches` is empty.")
-    first = [_filled(cache) for cache in caches]
-    shapes = {(len(cache.cross_attention_cache.layers), *layer.keys.shape[1::2]) for cache, layer in zip(caches, first)}
+    parts = [_filled(cache) for cache in caches]
+    shapes = {(len(cross.layers), *cross.layers[0].keys.shape[1::2]) for cross, _ in parts}
     if len(shapes) > 1:
         raise ValueError(
             f"`caches` come from different models: (blocks, K/V heads, head width) are {sorted(shapes)}; they must be equal."
         )
-    length = max(layer.keys.shape[2] for layer in first)
-    images = _combine_tokens([layer.images for layer in first], [layer.keys.shape[0] for layer in first], length)
-    layers = []
-    for index in range(len(caches[0].cross_attention_cache.layers)):
-        rows = [cache.cross_attention_cache.layers[index] for cache in caches]
-        keys = torch.cat([_padded(layer.keys, length) for layer in rows])
-        values = torch.cat([_padded(layer.values, length) for layer in rows])
-        layers.append(_layer(keys, values, images))
-    return _cache_of(layers)
+    makers = {cross.made_by for cross, _ in parts}
+    if len(makers) > 1:
+        raise ValueError(
+            "`caches` come from different models, or from one with different weights: their identities are "
+            f"{sorted(str(maker)[:12] for maker in makers)}."
+        )
+    layout = _combine_layouts([layout for _, layout in parts], [cross.rows for cross, _ in parts])
+    length = max(cross.layers[0].keys.shape[2] for cross, _ in parts)
+    keys_values = []
+    for index in range(len(parts[0][0].layers)):
+        layers = [cross.layers[index] for cross, _ in parts]
+        key = torch.cat([_padded(layer.keys, length) for layer in layers])
+        value = torch.cat([_padded(layer.values, length) for layer in layers])
+        keys_values.append((key, value))
+    combined = CrossCache()
+    combined.fill(layout, keys_values, makers.pop())
+    return image_cache_of(combined)
 
 
-def save_image_cache(cache: ImageCache, path: str | Path, model: XAttnForConditionalGeneration | XAttnModel) -> None:
+def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None:
     """Writes encoded images to a safetensors file.
 
     Args:
         cache ([`ImageCache`]): from `encode_images`.
         path (`str` or `Path`): the file.
-        model: the model that encoded them; its fingerprint goes into the file.
-    """
-    layer = _filled(cache)
-    tensors = {name: getattr(layer.images, name) for name in TENSORS}
-    tensors = {f"images.{name}": tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-    for index, layer in enumerate(cache.cross_attention_cache.layers):
-        tensors[f"layers.{index}.keys"] = layer.keys.contiguous()
-        tensors[f"layers.{index}.values"] = layer.values.contiguous()
-    facts = {"num_images": layer.images.num_images, "digest_of": layer.images.digest_of}
-    save_file(tensors, str(path), {"format": FORMAT, "fingerprint": fingerprint(model), "images": json.dumps(facts)})
-
-
-def load_image_cache(path: str | Path, model: XAttnForConditionalGeneration | XAttnModel) -> ImageCache:
-    """Reads encoded images, onto the device of the model.
+        model: the model that encoded them; its identity goes into the file.
 
     Raises:
-        ValueError: where the file is no image cache, or was written with other weights.
+        ValueError: where another model, or other weights, encoded them.
     """
+    cross, layout = _filled(cache)
+    identity = model.image_identity()
+    if cross.made_by not in (None, identity):
+        raise ValueError(
+            "`cache` was encoded by another model than `model`, or by other weights of it. Encode the images again."
+        )
+    tensors = {"images.token_mask": layout.token_mask, "images.image_mask": layout.image_mask}
+    facts: dict[str, Any] = {"sizes": layout.sizes, "digests": None}
+    if layout.digests is not None:
+        facts["digests"] = [
+            {"of": part.of, "dtype": str(part.dtype).removeprefix("torch."), "sizes": part.sizes}
+            for part in layout.digests
+        ]
+        for index, part in enumerate(layout.digests):
+            tensors[f"digests.{index}.values"], tensors[f"digests.{index}.real"] = part.values, part.real
+    for index, layer in enumerate(cross.layers):
+        tensors[f"layers.{index}.keys"], tensors[f"layers.{index}.values"] = layer.keys, layer.values
+    contiguous = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    save_file(contiguous, str(path), {"format": FORMAT, "identity": identity, "images": json.dumps(facts)})
+
+
+def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
+    """Reads encoded images, each block's onto the device of that block.
+
+    Reads all weights that images pass, to compare them with those that made the file: see `model_identity.py` for what that costs.
+
+    Raises:
+        FileNotFoundError: where there is no such file.
+        ValueError: where the file is no image cache, is damaged, or was written with other weights.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
     try:
-        with safe_open(str(path), framework="pt", device=str(model.device)) as file:
+        with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(
                     f"{path} is not an image cache: its format is {metadata.get('format')!r}, not {FORMAT!r}."
                 )
-            expected = fingerprint(model)
-            if metadata["fingerprint"] != expected:
+            identity = model.image_identity()
+            if metadata.get("identity") != identity:
                 raise ValueError(
-                    f"{path} was written by another model, or by other weights of this one: its fingerprint is "
-                    f"{metadata['fingerprint'][:12]}, this model's is {expected[:12]}. Encode the images again."
+                    f"{path} was written by another model, or by other weights of this one: its identity is "
+                    f"{str(metadata.get('identity'))[:12]}, this model's is {identity[:12]}. Encode the images again."
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # safetensors' own error is no subclass of anything more telling
+    except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    try:
+        cross = _cross_of_file(metadata, tensors, model, identity)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return image_cache_of(cross)
+
+
+def _cross_of_file(
+    metadata: dict[str, str], tensors: dict[str, torch.Tensor], model: _Model, identity: str
+) -> CrossCache:
+    """What a file holds, every shape checked."""
+    block = model.config.cross_attention_config
     facts = json.loads(metadata["images"])
-    images = ImageTokens(**facts, **{name: tensors.get(f"images.{name}") for name in TENSORS})
-    count = len(model.config.cross_attention_layers)
-    layers = [_layer(tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"], images) for i in range(count)]
-    return _cache_of(layers)
+    sizes = tuple(int(size) for size in facts["sizes"])
+    count = sum(sizes)
+    rows = tensors["layers.0.keys"].shape[0]
+    keys_values = []
+    for index, layer in enumerate(model.blocks):
+        device = _device_of(layer.attn.k_proj)
+        pair = []
+        for name in (f"layers.{index}.keys", f"layers.{index}.values"):
+            heads = tensors[name].shape[1]  # of a rank under tensor parallelism, some of the heads
+            _check_tensor(tensors, name, (rows, heads, count + block.quiet_softmax, block.head_dim), None)
+            if not heads or block.num_key_value_heads % heads:
+                raise ValueError(f"expected {block.num_key_value_heads} K/V heads in {name}, got {heads}")
+            pair.append(tensors[name].to(device))
+        keys_values.append((pair[0], pair[1]))
+    device = keys_values[0][0].device
+    for name, width in (("images.token_mask", count), ("images.image_mask", len(sizes))):
+        if name in tensors:
+            _check_tensor(tensors, name, (None, width), torch.bool)
+    digests = None
+    if facts["digests"] is not None:
+        parts = []
+        for index, entry in enumerate(facts["digests"]):
+            width = sum(entry["sizes"])
+            _check_tensor(tensors, f"digests.{index}.values", (rows, width), torch.int64)
+            if f"digests.{index}.real" in tensors:
+                _check_tensor(tensors, f"digests.{index}.real", (rows, width), torch.bool)
+            real = tensors.get(f"digests.{index}.real")
+            values = tensors[f"digests.{index}.values"]
+            parts.append(
+                Digests(
+                    entry["of"],
+                    getattr(torch, entry["dtype"]),
+                    values.to(device),
+                    None if real is None else real.to(device),
+                    tuple(entry["sizes"]),
+                )
+            )
+        digests = tuple(parts)
+    masks = [tensors.get(f"images.{name}") for name in ("token_mask", "image_mask")]
+    token_mask, image_mask = (None if mask is None else mask.to(device) for mask in masks)
+    cross = CrossCache()
+    cross.fill(ImageLayout.of(sizes, device, token_mask, image_mask, digests), keys_values, identity)
+    return cross
 
 
-def fingerprint(model: XAttnForConditionalGeneration | XAttnModel) -> str:
-    """SHA-256 over all weights that images pass on their way to keys and values, their names and dtypes."""
-    digest = hashlib.sha256()
-    core = getattr(model, "model", model)
-    core = core if hasattr(core, "text_model") else model
-    parts = [(f"blocks.{block.layer_idx}.", block.attn) for block in core.blocks]
-    parts += [(name, part) for name in ("vision_tower", "connector") if (part := getattr(core, name)) is not None]
-    for prefix, part in parts:
-        for name, tensor in sorted(part.state_dict().items()):
-            if prefix.startswith("blocks.") and not name.startswith(("k_", "v_")):
-                continue
-            digest.update(f"{prefix}{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _check_tensor(
+    tensors: dict[str, torch.Tensor], name: str, shape: tuple[int | None, ...], dtype: torch.dtype | None
+) -> None:
+    if name not in tensors:
+        raise ValueError(f"it has no {name}")
+    tensor = tensors[name]
+    fits = tensor.dim() == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape))
+    if not fits or (dtype is not None and tensor.dtype != dtype):
+        raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)} of {tensor.dtype}")
 
 
-def _filled(cache: ImageCache) -> CrossAttentionLayer:
-    if encoded_images(getattr(cache, "cross_attention_cache", None)) is None:
+def _device_of(module: torch.nn.Module) -> torch.device:
+    """Where a layer computes, also where accelerate keeps its weights elsewhere."""
+    weight = next(module.parameters())
+    if weight.is_meta:
+        return torch.device(module._hf_hook.execution_device)  # type: ignore[union-attr]
+    return weight.device
+
+
+def image_cache_of(cross: CrossCache) -> ImageCache:
+    """An [`ImageCache`] of filled images."""
+    cache = ImageCache(DynamicCache(), cross)
+    cache.mark_updated(len(cross.layers))
+    return cache
+
+
+def _filled(cache: XAttnCache) -> tuple[CrossCache, ImageLayout]:
+    cross = getattr(cache, "cross_attention_cache", None)
+    if not isinstance(cross, CrossCache) or cross.layout is None:
         raise ValueError("The cache holds no images: make it with `encode_images`.")
-    return cache.cross_attention_cache.layers[0]
-
-
-def _layer(keys: torch.Tensor, values: torch.Tensor, images: ImageTokens) -> CrossAttentionLayer:
-    layer = CrossAttentionLayer()
-    layer.update(keys, values)
-    layer.images = images
-    return layer
-
-
-def _cache_of(layers: list[CrossAttentionLayer]) -> ImageCache:
-    cross = DynamicCache()
-    cross.layers = layers
-    return ImageCache(DynamicCache(), cross)
+    return cross, cross.layout
 
 
 def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(states, (0, 0, 0, length - states.shape[2]))
 
 
-def _combine_tokens(parts: list[ImageTokens], rows: list[int], length: int) -> ImageTokens:
-    """Rows may differ in their images, so only what is the same for all stays known; padding is masked."""
+def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:
+    """One layout for all rows; padding is masked."""
     widest = max(parts, key=lambda part: part.num_tokens)
-    if any(not torch.equal(part.image_of_token, widest.image_of_token[: part.num_tokens]) for part in parts):
+    if any(part.sizes != widest.sizes[: part.num_images] for part in parts):
         raise ValueError("`caches` hold images of different numbers of tokens: combine caches of equally large images.")
     device = widest.image_of_token.device
     token_masks: list[torch.Tensor] = []
     image_masks: list[torch.Tensor] = []
     for part, count in zip(parts, rows):
         for size, full, mask, masks in (
-            (part.num_tokens, length, part.token_mask, token_masks),
+            (part.num_tokens, widest.num_tokens, part.token_mask, token_masks),
             (part.num_images, widest.num_images, part.image_mask, image_masks),
         ):
-            mask = torch.ones(count, size, dtype=torch.bool, device=device) if mask is None else mask
+            mask = torch.ones(count, size, dtype=torch.bool, device=device) if mask is None else rows_to(mask, count)
             masks.append(torch.nn.functional.pad(mask, (0, full - size)))
-    uniform = all(part.num_tokens == length and part.token_mask is None for part in parts)
-    return ImageTokens(
-        num_images=widest.num_images,
+    uniform = all(part.num_tokens == widest.num_tokens and part.token_mask is None for part in parts)
+    return ImageLayout(
+        sizes=widest.sizes,
         image_of_token=widest.image_of_token,
         token_mask=None if uniform else torch.cat(token_masks),
         image_mask=None if uniform else torch.cat(image_masks),
+        digests=_combine_digests([part.digests for part in parts]),
     )
 
 
-__all__ = ["combine_images", "fingerprint", "load_image_cache", "save_image_cache", "select_images"]
+def _combine_digests(parts: list[tuple[Digests, ...] | None]) -> tuple[Digests, ...] | None:
+    """The content of all rows, where all are of one kind; else it is not known any more."""
+    found = [part[0] for part in parts if part is not None and len(part) == 1]
+    if len(found) < len(parts) or len({(part.of, part.dtype) for part in found}) > 1:
+        return None
+    widest = max(found, key=lambda part: part.values.shape[1])
+    width = widest.values.shape[1]
+    values = [torch.nn.functional.pad(part.values, (0, width - part.values.shape[1])) for part in found]
+    real = [torch.nn.functional.pad(part.real_or_all(), (0, width - part.values.shape[1])) for part in found]
+    return (Digests(widest.of, widest.dtype, torch.cat(values), torch.cat(real), widest.sizes),)
+
+
+__all__ = ["ImageCache", "combine_images", "load_image_cache", "save_image_cache", "select_images"]

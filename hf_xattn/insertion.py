@@ -50,10 +50,8 @@ def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool
         if context is None or (block is None and after is None):
             return layer_class.forward(self, *args, **kwargs)
         if context.encode_only:
-            for each in (block, after):
-                if each is not None:
-                    context.key_value(each)
-            return None
+            # Returned, and not only reported: FSDP follows a layer's outputs to know when its weights are needed again.
+            return tuple(each.encode(context) for each in (block, after) if each is not None)
         if block is not None and args:
             args = (block(args[0], cross_attention=context), *args[1:])
         elif block is not None:

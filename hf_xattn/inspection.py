@@ -20,7 +20,7 @@ def tokens_per_image(model: XAttnForConditionalGeneration) -> int | None:
     tower = model.model.vision_tower
     blank = blank_image(vision, torch.zeros((), dtype=tower.dtype, device=tower.device))
     with torch.no_grad():
-        return model.model.images.features(*blank).shape[2]
+        return model.model.image_encoder.features(*blank).shape[2]
 
 
 def key_value_bytes_per_token(config: CrossAttentionConfig, num_blocks: int, dtype: torch.dtype) -> int:

@@ -7,29 +7,34 @@ self-attention half of an `EncoderDecoderCache`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
-from transformers.utils import logging
 
-from .cache import ImageCache, XAttnCache, encoded_images
+from .block import GatedCrossAttentionBlock
+from .call import keep, prepare_blocks, read_call
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
+from .context import CrossAttentionContext
+from .conversation import PreparedImages
 from .decoder import DecoderInterface, find_decoder, headless
-from .generation import XAttnGenerationMixin, tile_mask_of_images
-from .images import ImageEncoder
+from .generation_xattn import XAttnGenerationMixin
+from .image_inputs import ImageInputs
+from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, cross_attention_blocks, insert_blocks
+from .model_identity import ModelIdentity
 from .pretrained import XAttnMoeCausalLMOutput, XAttnPreTrainedModel, keep_weights
+from .rollback import whole_or_not_at_all
 from .vision import build_tower, follow_tower
 from .vocabulary import extend_vocabulary
+from .xattn_cache import XAttnCache
 
 
-logger = logging.get_logger(__name__)
-
-
-class XAttnModel(XAttnPreTrainedModel):
+class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
     """Decoder, blocks, connector and vision tower; gives hidden states.
 
     Args:
@@ -56,6 +61,7 @@ class XAttnModel(XAttnPreTrainedModel):
         if config.additional_vocab_size:
             extend_vocabulary(text_model, config.additional_vocab_size, config.additional_vocab_in_head)
         self._interface = DecoderInterface.of(text_model)
+        self._identity = ModelIdentity(config)
         split = insert_blocks(text_model, config)
         self.text_model = text_model
         self.vision_tower = self.connector = None
@@ -83,158 +89,46 @@ class XAttnModel(XAttnPreTrainedModel):
         return find_decoder(self.text_model)[0]
 
     @property
-    def blocks(self) -> list:
+    def blocks(self) -> list[GatedCrossAttentionBlock]:
         """The cross-attention blocks, in the order of the layers."""
         return cross_attention_blocks(self.text_model)
 
-    @property
-    def images(self) -> ImageEncoder:
-        """Checks and encodes images for this model."""
-        return ImageEncoder(self)
-
-    def get_image_features(
-        self,
-        pixel_values: torch.Tensor,
-        image_mask: torch.Tensor | None = None,
-        aspect_ratio_ids: torch.Tensor | None = None,
-        aspect_ratio_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Pixels to K/V source.
-
-        Args:
-            pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
-            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here.
-
-        Returns:
-            `torch.Tensor`: `(batch, num_images, tokens an image, context_size)`.
-        """
-        return self.images.features(
-            *self.images.check_pixels(pixel_values, image_mask, aspect_ratio_ids, aspect_ratio_mask)
-        )
-
-    @torch.no_grad()
-    def encode_images(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        image_mask: torch.Tensor | None = None,
-        cross_attention_states: torch.Tensor | None = None,
-        cross_attention_mask: torch.Tensor | None = None,
-        aspect_ratio_ids: torch.Tensor | None = None,
-        aspect_ratio_mask: torch.Tensor | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
-    ) -> EncoderDecoderCache:
-        """Runs the vision tower and every block's K/V projection once, for any number of questions.
-
-        Args:
-            pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask: as
-                in `forward`.
-            past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place.
-
-        Returns:
-            [`ImageCache`]: an `EncoderDecoderCache` whose cross half is filled; or `past_key_values`.
-
-        Raises:
-            ValueError: without images, or where their shapes do not fit.
-        """
-        cross_cache = DynamicCache() if past_key_values is None else past_key_values.cross_attention_cache
-        new = self.images.read(
-            pixel_values,
-            image_mask,
-            cross_attention_states,
-            cross_attention_mask,
-            aspect_ratio_ids,
-            aspect_ratio_mask,
-            cache=cross_cache,
-        )
-        if pixel_values is None and cross_attention_states is None:
-            raise ValueError("`encode_images` needs `pixel_values` or `cross_attention_states`.")
-        if new is not None and new.text_mask is not None:
-            raise ValueError(
-                "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token sees "
-                "what is decided with the text."
-            )
-        if past_key_values is None:
-            past_key_values = ImageCache(DynamicCache(config=self.config.get_text_config(decoder=True)), cross_cache)
-        self.images.fill(past_key_values, new)
-        return past_key_values
-
     def _run(
-        self, runner: nn.Module, text_inputs: dict, image_inputs: dict, use_cache: bool | None, attentions: bool | None
-    ):
+        self,
+        runner: nn.Module,
+        text: dict[str, Any],
+        images: ImageInputs | PreparedImages,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        output_attentions: bool | None,
+    ) -> tuple[Any, Cache | None, tuple[torch.Tensor | None, ...] | None]:
         """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
-        if (mask := text_inputs.pop("image_attention_mask", None)) is not None:
-            image_inputs = tile_mask_of_images({**image_inputs, "image_attention_mask": mask})
-        past_key_values = text_inputs.pop("past_key_values", None)
-        input_ids, inputs_embeds = text_inputs.get("input_ids"), text_inputs.get("inputs_embeds")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
-        text = input_ids if input_ids is not None else inputs_embeds
-        if text.dim() != (2 if input_ids is not None else 3):
-            raise ValueError(
-                "`input_ids` must be (batch, text_len) and `inputs_embeds` (batch, text_len, hidden_size), got shape "
-                f"{tuple(text.shape)}."
+        recomputes = bool(self.training and self.is_activation_checkpointing)
+        call = read_call(self.config, text, images, past_key_values, use_cache, bool(output_attentions), recomputes)
+        if call.cache is not None and call.takes_up_images:
+            self._check_made_here(call.cache.cross_attention_cache)
+        with whole_or_not_at_all(call.cache):
+            prepared = prepare_blocks(
+                self.config, self.image_encoder, call, trains=self.training and torch.is_grad_enabled()
             )
-        batch_size, text_len = text.shape[:2]
-        recomputes = self.training and self.is_activation_checkpointing
-        if use_cache is None:
-            use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)
-        use_cache = bool(use_cache) and not recomputes
+            outputs = self._interface.call(runner, call.text, prepared.context, call.text_cache, call.use_cache)
+            weights = self._weights_of_blocks(prepared.context, call.output_attentions)
+            keep(call, prepared)
+        cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
+        return outputs, (cache if call.use_cache else None), weights
 
-        encoder = self.images
-        cross_cache = getattr(past_key_values, "cross_attention_cache", None)
-        if past_key_values is None and use_cache:
-            past_key_values = XAttnCache(DynamicCache(config=self.config.get_text_config(decoder=True)), DynamicCache())
-            cross_cache = past_key_values.cross_attention_cache
-        new = encoder.read(**image_inputs, batch_size=batch_size, text_len=text_len, cache=cross_cache)
-        self_cache = past_key_values
-        if isinstance(past_key_values, EncoderDecoderCache):
-            self_cache = past_key_values.self_attention_cache
-        elif past_key_values is not None and new is not None:
-            raise ValueError(
-                f"`past_key_values` is a {type(past_key_values).__name__}, which has no place for images: pass "
-                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
-            )
-        if recomputes and new is not None:
-            if encoded_images(cross_cache) is not None:
-                raise ValueError(
-                    "Gradient checkpointing runs layers twice, so images cannot be added to a cache that holds some: pass "
-                    "all images in one call, or encode them before with `encode_images`."
-                )
-            cross_cache = None  # a recomputed layer would write a second time
-        context = encoder.context(
-            new,
-            cross_cache,
-            image_inputs["cross_attention_mask"],
-            input_ids,
-            batch_size,
-            text_len,
-            self_cache,
-            text_inputs.get("position_ids"),
-            attentions,
-        )
-        if new is not None and cross_cache is not None:
-            encoder.mark_updated(past_key_values)
-
-        if attentions:
-            text_inputs["output_attentions"] = True
-        outputs = self._interface.call(runner, text_inputs, context, self_cache, use_cache)
-        if (
-            context is not None
-            and not torch.compiler.is_compiling()
-            and len(context.recorder.weights) != len(self.config.cross_attention_layers)
-        ):
+    def _weights_of_blocks(
+        self, context: CrossAttentionContext | None, output_attentions: bool
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        """Attention weights of every block, where they are asked for; and a check that every block ran."""
+        if context is None or context.recorder is None:
+            return None
+        weights, expected = context.recorder.weights, len(self.config.cross_attention_layers)
+        if not torch.compiler.is_compiling() and len(weights) != expected:
             raise RuntimeError(
-                f"{type(self.text_model).__name__} did not hand the images to its layers: "
-                f"{len(context.recorder.weights)} of {len(self.config.cross_attention_layers)} blocks ran."
+                f"{type(self.text_model).__name__} did not hand the images to its layers: {len(weights)} of {expected} blocks ran."
             )
-        if self.text_model._is_stateful and isinstance(past_key_values, XAttnCache):
-            past_key_values.text_length += text_len
-        cross_attentions = None
-        if attentions and context is not None:
-            cross_attentions = tuple(weights for _, weights in sorted(context.recorder.weights.items()))
-        if not isinstance(past_key_values, EncoderDecoderCache):
-            past_key_values = outputs.get(self._interface.cache_argument)
-        return outputs, (past_key_values if use_cache else None), cross_attentions
+        return tuple(weights[index] for index in sorted(weights)) if output_attentions else None
 
     def forward(
         self,
@@ -245,6 +139,7 @@ class XAttnModel(XAttnPreTrainedModel):
         cross_attention_mask: torch.Tensor | None = None,
         aspect_ratio_ids: torch.Tensor | None = None,
         aspect_ratio_mask: torch.Tensor | None = None,
+        image_attention_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -252,6 +147,7 @@ class XAttnModel(XAttnPreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        image_inputs: PreparedImages | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
         """
@@ -264,24 +160,38 @@ class XAttnModel(XAttnPreTrainedModel):
                 num_images, tokens, context_size)`; bypasses the vision tower.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, or `(batch,
                 text_len, num_image_tokens)` where the caller decides for each text token, or `(batch, text_len, num_images,
-                max_num_tiles)` with a tiled vision tower. Idefics' `image_attention_mask`, `(batch, text_len, num_images)`, is
-                taken in its place.
+                max_num_tiles)` with a tiled vision tower. Text after such a mask sees what its last row allows, until the next
+                image marker. Images are those of the call, or all: those of the cache and those of the call.
             aspect_ratio_ids, aspect_ratio_mask (`torch.Tensor`, *optional*): `(batch, num_images)` and `(batch, num_images,
                 max_num_tiles)`, with a tiled vision tower (Mllama's), whose `pixel_values` are `(batch, num_images,
                 max_num_tiles, channels, height, width)`.
+            image_attention_mask (`torch.Tensor`, *optional*): `(batch, text_len, num_images)`, Idefics' form of a
+                `cross_attention_mask` for each text token.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, the text's own.
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`.
-            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. Images that come with
-                a filled cache are appended, but for those that are in it already.
+            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. Beside a cache that holds
+                images, pass no images, only new ones, or all of them in their order and then new ones; anything else is
+                refused. Images are compared by content, row by row.
             inputs_embeds (`torch.Tensor`, *optional*): `(batch, text_len, hidden_size)`, in place of `input_ids`.
             use_cache (`bool`, *optional*): return a cache.
             output_attentions (`bool`, *optional*): `cross_attentions` holds, for each block, the weights `(batch,
                 num_attention_heads, text_len, num_image_tokens)`.
+            image_inputs (`PreparedImages`, *optional*): what `generate` encoded once, in place of all image arguments.
 
         Raises:
             TypeError: for masks that are not boolean, or states and pixels that are not floating point.
             ValueError: for shapes that do not fit, images without a vision tower, or contradicting arguments.
         """
+        images = image_inputs or ImageInputs.of(
+            self.config,
+            pixel_values=pixel_values,
+            image_mask=image_mask,
+            cross_attention_states=cross_attention_states,
+            cross_attention_mask=cross_attention_mask,
+            aspect_ratio_ids=aspect_ratio_ids,
+            aspect_ratio_mask=aspect_ratio_mask,
+            image_attention_mask=image_attention_mask,
+        )
         outputs, cache, cross_attentions = self._run(
             headless(self.text_model),
             {
@@ -289,17 +199,10 @@ class XAttnModel(XAttnPreTrainedModel):
                 "inputs_embeds": inputs_embeds,
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
-                "past_key_values": past_key_values,
                 **kwargs,
             },
-            {
-                "pixel_values": pixel_values,
-                "image_mask": image_mask,
-                "cross_attention_states": cross_attention_states,
-                "cross_attention_mask": cross_attention_mask,
-                "aspect_ratio_ids": aspect_ratio_ids,
-                "aspect_ratio_mask": aspect_ratio_mask,
-            },
+            images,
+            past_key_values,
             use_cache,
             output_attentions,
         )
@@ -352,12 +255,16 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         """See [`XAttnModel.get_image_features`]."""
         return self.model.get_image_features(*args, **kwargs)
 
-    def encode_images(self, *args, **kwargs) -> EncoderDecoderCache:
+    def encode_images(self, *args, **kwargs) -> XAttnCache:
         """See [`XAttnModel.encode_images`]."""
         return self.model.encode_images(*args, **kwargs)
 
+    def image_identity(self) -> str:
+        """See [`XAttnModel.image_identity`]."""
+        return self.model.image_identity()
+
     @property
-    def blocks(self) -> list:
+    def blocks(self) -> list[GatedCrossAttentionBlock]:
         """The cross-attention blocks, in the order of the layers."""
         return self.model.blocks
 
@@ -370,6 +277,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         cross_attention_mask: torch.Tensor | None = None,
         aspect_ratio_ids: torch.Tensor | None = None,
         aspect_ratio_mask: torch.Tensor | None = None,
+        image_attention_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -379,6 +287,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         output_attentions: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
+        image_inputs: PreparedImages | None = None,
         **kwargs,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
@@ -388,6 +297,16 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             logits_to_keep (`int` or `torch.Tensor`): logits of the last positions only; 0 = all.
             others: as in [`XAttnModel.forward`].
         """
+        images = image_inputs or ImageInputs.of(
+            self.config,
+            pixel_values=pixel_values,
+            image_mask=image_mask,
+            cross_attention_states=cross_attention_states,
+            cross_attention_mask=cross_attention_mask,
+            aspect_ratio_ids=aspect_ratio_ids,
+            aspect_ratio_mask=aspect_ratio_mask,
+            image_attention_mask=image_attention_mask,
+        )
         text_model = self.model.text_model
         own_loss = (
             labels is not None and self.config.additional_vocab_in_head
@@ -401,21 +320,14 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
                 "inputs_embeds": inputs_embeds,
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
-                "past_key_values": past_key_values,
                 "labels": None if own_loss else labels,
                 "logits_to_keep": logits_to_keep
                 if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep
                 else None,
                 **kwargs,
             },
-            {
-                "pixel_values": pixel_values,
-                "image_mask": image_mask,
-                "cross_attention_states": cross_attention_states,
-                "cross_attention_mask": cross_attention_mask,
-                "aspect_ratio_ids": aspect_ratio_ids,
-                "aspect_ratio_mask": aspect_ratio_mask,
-            },
+            images,
+            past_key_values,
             use_cache,
             output_attentions,
         )

@@ -130,13 +130,6 @@ def run_tower(
     return connector(features[:, 1:] if drop_first else features).unflatten(0, (rows, num_images))
 
 
-def image_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Which images are real, `(batch, num_images)`: the caller's word, or that of the aspect ratios."""
-    if tiles is None or image_mask is not None:
-        return image_mask
-    return tiles.aspect_ratio_ids > 0
-
-
 def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
     """Which of an image's tokens are real, `(batch, num_images * tokens)`; None where all are.
 

@@ -10,7 +10,10 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn import attention as attention_module
 from hf_xattn.attention import relative_position_bucket
-from hf_xattn.visibility import EVERYTHING, lay_out
+from hf_xattn.context import CrossAttentionContext
+from hf_xattn.cross_cache import CrossCache
+from hf_xattn.folded_mask import EVERYTHING, fold_mask
+from hf_xattn.image_layout import ImageLayout
 
 
 BATCH, TEXT_LEN, NUM_TOKENS = 2, 3, 5
@@ -33,6 +36,17 @@ def inputs(dtype: torch.dtype = torch.float32, num_tokens: int = NUM_TOKENS) -> 
     generator = torch.Generator().manual_seed(6)
     hidden = torch.randn(BATCH, TEXT_LEN, HIDDEN, generator=generator)
     return hidden.to(dtype), torch.randn(BATCH, num_tokens, CONTEXT, generator=generator).to(dtype)
+
+
+def attend(layer, hidden, key, value, folded=EVERYTHING, **context):
+    """The layer's answer for keys and values that a cache holds: `(output, weights)`."""
+    return layer(hidden, cross_attention=cached(key, value, folded, **context))
+
+
+def cached(key, value, folded=EVERYTHING, **context) -> CrossAttentionContext:
+    cache = CrossCache()
+    cache.fill(ImageLayout.of((key.shape[2],), key.device), [(key, value)])
+    return CrossAttentionContext(cache=cache, mask=folded.mask, visible=folded.visible, **context)
 
 
 def make_mask(kind: str) -> torch.Tensor | None:
@@ -221,16 +235,16 @@ def test_single_key_is_the_value(heads, fields, repeats):
     key, value = layer.project_key_value(torch.randn(BATCH, 1, CONTEXT))
     sees = torch.rand(BATCH * repeats, TEXT_LEN, 1) > 0.5
     for mask in (None, sees, torch.tensor([True, False])[:, None, None]):
-        visibility = lay_out(
+        visibility = fold_mask(
             mask,
             image_rows=BATCH,
             text_rows=BATCH * repeats,
             text_len=TEXT_LEN,
             group=4 // KV_HEADS[heads],
         )
-        general = layer.attend(hidden, key, value, visibility)[0]
+        general = attend(layer, hidden, key, value, visibility)[0]
         with torch.no_grad():
-            assert torch.equal(layer.attend(hidden, key, value, visibility)[0], general)
+            assert torch.equal(attend(layer, hidden, key, value, visibility)[0], general)
 
 
 def test_single_key_shortcut_skips_the_kernel(monkeypatch):
@@ -357,12 +371,12 @@ def test_query_positions():
     layer = make_layer(num_key_value_heads=2, position_bias=True, position_bias_num_buckets=8)
     hidden, states = inputs()
     key, value = layer.project_key_value(states)
-    whole = layer.attend(hidden, key, value, EVERYTHING)[0]
+    whole = attend(layer, hidden, key, value, EVERYTHING)[0]
     for step in range(TEXT_LEN):
         positions = torch.tensor([[step]])
-        one = layer.attend(hidden[:, step : step + 1], key, value, EVERYTHING, query_positions=positions)[0]
+        one = attend(layer, hidden[:, step : step + 1], key, value, EVERYTHING, query_positions=positions)[0]
         torch.testing.assert_close(one[:, 0], whole[:, step])
-    assert not torch.allclose(layer.attend(hidden[:, 2:], key, value, EVERYTHING)[0][:, 0], whole[:, 2])
+    assert not torch.allclose(attend(layer, hidden[:, 2:], key, value, EVERYTHING)[0][:, 0], whole[:, 2])
 
 
 def test_other_images_other_output():

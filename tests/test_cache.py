@@ -8,7 +8,8 @@ import torch
 from conftest import make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_xattn.cache import CrossAttentionLayer, ImageCache, StaticCrossAttentionCache, encoded_images
+from hf_xattn.cross_cache import CrossAttentionLayer, CrossCache
+from hf_xattn.image_cache import ImageCache
 
 
 MARKER = 3
@@ -134,7 +135,7 @@ def test_same_images_are_not_appended_twice(kind):
     assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-4)
     assert cross_length(cache) == 32 and calls["k_proj"] == 2 and calls["tower"] == (kind == "pixels")
     # The same image in another row is another image.
-    assert encoded_images(cache.cross_attention_cache).num_images == (2 if kind == "pixels" else 1)
+    assert cache.cross_attention_cache.layout.num_images == (2 if kind == "pixels" else 1)
     swapped = {name: value.flip(0) for name, value in inputs.items()}
     model(ids[:, :1], past_key_values=cache, **swapped)
     assert cross_length(cache) == 64
@@ -243,7 +244,7 @@ def test_a_fork_does_not_grow_the_original():
     encoded = model.encode_images(pixel_values=images[:, :1])
     both = generate(model, ids, past_key_values=encoded, pixel_values=images, return_dict_in_generate=True)
     assert cross_length(both.past_key_values) == 32 and cross_length(encoded) == 16
-    assert encoded_images(encoded.cross_attention_cache).num_images == 1
+    assert encoded.cross_attention_cache.layout.num_images == 1
     assert torch.equal(both.sequences, generate(model, ids, pixel_values=images, use_cache=False))
     assert torch.equal(generate(model, ids, past_key_values=encoded), generate(model, ids, pixel_values=images[:, :1]))
 
@@ -265,7 +266,7 @@ def filled(repeats=1):
     model = make_model()
     encoded = model.encode_images(pixel_values=pixels(3))
     if repeats > 1:
-        encoded.cross_attention_cache.batch_repeat_interleave(repeats)
+        encoded.batch_repeat_interleave(repeats)
     return model, encoded
 
 
@@ -292,12 +293,12 @@ def test_select_after_repeat():
     _, encoded = filled(repeats=2)
     keys = encoded.cross_attention_cache.layers[0].keys
     assert keys.shape[0] == 3, "repeating the batch copies nothing"
-    encoded.cross_attention_cache.batch_select_indices(torch.tensor([0, 3, 5]))
+    encoded.batch_select_indices(torch.tensor([0, 3, 5]))
     assert torch.equal(encoded.cross_attention_cache.layers[0].keys, keys[[0, 1, 2]])
     _, encoded = filled()
-    encoded.cross_attention_cache.batch_select_indices(torch.tensor([True, False, True]))
+    encoded.batch_select_indices(torch.tensor([True, False, True]))
     assert torch.equal(encoded.cross_attention_cache.layers[0].keys, keys[[0, 2]])
-    assert encoded_images(encoded.cross_attention_cache).digest.shape == (2, 1)
+    assert encoded.cross_attention_cache.layout.digests[0].values.shape == (2, 1)
 
 
 @torch.no_grad()
@@ -328,20 +329,22 @@ def test_reset_of_a_fork_leaves_the_original():
     outputs = generate(model, ids, past_key_values=encoded, return_dict_in_generate=True)
     outputs.past_key_values.reset()
     assert torch.equal(encoded.cross_attention_cache.layers[0].keys, expected)
-    assert encoded_images(encoded.cross_attention_cache) is not None
+    assert encoded.cross_attention_cache.layout is not None
 
 
-def test_reorder_and_crop_leave_images_alone():
-    """Beams that take another sample's image along, or rejected candidates that cut an image."""
-    model, ids = make_model(), token_ids(3)
-    with torch.no_grad():
-        cache = model(ids, pixel_values=pixels(3)).past_key_values
-    layer = cache.cross_attention_cache.layers[0]
-    keys, copied = layer.keys, layer.keys.clone()
-    cache.reorder_cache(torch.tensor([1, 1, 0]))
+@torch.no_grad()
+def test_beams_and_crop_leave_images_alone():
+    """K/V of images copied for beams, which stay within their sample, or cut by rejected candidates."""
+    model, ids = make_model(), token_ids(6)
+    cache = model.encode_images(pixel_values=pixels(3))
+    model(ids, past_key_values=cache)
+    layers = [(layer, layer.keys) for layer in cache.cross_attention_cache.layers]
+    cache.reorder_cache(torch.tensor([1, 1, 2, 3, 5, 4]))
     cache.crop(-3)
     assert cache.get_seq_length() == 4
-    assert layer.keys is keys and torch.equal(keys, copied)
+    assert all(
+        now is layer and now.keys is keys for now, (layer, keys) in zip(cache.cross_attention_cache.layers, layers)
+    )
 
 
 @torch.no_grad()
@@ -352,7 +355,7 @@ def test_reset_forgets_images():
     mask = torch.tensor([[True, False], [True, True]])
     model(ids, pixel_values=pixels(2, 2), image_mask=mask, past_key_values=cache)
     cache.reset()
-    assert encoded_images(cache.cross_attention_cache) is None and not any(cache.is_updated.values())
+    assert cache.cross_attention_cache.layout is None and not any(cache.is_updated.values())
     other = pixels(2, 1, seed=42)
     assert torch.allclose(
         model(ids, pixel_values=other, past_key_values=cache).logits, model(ids, pixel_values=other).logits, atol=1e-5
@@ -367,7 +370,7 @@ def test_static_cross_half():
         model, token_ids(), pixel_values=pixels(), cache_implementation="static", return_dict_in_generate=True
     )
     cache = outputs.past_key_values
-    assert isinstance(cache.cross_attention_cache, StaticCrossAttentionCache) and cache.is_compileable
+    assert isinstance(cache.cross_attention_cache, CrossCache) and cache.is_compileable
     assert all(isinstance(layer, CrossAttentionLayer) for layer in cache.cross_attention_cache.layers)
 
 

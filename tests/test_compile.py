@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import make_model, pixels, token_ids
+from conversation_helpers import state_space
 from transformers import CompileConfig
 from transformers.cache_utils import EncoderDecoderCache, StaticCache
 
@@ -101,6 +102,20 @@ def test_one_graph_with_masks_and_markers(visibility):
             tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False, **inputs, **compiled(backend))
         assert torch.equal(tokens, expected)
         assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next", "jamba", "mamba", "mamba2"])
+def test_one_graph_for_stateful_decoders(name):
+    """A graph for every token beside a decoder that keeps states: a growing mask, or a length that is a Python integer."""
+    model, images = state_space(name), pixels()
+    backend, graphs = counting_backend()
+    for index in range(2):
+        ids = token_ids(2, 6 + index, seed=index)
+        expected = model.generate(ids, pixel_values=images, max_length=14, use_cache=False, do_sample=False)
+        with torch.compiler.set_stance("default" if index == 0 else "fail_on_recompile"):
+            tokens = model.generate(ids, pixel_values=images, max_length=14, do_sample=False, **compiled(backend))
+        assert torch.equal(tokens, expected)
+        assert len(graphs) == 1, f"{len(graphs)} graphs, the bare decoder has 1"
 
 
 @torch.no_grad()

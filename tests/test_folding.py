@@ -2,10 +2,22 @@
 
 import pytest
 import torch
-from test_attention import BATCH, HEAD_DIM, HIDDEN, KV_HEADS, NUM_TOKENS, TEXT_LEN, inputs, make_layer, make_mask
+from test_attention import (
+    BATCH,
+    HEAD_DIM,
+    HIDDEN,
+    KV_HEADS,
+    NUM_TOKENS,
+    TEXT_LEN,
+    attend,
+    cached,
+    inputs,
+    make_layer,
+    make_mask,
+)
 
 from hf_xattn import attention as attention_module
-from hf_xattn.visibility import EVERYTHING, lay_out
+from hf_xattn.folded_mask import fold_mask
 
 
 @pytest.mark.parametrize("heads", KV_HEADS)
@@ -28,7 +40,7 @@ def test_folding_equals_repeating(heads, implementation, mask, fields):
         sees = make_mask(mask)[:, None]
     else:
         sees = full = torch.rand(text_rows, TEXT_LEN, NUM_TOKENS) > 0.6
-    visibility = lay_out(
+    visibility = fold_mask(
         sees,
         image_rows=BATCH,
         text_rows=text_rows,
@@ -36,11 +48,11 @@ def test_folding_equals_repeating(heads, implementation, mask, fields):
         group=4 // KV_HEADS[heads],
         null_key=layer.quiet_softmax,
     )
-    key, value = layer.project_key_value(states)
-    assert key.shape == (BATCH, KV_HEADS[heads], NUM_TOKENS, HEAD_DIM)
+    key, value = layer.project_key_value(states, null_key=layer.quiet_softmax)
+    assert key.shape == (BATCH, KV_HEADS[heads], NUM_TOKENS + layer.quiet_softmax, HEAD_DIM)
     expected, expected_weights = layer(hidden, repeated, full, output_attentions=True)
-    torch.testing.assert_close(layer.attend(hidden, key, value, visibility)[0], expected)
-    weights = layer.attend(hidden, key, value, visibility, output_attentions=True)[1]
+    torch.testing.assert_close(attend(layer, hidden, key, value, visibility)[0], expected)
+    weights = attend(layer, hidden, key, value, visibility, output_attentions=True)[1]
     torch.testing.assert_close(weights, expected_weights)
 
 
@@ -59,13 +71,15 @@ def test_keys_and_values_are_never_repeated(monkeypatch, heads, repeats):
     monkeypatch.setitem(attention_module.ALL_ATTENTION_FUNCTIONS, "sdpa", kernel)
     hidden = torch.randn(BATCH * repeats, TEXT_LEN, HIDDEN)
 
+    context = cached(key, value)
+
     def refuse(*args, **kwargs):
         raise AssertionError("K/V were repeated")
 
     for name in ("repeat_interleave", "repeat", "tile"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     monkeypatch.setattr(torch, "repeat_interleave", refuse)
-    layer.attend(hidden, key, value, EVERYTHING)
+    layer(hidden, cross_attention=context)
     ((query, used_key, used_value, kwargs),) = seen
     assert used_key is key and used_value is value
     assert key.is_contiguous() and value.is_contiguous()

@@ -7,7 +7,7 @@ import torch
 from conftest import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_xattn.cache import StaticCrossAttentionCache
+from hf_xattn.cross_cache import CrossCache
 
 
 MARKER = 3
@@ -86,7 +86,7 @@ def test_methods_equal_the_uncached_run(name, method, cache):
     keys = outputs.past_key_values.cross_attention_cache.layers[0].keys
     assert keys.shape[::2] == (2, 16), "one row an image, not one a beam; as long as the images, not the text"
     if cache == "static":
-        assert isinstance(outputs.past_key_values.cross_attention_cache, StaticCrossAttentionCache)
+        assert isinstance(outputs.past_key_values.cross_attention_cache, CrossCache)
 
 
 @pytest.mark.parametrize("images", ["pixels", "states", "padded_states"])

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from .loading import add_model_and_images, load_model_and_images
-
-
-if TYPE_CHECKING:
-    from ..cache import ImageCache
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -32,5 +27,5 @@ def run(arguments: argparse.Namespace) -> None:
         processor = XAttnProcessor(processor.image_processor, processor.tokenizer)
     inputs = processor(images=[images])
     cache = model.encode_images(**{name: value.to(model.device) for name, value in inputs.items()})
-    save_image_cache(cast("ImageCache", cache), output, model)  # one of this package, as none was passed
+    save_image_cache(cache, output, model)
     print(f"{len(images)} image(s), {output.stat().st_size:,} bytes: {output}")

@@ -13,7 +13,7 @@ from .loading import add_model_and_images, load_model_and_images
 if TYPE_CHECKING:
     import torch
 
-    from ..cache import ImageCache
+    from ..image_cache import ImageCache
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _num_images(cache: ImageCache) -> int:
-    layer: Any = cache.cross_attention_cache.layers[0]  # of this package: transformers' types know no `images`
-    return layer.images.num_images
+    layout = cache.cross_attention_cache.layout
+    return 0 if layout is None else layout.num_images
 
 
 def _inputs_without_pixels(processor: Any, prompt: str, num_images: int) -> Mapping[str, torch.Tensor]:

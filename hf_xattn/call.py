@@ -1,0 +1,248 @@
+"""One forward of the model around a decoder, in steps.
+
+read_call       checks the text's arguments and finds the cache
+prepare_blocks  encodes new images, decides what each text token sees, and makes the context of the blocks
+(the decoder runs, with the context as a keyword)
+keep            puts into the cache what the forward leaves: images of all blocks, and what the text has seen
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from .configuration_xattn import XAttnConfig
+from .context import CrossAttentionContext, Recorder
+from .conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
+from .folded_mask import fold_mask
+from .image_encoder import ImageEncoder, NewImages
+from .image_inputs import ImageInputs
+from .text_progress import TextProgress
+from .visibility import look
+from .xattn_cache import XAttnCache
+
+
+@dataclass
+class Call:
+    """One forward, its arguments checked.
+
+    Attributes:
+        text (`dict`): the decoder's own arguments.
+        rows, length (`int`): of the text.
+        device (`torch.device`): of the text.
+        images ([`ImageInputs`] or [`PreparedImages`]): the image arguments; from `generate` without a cache they are encoded already.
+        cache ([`XAttnCache`], *optional*): None where nothing is kept, or the caller's cache has no place for images.
+        text_cache (`Cache`, *optional*): what the decoder gets.
+        use_cache, output_attentions (`bool`): as in `forward`.
+        recomputes (`bool`): layers run a second time, under gradient checkpointing.
+    """
+
+    text: dict[str, Any]
+    rows: int
+    length: int
+    device: torch.device
+    images: ImageInputs | PreparedImages
+    cache: XAttnCache | None
+    text_cache: Cache | None
+    use_cache: bool
+    output_attentions: bool
+    recomputes: bool
+
+    @property
+    def takes_up_images(self) -> bool:
+        """Whether cached images come into use with this call, or others are added to them: of another model they would be noise."""
+        if self.cache is None or isinstance(self.images, PreparedImages):
+            return False
+        return self.cache.text_rows is None or self.images.images is not None
+
+
+@dataclass
+class BlockInputs:
+    """What the blocks of a forward get, and what is kept when it has succeeded.
+
+    Attributes:
+        context ([`CrossAttentionContext`], *optional*): None where there is nothing to look at.
+        new ([`NewImages`], *optional*): images to keep, where there is a cache.
+        progress ([`TextProgress`], *optional*): of the text afterwards.
+    """
+
+    context: CrossAttentionContext | None = None
+    new: NewImages | None = None
+    progress: TextProgress | None = None
+
+
+def read_call(
+    config: XAttnConfig,
+    text: dict[str, Any],
+    images: ImageInputs | PreparedImages,
+    past_key_values: Cache | None,
+    use_cache: bool | None,
+    output_attentions: bool,
+    recomputes: bool,
+) -> Call:
+    """Checks the text's arguments, and finds the cache.
+
+    Raises:
+        ValueError: for text of a wrong rank, or a cache that cannot be used.
+    """
+    input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+    given = input_ids if input_ids is not None else inputs_embeds
+    assert given is not None
+    if given.dim() != (2 if input_ids is not None else 3):
+        raise ValueError(
+            "`input_ids` must be (batch, text_len) and `inputs_embeds` (batch, text_len, hidden_size), got shape "
+            f"{tuple(given.shape)}."
+        )
+    text_config = config.get_text_config(decoder=True)
+    if use_cache is None:
+        use_cache = getattr(text_config, "use_cache", True)
+    use_cache = bool(use_cache) and not recomputes
+    cache: XAttnCache | None = None
+    if isinstance(past_key_values, EncoderDecoderCache):
+        cache = XAttnCache.adopt(past_key_values)
+        cache.check_usable(given.shape[0])
+    elif past_key_values is None and use_cache:
+        cache = XAttnCache(DynamicCache(config=text_config))
+    elif past_key_values is not None and (isinstance(images, PreparedImages) or images.images is not None):
+        raise ValueError(
+            f"`past_key_values` is a {type(past_key_values).__name__}, which has no place for images: pass "
+            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+        )
+    if output_attentions:
+        text["output_attentions"] = True
+    return Call(
+        text=text,
+        rows=given.shape[0],
+        length=given.shape[1],
+        device=given.device,
+        images=images,
+        cache=cache,
+        text_cache=past_key_values if cache is None else cache.self_attention_cache,
+        use_cache=use_cache,
+        output_attentions=output_attentions,
+        recomputes=recomputes,
+    )
+
+
+def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, trains: bool) -> BlockInputs:
+    """Encodes the new images of a call, and decides what each text token sees of all images.
+
+    Args:
+        config ([`XAttnConfig`]), encoder ([`ImageEncoder`]): the model's.
+        call ([`Call`]): from [`read_call`].
+        trains (`bool`): a gradient is wanted.
+    """
+    images = _images_of(call, encoder, trains)
+    cross = None if call.cache is None else call.cache.cross_attention_cache
+    progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
+    if images.layout is None:
+        if not (trains and _is_distributed()):
+            return BlockInputs()
+        nobodys = encoder.placeholder(call.rows)
+        images, cross, progress = ImagesOfCall(nobodys, nobodys.layout, None), None, TextProgress(history=None)
+    new, layout, mask = images
+    assert layout is not None
+    block = config.cross_attention_config
+    image_rows = call.rows if new is None else new.states.shape[0]
+    if cross is not None and cross.layers:
+        if call.rows % cross.rows:
+            raise ValueError(
+                f"Expected a batch that is a multiple of {cross.rows}, the image rows in `past_key_values`, got {call.rows} text rows."
+            )
+        if call.recomputes and new is not None:
+            raise ValueError(
+                "Gradient checkpointing runs layers twice, so images cannot be added to a cache that holds some: pass "
+                "all images in one call, or encode them before with `encode_images`."
+            )
+        image_rows = cross.rows
+        if new is None:
+            cross.show(layout)
+    markers = _markers(config, call, decided=mask is not None and mask.decides(call.length, layout.num_tokens))
+    sees, progress = look(config.image_visibility, layout, progress, markers, mask, call.rows, call.length)
+    folded, visible = fold_mask(
+        sees,
+        image_rows=image_rows,
+        text_rows=call.rows,
+        text_len=call.length,
+        group=block.num_attention_heads // block.num_key_value_heads,
+        null_key=block.quiet_softmax,
+    )
+    keeps = cross is not None and new is not None and not call.recomputes
+    context = CrossAttentionContext(
+        cross_attention_states=None if new is None else new.states,
+        cache=cross,
+        mask=folded,
+        visible=visible,
+        query_positions=_query_positions(call) if block.position_bias else None,
+        key_positions=layout.token_positions if block.position_bias else None,
+        output_attentions=call.output_attentions or None,
+        keep_keys_values=keeps or None,
+        recorder=Recorder(),
+    )
+    return BlockInputs(context, new if keeps else None, progress)
+
+
+def keep(call: Call, prepared: BlockInputs) -> None:
+    """What a forward leaves in its cache: images of all blocks, and what the text has seen."""
+    cache, context = call.cache, prepared.context
+    if cache is None:
+        return
+    if prepared.new is not None and context is not None and context.recorder is not None:
+        keys_values = context.recorder.collected()
+        cache.cross_attention_cache.fill(prepared.new.layout, keys_values)
+        if cache.offloads:
+            cache.cross_attention_cache.offload_all()
+        cache.mark_updated(len(keys_values))
+    if prepared.progress is not None:
+        cache.progress = prepared.progress
+    cache.text_rows = call.rows
+    cache.count_text(call.length, call.device)
+
+
+def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:
+    if isinstance(call.images, PreparedImages):
+        return ImagesOfCall(call.images.new, call.images.new.layout, call.images.mask)
+    # Digests cost a pass over the images. In training nobody asks again, and compiled code cannot compare them.
+    record = call.cache is not None and not trains and not torch.compiler.is_compiling()
+    return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length), record)
+
+
+def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor | None:
+    """`(B, T)`, where the text holds an image marker; None where `image_visibility` does not ask.
+
+    Args:
+        decided (`bool`): the caller's mask decides everything, so that markers may be unknown.
+    """
+    if config.image_visibility == "all":
+        return None
+    input_ids = call.text.get("input_ids")
+    if input_ids is not None:
+        return input_ids == config.image_token_id
+    if not decided:
+        raise ValueError(
+            f"`image_visibility={config.image_visibility!r}` follows the image markers in `input_ids`: with "
+            "`inputs_embeds`, pass a `cross_attention_mask` of shape (batch, text_len, num_image_tokens)."
+        )
+    return torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
+
+
+def _query_positions(call: Call) -> torch.Tensor:
+    """`(B or 1, T)`, places of the text tokens."""
+    positions = call.text.get("position_ids")
+    if positions is not None:
+        return positions if positions.dim() == 2 else positions[0]  # one row for each axis of an image
+    past = 0 if call.cache is None else call.cache.get_seq_length()
+    return torch.arange(call.length, device=call.device)[None] + past
+
+
+def _is_distributed() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )

@@ -1,0 +1,158 @@
+"""What the image inputs of a call mean, given the conversation so far.
+
+A call brings images that the cache holds already, new ones, or none; masks over all images or over the new ones, for the text of the call
+or for the whole text. Here they become three things: the images to encode, a layout of all images, and a mask for the text of the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .image_encoder import ImageEncoder, NewImages, check_known_mask
+from .image_inputs import ImageInputs
+from .image_layout import ImageLayout, rows_to
+from .text_progress import CallersMask, History, TextProgress
+from .visibility import look
+from .xattn_cache import XAttnCache
+
+
+class TextOfCall(NamedTuple):
+    """The text that a call's images belong to.
+
+    Attributes:
+        rows (`int`, *optional*): its batch; None where images are encoded without a text.
+        new (`int`): tokens that the cache does not hold.
+        cached (`int`): tokens that it holds, where a caller's mask may cover them too.
+    """
+
+    rows: int | None
+    new: int
+    cached: int = 0
+
+
+class ImagesOfCall(NamedTuple):
+    """Images and masks of a call, beside its cache.
+
+    Attributes:
+        new ([`NewImages`], *optional*): images to encode.
+        layout ([`ImageLayout`], *optional*): of all images, those of the cache in front; None where there are none.
+        mask ([`CallersMask`], *optional*): the caller's decision for the text that follows.
+    """
+
+    new: NewImages | None
+    layout: ImageLayout | None
+    mask: CallersMask | None
+
+
+def read_images(
+    encoder: ImageEncoder,
+    inputs: ImageInputs,
+    cache: XAttnCache | None,
+    text: TextOfCall,
+    record_content: bool,
+) -> ImagesOfCall:
+    """Encodes the new images of a call, and lays its masks over all images. The cache is not changed.
+
+    Raises:
+        TypeError, ValueError: for images and masks that fit neither one another, nor the text, nor the cache.
+    """
+    cross = None if cache is None else cache.cross_attention_cache
+    cached = None if cross is None else cross.layout
+    inputs.check_rows(text.rows, 0 if cross is None else cross.rows)
+    new, axes = encoder.read(inputs, cached, record_content)
+    layout = cached
+    if cached is not None and inputs.images is None:
+        layout = _narrowed(cached, inputs, has_text=cache is not None and cache.text_rows is not None)
+    if new is not None:
+        layout = new.layout if cached is None else cached.append(new.layout)
+    mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
+    if mask is not None and mask.text_len != text.new:
+        assert cache is not None and layout is not None
+        mask = _of_new_text(mask, inputs.text_mask_name, cache, encoder.config.image_visibility, text)
+    return ImagesOfCall(new, layout, mask)
+
+
+def _narrowed(cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
+    """Cached images under the masks of a call that brings none: they act while nothing was read, and must agree afterwards."""
+    masks = (
+        ("image_mask", inputs.image_mask, cached.image_mask, cached.num_images),
+        ("cross_attention_mask", inputs.token_mask, cached.token_mask, cached.num_tokens),
+    )
+    for name, given, own, size in masks:
+        if given is None:
+            continue
+        if has_text:
+            check_known_mask(name, given, own, size)
+        elif given.shape[1] != size:
+            raise ValueError(
+                f"Expected `{name}` for the {size} {'images' if name == 'image_mask' else 'image tokens'} in `past_key_values`, got "
+                f"{tuple(given.shape)}."
+            )
+    if has_text or (inputs.image_mask is None and inputs.token_mask is None):
+        return cached
+    return cached.narrowed(inputs.image_mask, inputs.token_mask)
+
+
+def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, text: TextOfCall) -> CallersMask:
+    """The rows for new text of a mask over the whole text. The others must be what the cached text has seen."""
+    assert text.rows is not None and cache.cross_attention_cache.layout is not None
+    history = cache.current_progress().history
+    if history is None:
+        raise ValueError(
+            f"`{name}` covers the {text.cached} text tokens of a static cache, which does not tell what they have seen. Pass a mask for "
+            f"the {text.new} new tokens."
+        )
+    before = mask.rows[:, : text.cached]
+    seen = what_text_saw(rule, cache.cross_attention_cache.layout, history, text.rows)
+    seen = torch.nn.functional.pad(seen, (0, max(0, mask.first + mask.rows.shape[2] - seen.shape[2])))
+    seen = seen[..., mask.first : mask.first + mask.rows.shape[2]]
+    allowed = cache.cross_attention_cache.layout.token_mask
+    if allowed is not None and mask.first == 0:
+        # Padding is never seen, whatever the mask says of it.
+        padding = torch.nn.functional.pad(
+            rows_to(allowed, text.rows), (0, seen.shape[2] - allowed.shape[1]), value=True
+        )
+        before = before & padding[:, None].to(before.device)
+    if not torch.equal(before, seen.to(before.device)):
+        raise ValueError(
+            f"`{name}` covers the whole text, but for the {text.cached} tokens in `past_key_values` it differs from what they have seen. "
+            f"Pass a mask for the {text.new} new tokens, or start from an empty cache."
+        )
+    return replace(mask, rows=mask.rows[:, text.cached :])
+
+
+def what_text_saw(rule: str, layout: ImageLayout, history: History, batch_size: int) -> torch.Tensor:
+    """What cached text has seen, `(B, text so far, N)`: its calls once more, with the images that there were."""
+    device = layout.image_of_token.device
+    progress, parts, end = TextProgress(history=None), [], 0
+    for segment in history.segments:
+        parts.append(torch.zeros(batch_size, segment.start - end, layout.num_tokens, dtype=torch.bool, device=device))
+        then, end = layout.first_tokens(segment.num_image_tokens), segment.stop
+        length = segment.stop - segment.start
+        markers = None
+        if rule != "all":
+            markers = torch.zeros(batch_size, length, dtype=torch.bool, device=device)
+            if history.counted is not None:
+                markers = rows_to(history.counted, batch_size)[:, segment.start : segment.stop]
+        sees, progress = look(rule, then, progress, markers, segment.mask, batch_size, length)
+        if sees is None:
+            sees = torch.ones(1, 1, then.num_tokens, dtype=torch.bool, device=device)
+        sees = rows_to(sees, batch_size).expand(-1, length, -1)
+        parts.append(torch.nn.functional.pad(sees, (0, layout.num_tokens - then.num_tokens)))
+    parts.append(torch.zeros(batch_size, history.length - end, layout.num_tokens, dtype=torch.bool, device=device))
+    return torch.cat(parts, dim=1)
+
+
+class PreparedImages(NamedTuple):
+    """Images that `generate` encoded once for decoding without a cache.
+
+    Attributes:
+        new ([`NewImages`]): one row an image row; text rows share them.
+        mask ([`CallersMask`], *optional*): the caller's decision for the first part of the text.
+    """
+
+    new: NewImages
+    mask: CallersMask | None

@@ -1,0 +1,163 @@
+"""The cross-attention half of an `EncoderDecoderCache`: keys and values of images, projected once.
+
+It differs from a self-attention cache in what its rows are. A row is an image row, not a text row: beams, return sequences and many
+questions about one image share it, and attention folds them into one query axis. Its length is the number of image tokens, whatever
+the decoder's sliding window or the length of the text.
+
+It holds images of all blocks, with their layout, or nothing: [`CrossCache.fill`] is the one way in, and takes all at once. Tensors are
+replaced and never written into, so that caches which share an image share its keys and values.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from .image_layout import ImageLayout
+
+
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+
+class CrossAttentionLayer(DynamicLayer):
+    """Keys and values of one block.
+
+    Attributes:
+        keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With `quiet_softmax` the first
+            key is the null key, in front of the image tokens.
+    """
+
+    is_compileable = True
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor):
+        super().__init__()
+        self.dtype, self.device = key.dtype, key.device
+        self.keys, self.values = key, value
+        self.is_initialized = True
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("Images are cached by the model, for all blocks at once: see `CrossCache.fill`.")
+
+    def read(self) -> KeyValue:
+        """Keys and values on the block's device; they stay offloaded where they are."""
+        if self.keys.device == self.device:
+            return self.keys, self.values
+        return self.keys.to(self.device, non_blocking=True), self.values.to(self.device, non_blocking=True)
+
+
+class CrossCache(DynamicCache):
+    """Images of a batch, for all blocks.
+
+    Attributes:
+        layers (`list[CrossAttentionLayer]`): one a block; empty where there are no images.
+        layout ([`ImageLayout`], *optional*): what the image tokens are; None where there are no images.
+        made_by (`str`, *optional*): identity of the model and the weights that made them, see `model_identity.py`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layers: list[CrossAttentionLayer] = []
+        self.layout: ImageLayout | None = None
+        self.made_by: str | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of image rows; 0 where there are no images."""
+        return self.layers[0].keys.shape[0] if self.layers else 0
+
+    def fill(self, layout: ImageLayout, keys_values: list[KeyValue], made_by: str | None = None) -> None:
+        """Appends images: their keys and values in every block, in the order of the blocks.
+
+        Args:
+            layout ([`ImageLayout`]): of the new images.
+            keys_values (`list[tuple]`): of all images, those that are here already in front.
+            made_by (`str`, *optional*): identity of the model and the weights.
+        """
+        layers = [CrossAttentionLayer(key, value) for key, value in keys_values]
+        appended = layout if self.layout is None else self.layout.append(layout)
+        if self.layers:
+            made_by = self.made_by
+        self.layers, self.layout, self.made_by = layers, appended, made_by
+
+    def state(self) -> tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]:
+        """What [`restore`] brings back. Nothing is copied: images are replaced and never written into."""
+        return self.layers, self.layout, self.made_by
+
+    def restore(self, state: tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]) -> None:
+        """Takes back what was filled in since `state` was taken."""
+        self.layers, self.layout, self.made_by = state
+
+    def shared(self) -> CrossCache:
+        """The same images, not copied, for another conversation."""
+        other = CrossCache()
+        other.layers = [copy.copy(layer) for layer in self.layers]
+        other.layout, other.made_by = self.layout, self.made_by
+        return other
+
+    def show(self, layout: ImageLayout) -> None:
+        """Describes the same image tokens differently, for this conversation."""
+        self.layout = layout
+
+    def select(self, rows: torch.Tensor, layout: ImageLayout) -> None:
+        """Keeps the image rows `rows`, in that order, which `layout` describes."""
+        self.layers = [
+            CrossAttentionLayer(layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)])
+            for layer in self.layers
+        ]
+        self.layout = layout
+
+    def reset(self) -> None:
+        # Dropped, never zeroed: other caches may share the tensors.
+        self.layers, self.layout, self.made_by = [], None, None
+
+    def offload_all(self) -> None:
+        """Moves keys and values to the host; blocks bring them back for as long as they use them."""
+        for layer in self.layers:
+            layer.offload()
+
+    def mark_static(self) -> None:
+        """Keeps addresses out of the guards of compiled decoding: a CUDA graph reads these tensors at every step."""
+        for layer in self.layers:
+            torch._dynamo.mark_static_address(layer.keys)
+            torch._dynamo.mark_static_address(layer.values)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        raise _needs_text_rows("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise _needs_text_rows("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise _needs_text_rows("batch_select_indices")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("Images are not cropped. Crop the text: call `crop` of the whole cache.")
+
+
+def _needs_text_rows(method: str) -> RuntimeError:
+    return RuntimeError(
+        f"The image half of a cache does not know which text row looks at which image row. Call `{method}` of the whole cache."
+    )
+
+
+def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, head_dim: int) -> None:
+    """Raises a `ValueError` where cached images do not fit the model."""
+    if len(cache.layers) != num_blocks:
+        raise ValueError(
+            f"Expected images for {num_blocks} cross-attention blocks in `past_key_values`, got {len(cache.layers)}: they are of "
+            "another model."
+        )
+    _, heads, _, width = cache.layers[0].keys.shape
+    # Under tensor parallelism a rank holds some of the heads.
+    if num_key_value_heads % heads or width != head_dim:
+        raise ValueError(
+            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `past_key_values`, got {heads} of width {width}: its "
+            "images are of another model."
+        )
+
+
+def is_empty(cache: Cache) -> bool:
+    """Whether a cache of any kind holds nothing."""
+    return not any(getattr(layer, "is_initialized", False) for layer in cache.layers)

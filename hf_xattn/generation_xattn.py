@@ -1,0 +1,180 @@
+"""What `generate` does differently: images are encoded once, before the first step, and never expanded.
+
+With a cache, image inputs end where the cache is made: the cross half holds their keys and values, one row an image row, and a caller's
+mask waits there for its text. No decoding method ever sees them. So beams and return sequences share images, assisted decoding and chunked
+prefill need no special case, and nothing is as long as the text. Without a cache every step gets the encoded images as one value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache
+from transformers.masking_utils import create_masks_for_generate
+
+from .conversation import PreparedImages, TextOfCall, read_images
+from .image_cache import ImageCache
+from .image_inputs import ImageInputs
+from .xattn_cache import XAttnCache
+
+
+@dataclass(frozen=True)
+class _ImagesOfGenerate:
+    """Images of one `generate` and the text that they belong to, on their way to the cache."""
+
+    inputs: ImageInputs
+    text: TextOfCall
+
+
+class XAttnGenerationMixin:
+    """Overrides of transformers' `GenerationMixin`."""
+
+    def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
+        """`GenerationMixin.generate`, after a check that text, images, masks and cache belong together.
+
+        Raises:
+            ValueError: where the text names images that were not given, or, with `image_visibility` other than `"all"`,
+                where their numbers differ; where batches or lengths of text, images, masks and cache differ.
+        """
+        images = ImageInputs.take_from(self.config, kwargs)
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, EncoderDecoderCache):
+            cache = kwargs["past_key_values"] = XAttnCache.adopt(cache)
+        elif isinstance(cache, Cache) and images.images is not None:
+            raise ValueError(
+                f"`past_key_values` is a {type(cache).__name__}, which has no place for images: pass "
+                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+            )
+        input_ids = inputs if inputs is not None else kwargs.get("input_ids")
+        if isinstance(input_ids, torch.Tensor) and input_ids.dim() != 2:
+            input_ids = None  # transformers names what is wrong with it
+        text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if text is not None:
+            xattn_cache = cache if isinstance(cache, XAttnCache) else None
+            images.check_rows(text.shape[0], 0 if xattn_cache is None else xattn_cache.cross_attention_cache.rows)
+            self._check_markers(input_ids, images, xattn_cache)
+            length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
+            kwargs["image_inputs"] = _ImagesOfGenerate(images, length)
+        try:
+            return super().generate(inputs, *args, **kwargs)
+        finally:
+            if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
+                cache.progress = cache.progress.with_coming(None)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
+        given = model_kwargs.get("past_key_values")
+        is_image_cache = isinstance(given, ImageCache) and given.text_rows is None
+        if is_image_cache:
+            # Generate with a fork: the caller may use this cache again.
+            del model_kwargs["past_key_values"]
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        request: _ImagesOfGenerate | None = model_kwargs.pop("image_inputs", None)
+        cache = model_kwargs.get("past_key_values")
+        if is_image_cache:
+            if cache is None:
+                raise ValueError("`past_key_values` holds encoded images, but `use_cache=False` forbids a cache.")
+            cache = given.fork(cache)
+        if cache is None:
+            self._prepare_images(model_kwargs, request)
+            return result
+        if not isinstance(cache, EncoderDecoderCache):
+            if cache is given:
+                return result  # the caller's own, without a place for images
+            cache = XAttnCache(cache)
+        model_kwargs["past_key_values"] = cache
+        if request is not None:
+            images = self.model.add_images(cache, request.inputs, request.text)
+            cache.progress = cache.current_progress().with_coming(images.mask)
+        if isinstance(cache.self_attention_cache, StaticCache):
+            cache.cross_attention_cache.mark_static()
+        if cache.offloads:
+            cache.cross_attention_cache.offload_all()
+        return result
+
+    def _prepare_images(self, model_kwargs: dict[str, Any], request: _ImagesOfGenerate | None) -> None:
+        """Without a cache: the vision tower runs once, keys and values are projected at every step."""
+        if request is None:
+            return
+        encoder = self.model.image_encoder
+        images = read_images(encoder, request.inputs, None, request.text, record_content=False)
+        if images.new is not None:
+            model_kwargs["image_inputs"] = PreparedImages(images.new, images.mask)
+
+    def _check_markers(self, input_ids: torch.Tensor | None, images: ImageInputs, cache: XAttnCache | None) -> None:
+        """Raises where the text of a first call has image markers and no images, or other numbers of the two."""
+        marker = self.config.image_token_id
+        if marker is None or input_ids is None or (cache is not None and cache.text_rows is not None):
+            return
+        markers = (input_ids == marker).sum(dim=-1)
+        cached = 0 if cache is None else cache.cross_attention_cache.rows
+        if images.images is None and not cached:
+            if markers.any():
+                raise ValueError(
+                    f"`input_ids` holds image markers (token {marker}; {markers.tolist()} a row), but no images were given: "
+                    "pass `pixel_values`, `cross_attention_states` or a cache of `encode_images`."
+                )
+            return
+        if self.config.image_visibility == "all" or cached or images.images is None or images.text_mask is not None:
+            return  # the markers decide nothing, or less than the cache and the mask
+        real = images.real_images
+        counts = torch.full(images.images.shape[:1], images.images.shape[1]) if real is None else real.sum(dim=-1).cpu()
+        if counts.shape == markers.shape and not torch.equal(markers.cpu(), counts):
+            raise ValueError(
+                f"`input_ids` holds {markers.tolist()} image markers (token {marker}) a row, but {counts.tolist()} images "
+                f"were given: with `image_visibility={self.config.image_visibility!r}` each image needs its marker."
+            )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,  # named here, or transformers refuses it
+        is_first_iteration: bool | None = False,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then none."""
+        if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
+            attention_mask = None
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    def create_masks_for_generate(self, config, past_key_values: Cache | None = None, **kwargs):
+        """The decoder's own masks, over the self-attention half. One of state-space layers alone takes the mask as it is."""
+        if isinstance(past_key_values, EncoderDecoderCache):
+            if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful():
+                return kwargs.get("attention_mask")
+            past_key_values = past_key_values.self_attention_cache
+        own = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)
+        text_config = self.model.text_model.config
+        return own(config=text_config, past_key_values=past_key_values, **kwargs)
+
+
+def _text_of_generate(text: torch.Tensor, attention_mask: torch.Tensor | None, cache: XAttnCache | None) -> TextOfCall:
+    """How much of the text is new: `input_ids` hold the whole text, or the new text where `attention_mask` is longer.
+
+    Raises:
+        ValueError: where the cache holds as much text as is given, or more.
+    """
+    rows, length = text.shape[:2]
+    if cache is None or cache.text_rows is None:
+        return TextOfCall(rows, length)
+    cached = int(cache.get_seq_length())
+    if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[1] != length:
+        return TextOfCall(rows, length, cached)
+    if cached and length <= cached:
+        raise ValueError(
+            f"Expected `input_ids` with the text in `past_key_values` ({cached} tokens) and new text, got {length} tokens. Pass the "
+            "whole text, or only the new one with an `attention_mask` for all of it."
+        )
+    return TextOfCall(rows, length - cached, cached)

@@ -1,0 +1,260 @@
+"""The image arguments of a call, checked once, as one value.
+
+`forward`, `generate` and `encode_images` take the same arguments. Each makes one [`ImageInputs`] of them at once; everything below takes
+that value.
+
+Shapes that are taken (batch = text rows, T = text tokens, n = images, N = image tokens):
+
+    pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image a row
+                             (batch, n, max_num_tiles, channels, height, width) with a tiled vision tower
+    cross_attention_states   (batch, N, context_size), or (batch, n, tokens, context_size)
+    image_mask               (batch, n), False = padding image
+    cross_attention_mask     (batch, N), False = padding token
+                             (batch, T, N): what each text token may see
+                             (batch, T, n, max_num_tiles): the same, by tile
+    image_attention_mask     (batch, T, n): the same, by image (Idefics)
+
+n and N count the images of the call, or all images: those of the cache and those of the call. T is the text of the call. In `generate` it
+may also be the whole text, that of the cache included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .configuration_xattn import XAttnConfig
+from .tensor_checks import check_bool
+from .text_progress import CallersMask
+from .vision import Tiles, check_pixels
+
+
+IMAGE_ARGUMENTS = (
+    "pixel_values",
+    "image_mask",
+    "cross_attention_states",
+    "cross_attention_mask",
+    "aspect_ratio_ids",
+    "aspect_ratio_mask",
+    "image_attention_mask",
+)
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """Images and masks of one call.
+
+    Attributes:
+        name (`str`, *optional*): the argument that holds the images; None where the call brings none.
+        pixel_values (`torch.Tensor`, *optional*): `(R, n, ...)`.
+        tiles ([`Tiles`], *optional*): with a tiled vision tower.
+        states (`torch.Tensor`, *optional*): `(R, n, tokens, context_size)`.
+        image_mask (`torch.BoolTensor`, *optional*): `(rows, n)`.
+        token_mask (`torch.BoolTensor`, *optional*): `(rows, N)`.
+        text_mask (`torch.BoolTensor`, *optional*): `(B, T, N)` or `(B, T, n, tiles)`.
+        text_mask_name (`str`): the argument that held `text_mask`.
+    """
+
+    name: str | None = None
+    pixel_values: torch.Tensor | None = None
+    tiles: Tiles | None = None
+    states: torch.Tensor | None = None
+    image_mask: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
+    text_mask: torch.Tensor | None = None
+    text_mask_name: str = "cross_attention_mask"
+
+    @classmethod
+    def of(
+        cls,
+        config: XAttnConfig,
+        *,
+        pixel_values: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+        cross_attention_states: torch.Tensor | None = None,
+        cross_attention_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
+        image_attention_mask: torch.Tensor | None = None,
+    ) -> ImageInputs:
+        """Checks everything that needs neither the text nor a cache.
+
+        Raises:
+            TypeError: for masks that are not boolean, or images that are not floating point.
+            ValueError: where arguments contradict one another, or for a wrong rank or width.
+        """
+        if pixel_values is not None and cross_attention_states is not None:
+            raise ValueError("Give `pixel_values` or `cross_attention_states`, not both.")
+        if image_attention_mask is not None and cross_attention_mask is not None:
+            raise ValueError("Give `image_attention_mask` or `cross_attention_mask`, not both.")
+        name = tiles = states = None
+        if pixel_values is not None:
+            name = "pixel_values"
+            if config.vision_config is None:
+                raise ValueError(
+                    "`pixel_values` were given, but this model has no vision tower (`config.vision_config` is None). Pass image "
+                    "features as `cross_attention_states`, or retrofit with `vision=`."
+                )
+            pixel_values, tiles = check_pixels(config.vision_config, pixel_values, aspect_ratio_ids, aspect_ratio_mask)
+        else:
+            for argument, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
+                if value is not None:
+                    raise ValueError(f"`{argument}` was given without `pixel_values`, whose tiles it describes.")
+        if cross_attention_states is not None:
+            name = "cross_attention_states"
+            states = _check_states(cross_attention_states, config.cross_attention_config.context_size)
+        images = pixel_values if pixel_values is not None else states
+        if image_mask is not None:
+            check_bool("image_mask", image_mask)
+            expected = "(batch, num_images)" if images is None else f"{tuple(images.shape[:2])} (batch, num_images)"
+            if image_mask.dim() != 2 or (images is not None and image_mask.shape != images.shape[:2]):
+                raise ValueError(f"Expected `image_mask` of shape {expected}, got {tuple(image_mask.shape)}.")
+        text_mask, text_mask_name = None, "cross_attention_mask"
+        if image_attention_mask is not None:
+            text_mask, text_mask_name = _check_image_attention_mask(image_attention_mask), "image_attention_mask"
+        token_mask = None
+        if cross_attention_mask is not None:
+            if cross_attention_mask.dim() not in (2, 3, 4):
+                raise ValueError(
+                    "Expected `cross_attention_mask` of shape (batch, num_image_tokens), (batch, text_len, num_image_tokens) or "
+                    f"(batch, text_len, num_images, max_num_tiles), got {tuple(cross_attention_mask.shape)}."
+                )
+            if cross_attention_mask.dim() == 4:
+                text_mask = cross_attention_mask != 0  # Mllama's processor makes integers
+            else:
+                check_bool("cross_attention_mask", cross_attention_mask)
+                if cross_attention_mask.dim() == 2:
+                    token_mask = cross_attention_mask
+                else:
+                    text_mask = cross_attention_mask
+        return cls(name, pixel_values, tiles, states, image_mask, token_mask, text_mask, text_mask_name)
+
+    @classmethod
+    def take_from(cls, config: XAttnConfig, kwargs: dict[str, Any]) -> ImageInputs:
+        """Takes the image arguments out of `kwargs`."""
+        return cls.of(config, **{name: kwargs.pop(name) for name in IMAGE_ARGUMENTS if name in kwargs})
+
+    @property
+    def images(self) -> torch.Tensor | None:
+        return self.pixel_values if self.pixel_values is not None else self.states
+
+    @property
+    def real_images(self) -> torch.Tensor | None:
+        """`(R, n)`, which of the given images are real; None where all are, or none are given."""
+        if self.image_mask is None and self.tiles is not None:
+            return self.tiles.aspect_ratio_ids > 0
+        return self.image_mask
+
+    def check_rows(self, text_rows: int | None, cached_rows: int) -> None:
+        """Raises a `ValueError` where batches do not fit one another.
+
+        Args:
+            text_rows (`int`, *optional*): batch of the text; None where there is none yet.
+            cached_rows (`int`): image rows of the cache; 0 where it holds none.
+        """
+        images = self.images
+        if images is None and not cached_rows:
+            for argument, mask in (
+                ("image_mask", self.image_mask),
+                ("cross_attention_mask", self.token_mask),
+                (self.text_mask_name, self.text_mask),
+            ):
+                if mask is not None:
+                    raise ValueError(
+                        f"`{argument}` was given without images: pass `pixel_values` or `cross_attention_states`, or a cache that "
+                        "holds images."
+                    )
+            return
+        image_rows = cached_rows or text_rows
+        if images is not None and image_rows is not None and images.shape[0] != image_rows:
+            raise ValueError(
+                f"`{self.name}` has batch {images.shape[0]}, expected {image_rows}. To ask many questions about one image, encode it "
+                "once with `encode_images` and pass the cache."
+            )
+        allowed = {rows for rows in (text_rows, cached_rows, None if images is None else images.shape[0]) if rows}
+        for argument, mask in (("image_mask", self.image_mask), ("cross_attention_mask", self.token_mask)):
+            if mask is not None and mask.shape[0] not in allowed:
+                raise ValueError(f"`{argument}` has batch {mask.shape[0]}, expected {_either(allowed)}.")
+        if self.text_mask is not None and text_rows is not None and self.text_mask.shape[0] != text_rows:
+            raise ValueError(f"`{self.text_mask_name}` has batch {self.text_mask.shape[0]}, expected {text_rows}.")
+
+    def callers_mask(self, axes: list[tuple[tuple[int, ...], int]], text_lens: tuple[int, ...]) -> CallersMask | None:
+        """What the caller decided for each text token, over image tokens.
+
+        Args:
+            axes (`list[tuple]`): image axes that the mask may have: the tokens of each image, and the number of image tokens before.
+            text_lens (`tuple[int, ...]`): lengths of text that it may have.
+
+        Raises:
+            ValueError: for another shape.
+        """
+        mask = self.text_mask
+        if mask is None:
+            return None
+        if not axes:
+            raise ValueError(
+                f"`{self.text_mask_name}` cannot be laid over the images in `past_key_values`: rows have different numbers of them, so "
+                "their places differ from those of the given images. Pass only the new images, with a mask for them."
+            )
+        tiled = mask.dim() == 4
+        if mask.shape[1] in text_lens:
+            for sizes, first in axes:
+                if not tiled and mask.shape[2] == sum(sizes):
+                    return CallersMask(mask, first)
+                if tiled and mask.shape[2] == len(sizes) and all(size % mask.shape[3] == 0 for size in sizes):
+                    return CallersMask(_of_tokens(mask, sizes), first)
+        raise ValueError(self._text_mask_error(axes, text_lens))
+
+    def _text_mask_error(self, axes: list[tuple[tuple[int, ...], int]], text_lens: tuple[int, ...]) -> str:
+        assert self.text_mask is not None
+        batch, _, _, *tiles = self.text_mask.shape
+        by_image = self.text_mask_name == "image_attention_mask"
+        got = tuple(self.text_mask.shape[:3] if by_image else self.text_mask.shape)
+        wanted, what = [], "(batch, text_len, num_image_tokens)"
+        for length in sorted(set(text_lens)):
+            for sizes, _ in axes:
+                if not tiles:
+                    wanted.append(f"({batch}, {length}, {sum(sizes)})")
+                elif by_image:
+                    wanted.append(f"({batch}, {length}, {len(sizes)})")
+                    what = "(batch, text_len, num_images)"
+                else:
+                    wanted.append(f"({batch}, {length}, {len(sizes)}, tiles)")
+                    what = f"(batch, text_len, num_images, tiles), where the tiles divide an image's tokens ({_either(sizes)})"
+        return f"Expected `{self.text_mask_name}` of shape {' or '.join(wanted)} {what}, got {got}."
+
+
+def _check_states(states: torch.Tensor, context_size: int) -> torch.Tensor:
+    """Image features as `(batch, num_images, tokens, context_size)`."""
+    shape = tuple(states.shape)
+    if not states.is_floating_point():
+        raise TypeError(f"`cross_attention_states` must be floating point, got {states.dtype}.")
+    if len(shape) not in (3, 4) or shape[-1] != context_size:
+        raise ValueError(
+            f"`cross_attention_states` must be (batch, num_image_tokens, context_size={context_size}) or (batch, num_images, tokens, "
+            f"context_size={context_size}), got shape {shape}."
+        )
+    if 0 in shape[1:]:
+        raise ValueError(f"`cross_attention_states` holds no image token (shape {shape}).")
+    return states[:, None] if len(shape) == 3 else states
+
+
+def _check_image_attention_mask(mask: torch.Tensor) -> torch.Tensor:
+    if mask.dim() != 3:
+        raise ValueError(
+            f"Expected `image_attention_mask` of shape (batch, text_len, num_images), got {tuple(mask.shape)}."
+        )
+    return (mask != 0)[..., None]  # an image of one tile
+
+
+def _of_tokens(mask: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """A mask over tiles `(B, T, n, tiles)` as one over image tokens `(B, T, N)`."""
+    tiles = mask.shape[3]
+    columns = [image * tiles + token * tiles // size for image, size in enumerate(sizes) for token in range(size)]
+    return mask.flatten(2)[:, :, torch.tensor(columns, device=mask.device)]
+
+
+def _either(values: Any) -> str:
+    return " or ".join(str(value) for value in sorted(set(values)))

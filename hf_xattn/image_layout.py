@@ -1,0 +1,164 @@
+"""What the image tokens of a batch are: which image each belongs to, which are padding, and digests of their content.
+
+A layout describes images and nothing else. It never changes: caches and conversations share it, and a conversation that adds or
+hides images gets another one. What the text has seen of the images is not here (see `text_progress.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .digests import Digests
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """Images of `R` rows. Masks may have more rows, a multiple of `R`, where text rows that share images see other ones.
+
+    Attributes:
+        sizes (`tuple[int, ...]`): tokens of each image, padding images counted.
+        image_of_token (`torch.LongTensor`): `(N,)`, index of the image each token belongs to.
+        token_mask (`torch.BoolTensor`, *optional*): `(R, N)`, False = padding; None where there is none.
+        image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding image.
+        digests (`tuple[Digests, ...]`, *optional*): one entry a kind of images; None where the content was not recorded.
+    """
+
+    sizes: tuple[int, ...]
+    image_of_token: torch.Tensor
+    token_mask: torch.Tensor | None = None
+    image_mask: torch.Tensor | None = None
+    digests: tuple[Digests, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        sizes: tuple[int, ...],
+        device: torch.device,
+        token_mask: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+        digests: tuple[Digests, ...] | None = None,
+    ) -> ImageLayout:
+        """A layout of images of `sizes` tokens."""
+        counts = torch.tensor(sizes, device=device)
+        image_of_token = torch.arange(len(sizes), device=device).repeat_interleave(counts, output_size=sum(sizes))
+        return cls(sizes, image_of_token, token_mask, image_mask, digests)
+
+    @property
+    def num_images(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.image_of_token.shape[0]
+
+    @property
+    def mask_rows(self) -> int:
+        """Rows of the masks; 1 where there are none."""
+        return max((mask.shape[0] for mask in (self.token_mask, self.image_mask) if mask is not None), default=1)
+
+    def append(self, later: ImageLayout) -> ImageLayout:
+        """These images followed by `later` ones of the same rows."""
+        return ImageLayout(
+            sizes=(*self.sizes, *later.sizes),
+            image_of_token=torch.cat([self.image_of_token, later.image_of_token + self.num_images]),
+            token_mask=_append_masks(self.token_mask, self.num_tokens, later.token_mask, later.num_tokens),
+            image_mask=_append_masks(self.image_mask, self.num_images, later.image_mask, later.num_images),
+            digests=_append_digests(self.digests, later.digests),
+        )
+
+    def first_tokens(self, count: int) -> ImageLayout:
+        """The images of the first `count` tokens."""
+        if count == self.num_tokens:
+            return self
+        images = next(index for index in range(len(self.sizes) + 1) if sum(self.sizes[:index]) == count)
+        return replace(
+            self,
+            sizes=self.sizes[:images],
+            image_of_token=self.image_of_token[:count],
+            token_mask=None if self.token_mask is None else self.token_mask[:, :count],
+            image_mask=None if self.image_mask is None else self.image_mask[:, :images],
+        )
+
+    def select(self, rows: torch.Tensor, count: int) -> ImageLayout:
+        """The image rows `rows` of `count`, each serving one text row."""
+
+        def take(mask: torch.Tensor | None) -> torch.Tensor | None:
+            if mask is None:
+                return None
+            first = rows.to(mask.device) * (mask.shape[0] // count)
+            return mask[first]
+
+        digests = None if self.digests is None else tuple(part.select(rows) for part in self.digests)
+        return replace(self, token_mask=take(self.token_mask), image_mask=take(self.image_mask), digests=digests)
+
+    def select_text_rows(self, text_rows: torch.Tensor, batch_size: int, count: int) -> ImageLayout:
+        """What the text rows `text_rows` of `batch_size` look at, with an image row of its own for each.
+
+        Args:
+            text_rows (`torch.LongTensor`): indices of text rows.
+            batch_size (`int`), count (`int`): text rows and image rows before.
+        """
+
+        def take(mask: torch.Tensor | None) -> torch.Tensor | None:
+            if mask is None:
+                return None
+            return mask[text_rows.to(mask.device) // (batch_size // mask.shape[0])]
+
+        return replace(
+            self.select(text_rows // (batch_size // count), count),
+            token_mask=take(self.token_mask),
+            image_mask=take(self.image_mask),
+        )
+
+    def narrowed(self, image_mask: torch.Tensor | None, token_mask: torch.Tensor | None) -> ImageLayout:
+        """These images without those that a caller's masks leave out, `(rows, num_images)` and `(rows, N)`."""
+        images, tokens = self.image_mask, self.token_mask
+        if image_mask is not None:
+            images = _both(images, image_mask)
+            tokens = _both(tokens, image_mask[:, self.image_of_token])
+        if token_mask is not None:
+            tokens = _both(tokens, token_mask)
+        return replace(self, image_mask=images, token_mask=tokens)
+
+    @property
+    def token_positions(self) -> torch.Tensor | None:
+        """`(R, N)`, place of each token among the real ones of its row; None where all are real."""
+        return None if self.token_mask is None else self.token_mask.cumsum(dim=-1) - 1
+
+
+def rows_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A tensor with one row for each of `rows` text rows, of which groups share a row."""
+    return tensor if tensor.shape[0] == rows else tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
+
+
+def _both(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
+    if first is None:
+        return second
+    rows = max(first.shape[0], second.shape[0])
+    return rows_to(first, rows) & rows_to(second, rows)
+
+
+def _append_masks(
+    first: torch.Tensor | None, first_size: int, second: torch.Tensor | None, second_size: int
+) -> torch.Tensor | None:
+    if first is not None and second is not None:
+        rows = max(first.shape[0], second.shape[0])
+        return torch.cat([rows_to(first, rows), rows_to(second, rows)], dim=1)
+    if first is not None:
+        return torch.cat([first, first.new_ones(first.shape[0], second_size)], dim=1)
+    if second is not None:
+        return torch.cat([second.new_ones(second.shape[0], first_size), second], dim=1)
+    return None
+
+
+def _append_digests(
+    first: tuple[Digests, ...] | None, second: tuple[Digests, ...] | None
+) -> tuple[Digests, ...] | None:
+    if first is None or second is None:
+        return None
+    merged = {part.of: part for part in first}
+    for part in second:
+        merged[part.of] = merged[part.of].append(part) if part.of in merged else part
+    return tuple(merged.values())

@@ -1,0 +1,175 @@
+"""The image side of the model: pixels to features, images to keys and values of every block, into a cache.
+
+Everything here runs without a text. `encode_images` is what users call; `generate` and `encode_images` fill caches the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from .block import GatedCrossAttentionBlock
+from .configuration_xattn import XAttnConfig
+from .connector import XAttnConnector
+from .context import KEYWORD, CrossAttentionContext, Recorder
+from .conversation import ImagesOfCall, TextOfCall, read_images
+from .cross_cache import CrossCache, KeyValue, check_fits
+from .decoder import find_decoder
+from .image_cache import ImageCache
+from .image_encoder import ImageEncoder
+from .image_inputs import ImageInputs
+from .model_identity import ModelIdentity
+from .xattn_cache import XAttnCache
+
+
+class XAttnImagesMixin:
+    """What [`XAttnModel`] does with images before there is a text."""
+
+    config: XAttnConfig
+    text_model: PreTrainedModel
+    vision_tower: PreTrainedModel | None
+    connector: XAttnConnector | None
+    blocks: list[GatedCrossAttentionBlock]
+    _identity: ModelIdentity
+
+    @property
+    def image_encoder(self) -> ImageEncoder:
+        """Reads images for this model."""
+        return ImageEncoder(self.config, self.vision_tower, self.connector, lambda: self.blocks[0].attn.k_proj.weight)
+
+    def image_identity(self) -> str:
+        """Identity of configuration and weights that images pass on their way to keys and values, see `model_identity.py`."""
+        parts: dict[str, nn.Module] = {}
+        for block in self.blocks:
+            parts[f"blocks.{block.layer_idx}.k_proj"] = block.attn.k_proj
+            parts[f"blocks.{block.layer_idx}.v_proj"] = block.attn.v_proj
+        if self.vision_tower is not None and self.connector is not None:
+            parts.update(vision_tower=self.vision_tower, connector=self.connector)
+        return self._identity.current(parts)
+
+    def get_image_features(
+        self,
+        pixel_values: torch.Tensor,
+        image_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pixels to K/V source.
+
+        Args:
+            pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here.
+
+        Returns:
+            `torch.Tensor`: `(batch, num_images, tokens an image, context_size)`.
+        """
+        inputs = ImageInputs.of(
+            self.config,
+            pixel_values=pixel_values,
+            image_mask=image_mask,
+            aspect_ratio_ids=aspect_ratio_ids,
+            aspect_ratio_mask=aspect_ratio_mask,
+        )
+        if inputs.pixel_values is None:
+            raise ValueError("`get_image_features` needs `pixel_values`.")
+        return self.image_encoder.features(inputs.pixel_values, inputs.tiles)
+
+    @torch.no_grad()
+    def encode_images(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+        cross_attention_states: torch.Tensor | None = None,
+        cross_attention_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> XAttnCache:
+        """Runs the vision tower and every block's K/V projection once, for any number of questions.
+
+        Args:
+            pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask: as
+                in `forward`.
+            past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that it holds
+                already are not encoded again: see `forward`.
+
+        Returns:
+            [`ImageCache`]: an `EncoderDecoderCache` whose cross half is filled; or `past_key_values`.
+
+        Raises:
+            ValueError: without images, or where their shapes do not fit.
+        """
+        inputs = ImageInputs.of(
+            self.config,
+            pixel_values=pixel_values,
+            image_mask=image_mask,
+            cross_attention_states=cross_attention_states,
+            cross_attention_mask=cross_attention_mask,
+            aspect_ratio_ids=aspect_ratio_ids,
+            aspect_ratio_mask=aspect_ratio_mask,
+        )
+        if inputs.images is None:
+            raise ValueError("`encode_images` needs `pixel_values` or `cross_attention_states`.")
+        if inputs.text_mask is not None:
+            raise ValueError(
+                "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token sees "
+                "what is decided with the text."
+            )
+        cache: XAttnCache
+        if past_key_values is None:
+            cache = ImageCache(DynamicCache(config=self.config.get_text_config(decoder=True)))
+        else:
+            cache = XAttnCache.adopt(past_key_values)
+        self.add_images(cache, inputs, TextOfCall(None, 0), made_by=self.image_identity())
+        return cache
+
+    def add_images(
+        self, cache: XAttnCache, inputs: ImageInputs, text: TextOfCall, made_by: str | None = None
+    ) -> ImagesOfCall:
+        """Projects the new images of a call to keys and values in every block, and puts them into a cache: all, or none.
+
+        Args:
+            cache ([`XAttnCache`]), inputs ([`ImageInputs`]), text ([`TextOfCall`]): where the images go, and what comes with them.
+            made_by (`str`, *optional*): this model's identity, for a cache that outlives the call without a text.
+
+        Returns:
+            [`ImagesOfCall`]: with the caller's mask for the text to come.
+        """
+        cross = cache.cross_attention_cache
+        self._check_made_here(cross)
+        images = read_images(self.image_encoder, inputs, cache, text, record_content=True)
+        if images.new is not None:
+            keys_values = self._project(images.new.states, cross)
+            cross.fill(images.new.layout, keys_values, made_by)
+            cache.mark_updated(len(keys_values))
+        elif images.layout is not None:
+            cross.show(images.layout)
+        return images
+
+    def _project(self, states: torch.Tensor, cross: CrossCache) -> list[KeyValue]:
+        """Every block's keys and values: of the images in a cache and of new ones behind them."""
+        recorder = Recorder()
+        context = CrossAttentionContext(
+            cross_attention_states=states, cache=cross, keep_keys_values=True, encode_only=True, recorder=recorder
+        )
+        _, layers = find_decoder(self.text_model)
+        for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):
+            # Through the layer, not the block: device maps and FSDP bring the weights when the layer is called.
+            layers[index](None, **{KEYWORD: context})
+        return recorder.collected()
+
+    def _check_made_here(self, cross: CrossCache) -> None:
+        """Raises a `ValueError` where encoded images are of another model, or of this one with other weights."""
+        block = self.config.cross_attention_config
+        if cross.layers:
+            check_fits(cross, len(self.config.cross_attention_layers), block.num_key_value_heads, block.head_dim)
+        if cross.made_by is None or torch.compiler.is_compiling():
+            return
+        current = self.image_identity()
+        if cross.made_by != current:
+            raise ValueError(
+                "`past_key_values` holds images that another model encoded, or this one with other weights: their identity is "
+                f"{cross.made_by[:12]}, this model's is {current[:12]}. Encode the images again."
+            )

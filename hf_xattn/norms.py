@@ -1,0 +1,75 @@
+"""Norms that compute in float32, with float32 weights, whatever the dtype of the model.
+
+Gates and norms have updates that bfloat16 would round to zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class CrossAttentionRMSNorm(nn.Module):
+    """RMSNorm in float32, whatever the input's dtype; the weight stays float32 in half-precision models."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        dtype = at_least_float32(hidden_states.dtype)
+        normed = nn.functional.rms_norm(hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
+        return normed.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
+    """RMSNorm of keys, whose weight acts on the queries.
+
+    `q . (w * norm(k))` is `(w * q) . norm(k)`. An image has more tokens than the text, so this saves a product over all of them
+    and, in training, the copy that the product's gradient keeps.
+    """
+
+    def normalize(self, key: torch.Tensor) -> torch.Tensor:
+        """Keys without their weight."""
+        dtype = at_least_float32(key.dtype)
+        return nn.functional.rms_norm(key.to(dtype), self.weight.shape, eps=self.eps).to(key.dtype)
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries with the keys' weight."""
+        return query * self.weight.to(query.dtype)
+
+
+class CrossAttentionLayerNorm(nn.Module):
+    """LayerNorm in float32, whatever the input's dtype; weight and bias stay float32 in half-precision models."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=_norm_dtype()))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        dtype = at_least_float32(hidden_states.dtype)
+        normed = nn.functional.layer_norm(
+            hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps
+        )
+        return normed.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+NORMS = {"rmsnorm": CrossAttentionRMSNorm, "layernorm": CrossAttentionLayerNorm}
+
+
+def _norm_dtype() -> torch.dtype:
+    """float32, or float64 where that is the default (gradient checks)."""
+    return at_least_float32(torch.get_default_dtype())
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,170 @@
+"""A conversation's cache: text in one half, images in the other, and what the text has seen of them.
+
+It is transformers' `EncoderDecoderCache`. Three things are added, because text rows and image rows are not the same rows: it knows
+how many text rows there are, it keeps the progress of the text (`text_progress.py`), and where text rows change places their images
+follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+from .cross_cache import CrossCache, is_empty
+from .text_progress import TextProgress
+
+
+class XAttnCache(EncoderDecoderCache):
+    """An `EncoderDecoderCache` whose cross half holds images.
+
+    Args:
+        self_attention_cache (`Cache`): the text half, of any kind.
+        cross_attention_cache ([`CrossCache`], *optional*): the images; empty by default.
+
+    Attributes:
+        progress ([`TextProgress`]): what the text has seen of the images.
+        text_rows (`int`, *optional*): rows of the text so far; None before the first.
+        text_length (`torch.LongTensor`, *optional*): text tokens so far, beside a decoder whose cache does not tell it.
+        broken (`str`, *optional*): why the text half cannot be used any more.
+    """
+
+    cross_attention_cache: CrossCache
+
+    def __init__(self, self_attention_cache: Cache, cross_attention_cache: CrossCache | None = None):
+        super().__init__(self_attention_cache, CrossCache() if cross_attention_cache is None else cross_attention_cache)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.progress = TextProgress()
+        self.text_rows: int | None = None
+        self.text_length: torch.Tensor | None = None
+        self.broken: str | None = None
+
+    @classmethod
+    def adopt(cls, cache: EncoderDecoderCache) -> XAttnCache:
+        """Makes a caller's `EncoderDecoderCache` able to hold images, in place: it is the object that the caller passes again.
+
+        A caller's cross half would follow beams, or be sized by text or by a sliding window, so another one takes its place.
+
+        Raises:
+            ValueError: where the cross half was filled by something else, or the cache is of an unknown class.
+        """
+        if isinstance(cache, XAttnCache):
+            return cache
+        if type(cache) is not EncoderDecoderCache:
+            raise ValueError(
+                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}: pass "
+                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+            )
+        cross = cache.cross_attention_cache
+        if not is_empty(cross):
+            raise ValueError(
+                f"`past_key_values.cross_attention_cache` was filled by another model: it has {len(cross.layers)} layers of "
+                f"{type(cross.layers[0]).__name__}."
+            )
+        cache.__class__ = cls
+        assert isinstance(cache, XAttnCache)
+        cache.cross_attention_cache = CrossCache()
+        cache.is_updated = {}
+        cache._begin()
+        return cache
+
+    def check_usable(self, batch_size: int) -> None:
+        """Raises a `ValueError` where an earlier call broke the cache, or text comes in another batch than before."""
+        if self.broken is not None:
+            raise ValueError(self.broken)
+        if self.text_rows is not None and batch_size != self.text_rows:
+            raise ValueError(
+                f"Expected text of batch {self.text_rows}, as in `past_key_values`, got {batch_size}. To go on with other rows, use "
+                "`batch_select_indices` or `batch_repeat_interleave` of the cache."
+            )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether keys and values stay on the host."""
+        return bool(getattr(self.self_attention_cache, "offloading", False))
+
+    def is_stateful(self) -> bool:
+        """Whether no layer of the text half knows how much text there was: those of state-space decoders hold states only."""
+        layers = self.self_attention_cache.layers
+        return bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        if self.is_stateful():
+            return 0 if self.text_length is None else self.text_length
+        return super().get_seq_length(layer_idx)
+
+    def count_text(self, text_len: int, device: torch.device) -> None:
+        """Counts text beside a decoder whose cache does not. A tensor and no integer: compiled code does not guard on its value."""
+        if not self.is_stateful():
+            return
+        if self.text_length is None:
+            self.text_length = torch.zeros((), dtype=torch.long, device=device)
+        self.text_length = self.text_length + text_len
+
+    @property
+    def can_be_cropped(self) -> bool:
+        return isinstance(self.self_attention_cache, DynamicCache) and not self.is_stateful()
+
+    def current_progress(self) -> TextProgress:
+        """The progress at the present length of the text half, which may have been cropped since the last call."""
+        if not self.can_be_cropped:
+            return self.progress if self.progress.history is None else self.progress.without_history()
+        return self.progress.at(self.get_seq_length())
+
+    def mark_updated(self, num_blocks: int) -> None:
+        """transformers' own flags: the cross half of these layers is filled."""
+        for index in range(num_blocks):
+            self.is_updated[index] = True
+
+    def _take_text_rows(self, indices: torch.Tensor) -> None:
+        """Lets images and progress follow text rows to their new places."""
+        rows = self.cross_attention_cache.rows
+        batch_size = self.text_rows or rows
+        if not batch_size:
+            return
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self.progress = self.progress.take(indices, batch_size)
+        self.text_rows = indices.shape[0]
+        if not rows:
+            return
+        cross, count = self.cross_attention_cache, indices.shape[0]
+        wanted = indices // (batch_size // rows)
+        assert cross.layout is not None
+        if cross.layout.mask_rows <= rows and count % rows == 0:
+            kept = torch.arange(rows, device=wanted.device).repeat_interleave(count // rows)
+            if rows == 1 or torch.equal(wanted, kept):  # beams stay within their sample
+                return
+        cross.select(wanted, cross.layout.select_text_rows(indices, batch_size, rows))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders text rows for beam search. Images follow; nothing is copied where beams stay within their sample."""
+        self.self_attention_cache.reorder_cache(beam_idx)
+        self._take_text_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats text rows, which share their images."""
+        self.check_dynamic_cache(self.batch_repeat_interleave.__name__)
+        self.self_attention_cache.batch_repeat_interleave(repeats)
+        batch_size = self.text_rows or self.cross_attention_cache.rows
+        if batch_size:
+            self.text_rows = batch_size * repeats
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the text rows `indices`, each with an image row of its own."""
+        self.check_dynamic_cache(self.batch_select_indices.__name__)
+        self.self_attention_cache.batch_select_indices(indices)
+        self._take_text_rows(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes text from the end (a negative number); what it has seen of the images goes with it."""
+        super().crop(tokens_to_remove)
+        if self.can_be_cropped:
+            self.progress = self.current_progress()
+
+    def reset(self) -> None:
+        super().reset()
+        self._begin()

@@ -1,0 +1,187 @@
+"""Masks beside caches: what they say acts as it would without a cache, or is refused."""
+
+import pytest
+import torch
+from conftest import make_model, make_text, pixels, token_ids
+from conversation_helpers import MARKER, RULES, close, generate, marked, sees_of, states_of
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+
+
+@pytest.mark.parametrize("form", ["tiles", "images", "tokens"])
+@pytest.mark.parametrize("given", ["all", "new", "none"])
+@pytest.mark.parametrize("mask_of", ["whole", "new"])
+def test_mask_over_the_chat_with_a_kept_cache(form, given, mask_of):
+    """A mask over the whole chat laid over the new tokens only, or one for the new tokens shifted by the cached ones."""
+    model, images = marked("latest"), pixels(2, 2 if given == "none" else 3)
+    ids = token_ids(2, 8)
+    ids[:, 1] = ids[:, 4] = MARKER
+    by_image = torch.zeros(2, 30, images.shape[1], dtype=torch.bool)
+    by_image[:, 1:4, 0] = True
+    by_image[:, 4:, 1] = True
+    by_image[0, 6:, 0] = True  # not what the markers say
+    by_image[1, 15:, :2] = torch.tensor([True, False])
+    by_image[1, 20:, -1] = True
+
+    def masks(part):
+        if form == "tiles":
+            return {"cross_attention_mask": part[..., None].repeat(1, 1, 1, 2).long()}
+        if form == "images":
+            return {"image_attention_mask": part.long()}
+        return {"cross_attention_mask": part.repeat_interleave(16, dim=-1)}
+
+    wants = {"output_logits": True, "return_dict_in_generate": True}
+    first = generate(model, ids, pixel_values=images[:, :2], **masks(by_image[:, :8, :2]), **wants)
+    cached = first.past_key_values.get_seq_length()
+    chat = torch.cat([first.sequences, token_ids(2, 30 - 13, seed=9)], dim=1)
+    # Text between the prompt and the new turn has seen what the prompt's last token saw.
+    by_image[:, 8:cached] = by_image[:, 7:8]
+    part = by_image if mask_of == "whole" else by_image[:, cached:]
+    again = {} if given == "none" else {"pixel_values": images if given == "all" else images[:, 2:]}
+    answer = generate(model, chat, past_key_values=first.past_key_values, **again, **masks(part), **wants)
+    expected = generate(model, chat, pixel_values=images, use_cache=False, **masks(by_image), **wants)
+    assert torch.equal(answer.sequences, expected.sequences)
+    assert close(torch.stack(answer.logits), torch.stack(expected.logits))
+
+
+def test_mask_that_contradicts_what_cached_text_has_seen():
+    """A mask over the whole chat of which the part for cached text is dropped without a word."""
+    for rule in ("all", "previous"):
+        model, images = marked(rule), pixels(2, 2)
+        ids = token_ids(2, 6)
+        ids[:, 1] = ids[:, 3] = MARKER
+        first = generate(model, ids, pixel_values=images, return_dict_in_generate=True)
+        chat = torch.cat([first.sequences, token_ids(2, 3, seed=9)], dim=1)
+        right = sees_of(chat, "previous", 2) if rule == "previous" else torch.ones(2, 14, 32, dtype=torch.bool)
+        wrong = right.clone()
+        wrong[1, 2] = ~wrong[1, 2]
+        with pytest.raises(ValueError, match="differs from what they have seen"):
+            generate(model, chat, past_key_values=first.past_key_values, cross_attention_mask=wrong)
+        answer = generate(model, chat, past_key_values=first.past_key_values, cross_attention_mask=right)
+        assert torch.equal(
+            answer, generate(model, chat, pixel_values=images, use_cache=False, cross_attention_mask=right)
+        )
+
+
+def test_mask_over_the_chat_beside_a_static_cache():
+    """A static cache cannot tell what its text has seen: a mask over all of it is refused, one for the new text acts."""
+    model, images, ids = make_model(), pixels(), token_ids(2, 6)
+    cache = EncoderDecoderCache(StaticCache(config=model.config.text_config, max_cache_len=64), DynamicCache())
+    first = generate(model, ids, pixel_values=images, past_key_values=cache, return_dict_in_generate=True)
+    chat = torch.cat([first.sequences, token_ids(2, 4, seed=9)], dim=1)
+    mask = torch.rand(2, chat.shape[1], 16) < 0.5
+    mask[:, :10] = True
+    with pytest.raises(ValueError, match="covers the 10 text tokens of a static cache"):
+        generate(model, chat, past_key_values=cache, cross_attention_mask=mask)
+    answer = generate(model, chat, past_key_values=cache, cross_attention_mask=mask[:, 10:])
+    assert torch.equal(answer, generate(model, chat, pixel_values=images, use_cache=False, cross_attention_mask=mask))
+
+
+def test_masks_of_another_length_are_refused():
+    """A mask that is cut or repeated until it fits the text."""
+    model, ids, images = make_model(), token_ids(2, 6), pixels()
+    for length in (1, 3, 7, 20):
+        mask = torch.ones(2, length, 16, dtype=torch.bool)
+        for options in ({}, {"use_cache": False}, {"num_beams": 2}):
+            with pytest.raises(ValueError, match=rf"\(2, 6, 16\) .*got \(2, {length}, 16\)"):
+                generate(model, ids, pixel_values=images, cross_attention_mask=mask, **options)
+        with pytest.raises(ValueError, match=rf"\(2, 6, 16\) .*got \(2, {length}, 16\)"):
+            model(ids, pixel_values=images, cross_attention_mask=mask)
+    for mask in (torch.ones(2, 6, 3, dtype=torch.long), torch.ones(2, 5, 1, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"image_attention_mask.*\(2, 6, 1\)"):
+            generate(model, ids, pixel_values=images, image_attention_mask=mask)
+
+
+@pytest.mark.parametrize("form", ["tiles", "tokens"])
+@pytest.mark.parametrize("method", ["lookup", "assistant"])
+def test_mask_with_candidates(form, method):
+    """A per-token mask that candidate tokens do not fit, or that reaches the assistant, which has no place for it."""
+    model, ids = make_model(), token_ids(1, 4).repeat(1, 3)
+    mask = torch.rand(1, 12, 2) < 0.6
+    mask = mask[:, :, None].long() if form == "tiles" else mask.repeat_interleave(8, dim=-1)
+    inputs = {"pixel_values": pixels(1), "cross_attention_mask": mask}
+    assistant = make_text(seed=11)
+    assistant.generation_config.num_assistant_tokens = 3
+    options = {"prompt_lookup_num_tokens": 3} if method == "lookup" else {"assistant_model": assistant}
+    assert torch.equal(generate(model, ids, **inputs, **options), generate(model, ids, **inputs, use_cache=False))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", ["image_mask", "token_mask"])
+def test_masks_beside_encoded_images_act(rows, kind):
+    """A mask that comes with encoded images and is dropped without a word."""
+    model, images, ids = make_model(), pixels(rows, 2), token_ids(2 * rows, 6)
+    encoded = model.encode_images(pixel_values=images)
+    mask = torch.tensor([[True, False], [False, True], [True, True], [False, False]])[: 2 * rows]
+    if kind == "token_mask":
+        mask = (torch.rand(2 * rows, 32) < 0.5) & mask.repeat_interleave(16, dim=1)
+    name = "image_mask" if kind == "image_mask" else "cross_attention_mask"
+    repeated = images.repeat_interleave(2, dim=0)
+    if kind == "token_mask":
+        beside = {"cross_attention_states": states_of(model, repeated).flatten(1, 2), name: mask}
+    else:
+        beside = {"pixel_values": repeated, name: mask}
+    for options in ({}, {"num_beams": 3}, {"cache_implementation": "static"}):
+        expected = generate(
+            model, ids, use_cache=False, **beside, **{k: v for k, v in options.items() if k == "num_beams"}
+        )
+        assert torch.equal(generate(model, ids, past_key_values=encoded, **{name: mask}, **options), expected)
+    # The encoded images are as they were.
+    expected = generate(model, ids, pixel_values=repeated, use_cache=False)
+    assert torch.equal(generate(model, ids, past_key_values=encoded), expected)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        generate(model, ids, past_key_values=encoded, **{name: mask[:, :-1]})
+
+
+@torch.no_grad()
+def test_masks_beside_a_conversation_must_agree():
+    """Padding that changes in the middle of a conversation, whose first part was read with other padding."""
+    model, images, ids = make_model(), pixels(2, 2), token_ids(2, 6)
+    mask = torch.tensor([[True, True], [True, False]])
+    cache = model(ids, pixel_values=images, image_mask=mask).past_key_values
+    more = token_ids(2, 3, seed=8)
+    expected = model(torch.cat([ids, more], 1), pixel_values=images, image_mask=mask).logits[:, 6:]
+    assert close(model(more, past_key_values=cache, image_mask=mask).logits, expected)
+    with pytest.raises(ValueError, match="`image_mask` differs"):
+        model(more, past_key_values=cache, image_mask=~mask)
+    with pytest.raises(ValueError, match="`cross_attention_mask` differs"):
+        model(more, past_key_values=cache, cross_attention_mask=torch.ones(2, 32, dtype=torch.bool))
+    assert cache.get_seq_length() == 9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", RULES)
+def test_mask_over_new_images_leaves_the_others_to_the_rule(rule):
+    """A mask for the images of a call that hides, or shows, those of the cache."""
+    model, images = marked(rule), pixels(2, 2)
+    ids = token_ids(2, 10)
+    ids[:, 1] = ids[0, 6] = MARKER
+    cache = model(ids[:, :5], pixel_values=images[:, :1]).past_key_values
+    mask = torch.rand(2, 5, 16) < 0.5
+    logits = model(ids[:, 5:], pixel_values=images[:, 1:], cross_attention_mask=mask, past_key_values=cache).logits
+    seen = torch.zeros(2, 10, 32, dtype=torch.bool)
+    seen[:, 0 if rule == "all" else 1 :, :16] = True
+    if rule == "latest" or rule == "latest_group":
+        seen[0, 6:, :16] = False  # the second marker is another image's
+    seen[:, 5:, 16:] = mask
+    expected = model(ids, pixel_values=images, cross_attention_mask=seen, use_cache=False).logits
+    assert close(logits, expected[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["previous", "latest"])
+def test_markers_count_again_after_a_mask(rule):
+    """Text that keeps a mask's last row although an image marker came since; markers that the mask's text held, forgotten."""
+    model, images = marked(rule), pixels(1, 3)
+    ids = token_ids(1, 12)
+    ids[0, 2] = ids[0, 7] = ids[0, 10] = MARKER
+    mask = torch.rand(1, 5, 48) < 0.5
+    whole = sees_of(ids, rule, 3)
+    whole[:, :5] = mask
+    whole[:, 5:7] = mask[:, -1:]
+    expected = model(ids, pixel_values=images, cross_attention_mask=whole, use_cache=False).logits
+    for cut in (6, 8, 11):
+        cache = model(ids[:, :5], pixel_values=images, cross_attention_mask=mask).past_key_values
+        parts = [model(part, past_key_values=cache).logits for part in (ids[:, 5:cut], ids[:, cut:])]
+        assert close(torch.cat(parts, 1), expected[:, 5:])
+    uncached = generate(model, ids[:, :5], pixel_values=images, cross_attention_mask=mask, use_cache=False)
+    assert torch.equal(generate(model, ids[:, :5], pixel_values=images, cross_attention_mask=mask), uncached)
