@@ -161,8 +161,10 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     try:
         cross = _cross_of_file(metadata, tensors, model, identity)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged: it has no {error.args[0]}.") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
     return image_cache_of(cross)
 
 
@@ -220,8 +222,6 @@ def _cross_of_file(
 def _check_tensor(
     tensors: dict[str, torch.Tensor], name: str, shape: tuple[int | None, ...], dtype: torch.dtype | None
 ) -> None:
-    if name not in tensors:
-        raise ValueError(f"it has no {name}")
     tensor = tensors[name]
     fits = tensor.dim() == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape))
     if not fits or (dtype is not None and tensor.dtype != dtype):

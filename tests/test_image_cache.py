@@ -3,8 +3,10 @@
 import pytest
 import torch
 from conftest import make_model, pixels, randomize, token_ids
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.image_cache import combine_images, load_image_cache, save_image_cache, select_images
 
 
@@ -97,3 +99,84 @@ def test_caches_of_other_models_are_not_combined():
         combine_images([first, second])
     with pytest.raises(ValueError, match="empty"):
         combine_images([])
+
+
+def damaged(file, change, metadata=None):
+    """The file again, with other tensors or metadata."""
+    with safe_open(file, "pt") as opened:
+        tensors, kept = {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata())
+    change(tensors)
+    kept.update(metadata or {})
+    other = file.with_name("damaged.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, other, kept)
+    return other
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda tensors: tensors.pop("layers.1.values"), "it has no layers.1.values"),
+        (lambda tensors: tensors.pop("layers.0.keys"), "layers.0.keys"),
+        (
+            lambda tensors: tensors.update({"layers.1.keys": tensors["layers.1.keys"][:, :, :20]}),
+            r"layers.1.keys.*20, 8\)",
+        ),
+        (
+            lambda tensors: tensors.update({"layers.0.values": tensors["layers.0.values"][:1]}),
+            "layers.0.values of shape",
+        ),
+        (lambda tensors: tensors.pop("digests.0.values"), "it has no digests.0.values"),
+        (lambda tensors: tensors.update({"digests.0.values": tensors["digests.0.values"].float()}), "torch.float32"),
+        (
+            lambda tensors: tensors.update({"images.token_mask": tensors["images.token_mask"][:, :9]}),
+            "images.token_mask",
+        ),
+        (lambda tensors: tensors.update({"images.image_mask": tensors["images.image_mask"].long()}), "torch.int64"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, change, message):
+    """A file without some of its tensors, or with short ones, that fails later inside torch."""
+    model, file = make_model(), tmp_path / "images.safetensors"
+    mask = torch.tensor([[True, True], [True, False]])
+    save_image_cache(model.encode_images(pixel_values=pixels(2, 2), image_mask=mask), file, model)
+    with pytest.raises(ValueError, match=f"is damaged: .*{message}"):
+        load_image_cache(damaged(file, change), model)
+    with pytest.raises(ValueError, match="is damaged"):
+        load_image_cache(damaged(file, lambda _: None, {"images": "{}"}), model)
+
+
+def test_file_with_other_settings_is_refused(tmp_path):
+    """Keys of a model whose settings, and not its weights, differ."""
+    model, file = make_model(cross_attention_config={"qk_norm": True}), tmp_path / "images.safetensors"
+    save_image_cache(model.encode_images(pixel_values=pixels(1)), file, model)
+    other = make_model(cross_attention_config={"qk_norm": True, "norm_eps": 1e-2})
+    with pytest.raises(ValueError, match="other weights of this one"):
+        load_image_cache(file, other)
+    encoded = model.encode_images(pixel_values=pixels(1))
+    model.blocks[0].attn.k_proj.weight.data.add_(1)
+    with pytest.raises(ValueError, match="encoded by another model"):
+        save_image_cache(encoded, file, model)
+
+
+@torch.no_grad()
+def test_files_beside_offloaded_weights(tmp_path):
+    """A model some of whose weights lie on disk, which has no weights to compare and no device to load to."""
+    model, ids, images = make_model(), token_ids(2), pixels(2)
+    file = tmp_path / "images.safetensors"
+    encoded = model.encode_images(pixel_values=images)
+    save_image_cache(encoded, file, model)
+    expected = model(ids, past_key_values=encoded).logits
+    model.save_pretrained(tmp_path / "model")
+    layers = {f"model.text_model.model.layers.{index}": "disk" if index == 3 else "cpu" for index in range(4)}
+    parts = ("model.text_model.model.embed_tokens", "model.text_model.model.norm", "model.text_model.lm_head")
+    device_map = {**layers, **dict.fromkeys((*parts, "model.connector", "model.text_model.model.rotary_emb"), "cpu")}
+    device_map["model.vision_tower"] = "disk"
+    offloaded = XAttnForConditionalGeneration.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    assert next(offloaded.model.vision_tower.parameters()).is_meta and offloaded.blocks[1].attn.k_proj.weight.is_meta
+    assert offloaded.image_identity() == model.image_identity()
+    loaded = load_image_cache(file, offloaded)
+    assert torch.allclose(offloaded(ids, past_key_values=loaded).logits, expected, atol=1e-5)
+    again = offloaded.encode_images(pixel_values=images)
+    assert torch.allclose(offloaded(ids, past_key_values=again).logits, expected, atol=1e-5)
