@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -23,7 +24,8 @@ def main(folder: str, picture: Image.Image, file: str) -> None:
     for block in model.blocks:
         block.attn.k_proj.register_forward_hook(lambda *_: projections.append(1))
 
-    images = model.encode_images(pixel_values=processor(images=picture)["pixel_values"])
+    with torch.no_grad():
+        images = model.encode_images(pixel_values=processor(images=picture)["pixel_values"])
     questions = processor(text=QUESTIONS)
     tokens = model.generate(**questions, past_key_values=images, max_new_tokens=8, do_sample=False)
     for question, answer in zip(QUESTIONS, tokens[:, questions["input_ids"].shape[1] :]):

@@ -13,16 +13,21 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.utils import logging
 
 from .configuration_xattn import XAttnConfig
 from .context import CrossAttentionContext, Recorder
 from .conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
+from .cross_cache import CrossCache
 from .folded_mask import fold_mask
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .text_progress import TextProgress
 from .visibility import look
 from .xattn_cache import XAttnCache
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Call:
         text_cache (`Cache`, *optional*): what the decoder gets.
         use_cache, output_attentions (`bool`): as in `forward`.
         recomputes (`bool`): layers run a second time, under gradient checkpointing.
+        continues (`bool`): the caller gave or asked for a cache, so that more text may follow.
     """
 
     text: dict[str, Any]
@@ -50,6 +56,7 @@ class Call:
     use_cache: bool
     output_attentions: bool
     recomputes: bool
+    continues: bool
 
     @property
     def takes_up_images(self) -> bool:
@@ -98,6 +105,7 @@ def read_call(
             "`input_ids` must be (batch, text_len) and `inputs_embeds` (batch, text_len, hidden_size), got shape "
             f"{tuple(given.shape)}."
         )
+    continues = past_key_values is not None or bool(use_cache)
     text_config = config.get_text_config(decoder=True)
     if use_cache is None:
         use_cache = getattr(text_config, "use_cache", True)
@@ -126,6 +134,7 @@ def read_call(
         use_cache=use_cache,
         output_attentions=output_attentions,
         recomputes=recomputes,
+        continues=continues,
     )
 
 
@@ -162,7 +171,11 @@ def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, train
         image_rows = cross.rows
         if new is None:
             cross.show(layout)
+    if cross is not None and cross.layers and trains:
+        _warn_of_constant_images(cross, encoder)
     markers = _markers(config, call, decided=mask is not None and mask.decides(call.length, layout.num_tokens))
+    if markers is not None and mask is None:
+        _check_markers_of_images(config, call, markers)
     sees, progress = look(config.image_visibility, layout, progress, markers, mask, call.rows, call.length)
     folded, visible = fold_mask(
         sees,
@@ -229,6 +242,40 @@ def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor | N
             "`inputs_embeds`, pass a `cross_attention_mask` of shape (batch, text_len, num_image_tokens)."
         )
     return torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
+
+
+def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor) -> None:
+    """Raises where nobody could see an image of the call: its row has fewer markers, and no text will follow.
+
+    A run on such rows trains nothing: the gradient of every block is zero.
+    """
+    if (
+        call.continues
+        or not isinstance(call.images, ImageInputs)
+        or call.images.images is None
+        or torch.compiler.is_compiling()
+    ):
+        return
+    real = call.images.real_images
+    total = call.images.images.shape[1] if real is None else real.sum(dim=-1).to(markers.device)
+    found = markers.sum(dim=-1)
+    if bool((found < total).any()):
+        wanted = total.tolist() if isinstance(total, torch.Tensor) else [total] * call.rows
+        raise ValueError(
+            f"Expected an image marker (token {config.image_token_id}) in `input_ids` for each image, as "
+            f"`image_visibility={config.image_visibility!r}` follows them: rows have {wanted} images, got {found.tolist()} markers. Where "
+            "the rest of the text follows in another call, pass `use_cache=True`."
+        )
+
+
+def _warn_of_constant_images(cross: CrossCache, encoder: ImageEncoder) -> None:
+    """Says so where projections should learn from keys and values that were made without gradients."""
+    if not cross.layers[0].keys.requires_grad and encoder.learns():
+        logger.warning_once(
+            "The images in `past_key_values` were encoded without gradients, so key and value projections, connector and vision tower do "
+            "not learn from this text. Call `encode_images` outside of `torch.no_grad()`, or pass the images themselves; to train the "
+            "rest alone, set `requires_grad_(False)` on these parts."
+        )
 
 
 def _query_positions(call: Call) -> torch.Tensor:

@@ -61,6 +61,8 @@ def read_images(
     """
     cross = None if cache is None else cache.cross_attention_cache
     cached = None if cross is None else cross.layout
+    if inputs.is_empty:
+        return ImagesOfCall(None, cached, None)
     inputs.check_rows(text.rows, 0 if cross is None else cross.rows)
     new, axes = encoder.read(inputs, cached, record_content)
     layout = cached

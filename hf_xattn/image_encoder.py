@@ -172,6 +172,13 @@ class ImageEncoder:
         ids = None if inputs.tiles is None else inputs.tiles.aspect_ratio_ids
         return digests_of(name, images, dtype, inputs.real_images, ids)
 
+    def learns(self) -> bool:
+        """Whether any weight that images pass wants a gradient."""
+        parts = [part for part in (self.vision_tower, self.connector) if part is not None]
+        return self._find_like().requires_grad or any(
+            weight.requires_grad for part in parts for weight in part.parameters()
+        )
+
     def placeholder(self, batch_size: int) -> NewImages:
         """An image that nobody sees. Lets a rank without images call every module that the others call, so that
         collectives match and all gradients exist."""

@@ -137,6 +137,11 @@ class ImageInputs:
         return cls.of(config, **{name: kwargs.pop(name) for name in IMAGE_ARGUMENTS if name in kwargs})
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the call brings neither images nor masks."""
+        return self.name is None and self.image_mask is None and self.token_mask is None and self.text_mask is None
+
+    @property
     def images(self) -> torch.Tensor | None:
         return self.pixel_values if self.pixel_values is not None else self.states
 

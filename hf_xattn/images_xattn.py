@@ -76,7 +76,6 @@ class XAttnImagesMixin:
             raise ValueError("`get_image_features` needs `pixel_values`.")
         return self.image_encoder.features(inputs.pixel_values, inputs.tiles)
 
-    @torch.no_grad()
     def encode_images(
         self,
         pixel_values: torch.Tensor | None = None,
@@ -88,6 +87,9 @@ class XAttnImagesMixin:
         past_key_values: EncoderDecoderCache | None = None,
     ) -> XAttnCache:
         """Runs the vision tower and every block's K/V projection once, for any number of questions.
+
+        Gradients follow the caller's mode: under `torch.no_grad()` the cache is a constant, otherwise keys and values keep the graph
+        that made them, so that a loss over the questions reaches projections, connector and tower.
 
         Args:
             pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask: as

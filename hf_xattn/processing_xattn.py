@@ -145,9 +145,10 @@ class XAttnProcessor(ProcessorMixin):
         for row, text in enumerate(texts):
             markers = text.count(self.image_token)
             images = len(samples[row]) if samples is not None else 0
-            if markers and markers != images:
+            if markers != images:
                 raise ValueError(
-                    f"Text {row} holds {markers} image markers ({self.image_token!r}), but {images} images were given for it."
+                    f"Expected one image marker ({self.image_token!r}) for each image of text {row}, got {markers} markers and {images} "
+                    "images. For a model that needs no markers, make the processor without `image_token`."
                 )
 
     @property

@@ -317,7 +317,8 @@ def test_select_among_many_questions(visibility):
     logits = model(token, past_key_values=cache).logits
     images_of_rows = rows // 3
     full = torch.cat([ids[rows], token], dim=1)
-    expected = model(full, pixel_values=images[images_of_rows], image_mask=mask[images_of_rows]).logits[:, -1:]
+    inputs = {"pixel_values": images[images_of_rows], "image_mask": mask[images_of_rows]}
+    expected = model(full, use_cache=True, **inputs).logits[:, -1:]
     assert torch.allclose(logits, expected, atol=1e-4)
 
 

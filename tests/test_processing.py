@@ -82,5 +82,7 @@ def test_errors(parts):
     marked = AutoTokenizer.from_pretrained(folder / "text")
     marked.add_tokens(["<image>"], special_tokens=True)
     processor = XAttnProcessor(image_processor, marked, image_token="<image>")
-    with pytest.raises(ValueError, match="Text 0 holds 2 image markers.*1 images"):
+    with pytest.raises(ValueError, match="text 0, got 2 markers and 1 images"):
         processor(text="<image> <image> a", images=picture)
+    with pytest.raises(ValueError, match="text 1, got 0 markers and 1 images"):
+        processor(text=["<image> a", "a"], images=[picture, picture])

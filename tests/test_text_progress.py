@@ -35,13 +35,14 @@ def test_rows_take_images_and_markers_along(rule, masked):
     ids[0, 1] = ids[0, 3] = ids[1, 2] = MARKER
     mask = {"cross_attention_mask": torch.rand(3, 6, 32) < 0.5} if masked else {}
     for method in ("reorder_cache", "batch_select_indices"):
-        cache = model(ids, pixel_values=images, **mask).past_key_values
+        cache = model(ids, pixel_values=images, use_cache=True, **mask).past_key_values
         rows = torch.tensor([2, 0, 0])
         getattr(cache, method)(rows)
         more = token_ids(3, 3, seed=30)
         more[:, 1] = MARKER
         logits = model(more, past_key_values=cache).logits
-        fresh = model(ids[rows], pixel_values=images[rows], **{k: v[rows] for k, v in mask.items()}).past_key_values
+        again = {name: value[rows] for name, value in mask.items()}
+        fresh = model(ids[rows], pixel_values=images[rows], use_cache=True, **again).past_key_values
         assert close(logits, model(more, past_key_values=fresh).logits)
 
 
@@ -69,7 +70,7 @@ def test_generated_markers_follow_their_rows(rule, method):
     torch.manual_seed(0)
     if method == "lookup":
         expected = model.generate(ids, past_key_values=encoded, max_new_tokens=12, do_sample=False)
-        expected_logits = model(tokens, pixel_values=images, use_cache=False).logits[:, 4:-1].argmax(-1)
+        expected_logits = model(tokens, pixel_values=images, use_cache=True).logits[:, 4:-1].argmax(-1)
         assert torch.equal(tokens, expected) and torch.equal(tokens[:, 5:], expected_logits)
         return
     # Without a cache each step reads the whole text anew.

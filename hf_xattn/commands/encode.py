@@ -20,12 +20,15 @@ def run(arguments: argparse.Namespace) -> None:
     if output.exists():
         raise ValueError(f"`--output` ({output}) exists already.")
     model, processor, images = load_model_and_images(arguments)
+    import torch
+
     from ..image_cache import save_image_cache
     from ..processing_xattn import XAttnProcessor
 
     if not isinstance(processor, XAttnProcessor):  # a processor that makes other inputs of images without a text
         processor = XAttnProcessor(processor.image_processor, processor.tokenizer)
     inputs = processor(images=[images])
-    cache = model.encode_images(**{name: value.to(model.device) for name, value in inputs.items()})
+    with torch.no_grad():
+        cache = model.encode_images(**{name: value.to(model.device) for name, value in inputs.items()})
     save_image_cache(cache, output, model)
     print(f"{len(images)} image(s), {output.stat().st_size:,} bytes: {output}")
