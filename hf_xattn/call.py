@@ -22,6 +22,7 @@ from .cross_cache import CrossCache
 from .folded_mask import fold_mask
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
+from .image_layout import ImageLayout
 from .text_progress import TextProgress
 from .visibility import look
 from .xattn_cache import XAttnCache
@@ -73,11 +74,13 @@ class BlockInputs:
     Attributes:
         context ([`CrossAttentionContext`], *optional*): None where there is nothing to look at.
         new ([`NewImages`], *optional*): images to keep, where there is a cache.
+        layout ([`ImageLayout`], *optional*): of the cached images, as this conversation sees them from now on.
         progress ([`TextProgress`], *optional*): of the text afterwards.
     """
 
     context: CrossAttentionContext | None = None
     new: NewImages | None = None
+    layout: ImageLayout | None = None
     progress: TextProgress | None = None
 
 
@@ -139,7 +142,7 @@ def read_call(
 
 
 def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, trains: bool) -> BlockInputs:
-    """Encodes the new images of a call, and decides what each text token sees of all images.
+    """Encodes the new images of a call, and decides what each text token sees of all images. The cache is not changed.
 
     Args:
         config ([`XAttnConfig`]), encoder ([`ImageEncoder`]): the model's.
@@ -169,8 +172,6 @@ def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, train
                 "all images in one call, or encode them before with `encode_images`."
             )
         image_rows = cross.rows
-        if new is None:
-            cross.show(layout)
     if cross is not None and cross.layers and trains:
         _warn_of_constant_images(cross, encoder)
     markers = _markers(config, call, decided=mask is not None and mask.decides(call.length, layout.num_tokens))
@@ -197,7 +198,7 @@ def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, train
         keep_keys_values=keeps or None,
         recorder=Recorder(),
     )
-    return BlockInputs(context, new if keeps else None, progress)
+    return BlockInputs(context, new if keeps else None, layout if cross is not None and new is None else None, progress)
 
 
 def keep(call: Call, prepared: BlockInputs) -> None:
@@ -211,6 +212,8 @@ def keep(call: Call, prepared: BlockInputs) -> None:
         if cache.offloads:
             cache.cross_attention_cache.offload_all()
         cache.mark_updated(len(keys_values))
+    if prepared.layout is not None:
+        cache.cross_attention_cache.show(prepared.layout)
     if prepared.progress is not None:
         cache.progress = prepared.progress
     cache.text_rows = call.rows

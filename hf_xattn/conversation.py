@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from .image_encoder import ImageEncoder, NewImages, check_known_mask
+from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
+from .placement import check_known_mask
 from .text_progress import CallersMask, History, TextProgress
 from .visibility import look
 from .xattn_cache import XAttnCache
@@ -72,22 +73,21 @@ def read_images(
         layout = new.layout if cached is None else cached.append(new.layout)
     mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
     if mask is not None and mask.text_len != text.new:
-        assert cache is not None and layout is not None
+        assert cache is not None
         mask = _of_new_text(mask, inputs.text_mask_name, cache, encoder.config.image_visibility, text)
     return ImagesOfCall(new, layout, mask)
 
 
 def _narrowed(cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
     """Cached images under the masks of a call that brings none: they act while nothing was read, and must agree afterwards."""
-    masks = (
-        ("image_mask", inputs.image_mask, cached.image_mask, cached.num_images),
-        ("cross_attention_mask", inputs.token_mask, cached.token_mask, cached.num_tokens),
-    )
-    for name, given, own, size in masks:
+    for name, given, size in (
+        ("image_mask", inputs.image_mask, cached.num_images),
+        ("cross_attention_mask", inputs.token_mask, cached.num_tokens),
+    ):
         if given is None:
             continue
         if has_text:
-            check_known_mask(name, given, own, size)
+            check_known_mask(name, given, cached)
         elif given.shape[1] != size:
             raise ValueError(
                 f"Expected `{name}` for the {size} {'images' if name == 'image_mask' else 'image tokens'} in `past_key_values`, got "
@@ -100,28 +100,32 @@ def _narrowed(cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> Image
 
 def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, text: TextOfCall) -> CallersMask:
     """The rows for new text of a mask over the whole text. The others must be what the cached text has seen."""
-    assert text.rows is not None and cache.cross_attention_cache.layout is not None
+    assert text.rows is not None
+    layout = cache.cross_attention_cache.layout
     history = cache.current_progress().history
     if history is None:
         raise ValueError(
-            f"`{name}` covers the {text.cached} text tokens of a static cache, which does not tell what they have seen. Pass a mask for "
-            f"the {text.new} new tokens."
+            f"`{name}` covers the {text.cached} text tokens in `past_key_values`, which as a static cache, or one of a state-space "
+            f"decoder, does not tell what they have seen. Pass a mask for the {text.new} new tokens."
         )
     before = mask.rows[:, : text.cached]
-    seen = what_text_saw(rule, cache.cross_attention_cache.layout, history, text.rows)
-    seen = torch.nn.functional.pad(seen, (0, max(0, mask.first + mask.rows.shape[2] - seen.shape[2])))
-    seen = seen[..., mask.first : mask.first + mask.rows.shape[2]]
-    allowed = cache.cross_attention_cache.layout.token_mask
-    if allowed is not None and mask.first == 0:
-        # Padding is never seen, whatever the mask says of it.
-        padding = torch.nn.functional.pad(
-            rows_to(allowed, text.rows), (0, seen.shape[2] - allowed.shape[1]), value=True
-        )
-        before = before & padding[:, None].to(before.device)
-    if not torch.equal(before, seen.to(before.device)):
+    end = mask.first + mask.rows.shape[2]
+    if layout is None:  # the text was read before there were images
+        seen = torch.zeros_like(before)
+    else:
+        seen = what_text_saw(rule, layout, history, text.rows)
+        seen = torch.nn.functional.pad(seen, (0, max(0, end - seen.shape[2])))[..., mask.first : end]
+        if layout.token_mask is not None and mask.first == 0:
+            # Padding is never seen, whatever the mask says of it.
+            padding = rows_to(layout.token_mask, text.rows)
+            padding = torch.nn.functional.pad(padding, (0, end - padding.shape[1]), value=True)
+            before = before & padding[:, None].to(before.device)
+    differs = (before != seen.to(before.device)).any(dim=-1)
+    if differs.any():
+        row, token = differs.nonzero()[0].tolist()
         raise ValueError(
-            f"`{name}` covers the whole text, but for the {text.cached} tokens in `past_key_values` it differs from what they have seen. "
-            f"Pass a mask for the {text.new} new tokens, or start from an empty cache."
+            f"`{name}` covers the whole text, but for the {text.cached} tokens in `past_key_values` it differs from what they have seen, "
+            f"first for token {token} of row {row}. Pass a mask for the {text.new} new tokens, or start from an empty cache."
         )
     return replace(mask, rows=mask.rows[:, text.cached :])
 

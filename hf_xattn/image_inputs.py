@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from .configuration_xattn import XAttnConfig
+from .image_layout import rows_to
 from .tensor_checks import check_bool
 from .text_progress import CallersMask
 from .vision import Tiles, check_pixels
@@ -40,6 +41,37 @@ IMAGE_ARGUMENTS = (
     "aspect_ratio_mask",
     "image_attention_mask",
 )
+
+
+@dataclass(frozen=True)
+class ImageAxis:
+    """An image axis that a mask for each text token may have.
+
+    Attributes:
+        sizes (`tuple[int, ...]`): the tokens of each image on it.
+        first (`int`): image tokens of the cache before its first one.
+        places (`torch.LongTensor`, *optional*): `(R, images)`, the place of each image among all images, -1 for padding; None where they
+            stand in order.
+        all_sizes (`tuple[int, ...]`): with `places`, the tokens of all images.
+    """
+
+    sizes: tuple[int, ...]
+    first: int = 0
+    places: torch.Tensor | None = None
+    all_sizes: tuple[int, ...] = ()
+
+    def moved(self, mask: torch.Tensor) -> torch.Tensor:
+        """A mask `(rows, T, tokens of this axis)` over the tokens of all images."""
+        if self.places is None:
+            return mask
+        rows, text_len, _ = mask.shape
+        tokens, total = self.sizes[0], len(self.all_sizes)
+        places = rows_to(self.places, rows).to(mask.device)
+        places = torch.where(places < 0, total, places)  # padding goes into a place that is cut off
+        result = mask.new_zeros(rows, text_len, total + 1, tokens)
+        index = places[:, None, :, None].expand(-1, text_len, -1, tokens)
+        result.scatter_(2, index, mask.unflatten(2, (-1, tokens)))
+        return result[:, :, :total].flatten(2)
 
 
 @dataclass(frozen=True)
@@ -185,11 +217,11 @@ class ImageInputs:
         if self.text_mask is not None and text_rows is not None and self.text_mask.shape[0] != text_rows:
             raise ValueError(f"`{self.text_mask_name}` has batch {self.text_mask.shape[0]}, expected {text_rows}.")
 
-    def callers_mask(self, axes: list[tuple[tuple[int, ...], int]], text_lens: tuple[int, ...]) -> CallersMask | None:
+    def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask | None:
         """What the caller decided for each text token, over image tokens.
 
         Args:
-            axes (`list[tuple]`): image axes that the mask may have: the tokens of each image, and the number of image tokens before.
+            axes (`list[ImageAxis]`): image axes that the mask may have.
             text_lens (`tuple[int, ...]`): lengths of text that it may have.
 
         Raises:
@@ -198,36 +230,31 @@ class ImageInputs:
         mask = self.text_mask
         if mask is None:
             return None
-        if not axes:
-            raise ValueError(
-                f"`{self.text_mask_name}` cannot be laid over the images in `past_key_values`: rows have different numbers of them, so "
-                "their places differ from those of the given images. Pass only the new images, with a mask for them."
-            )
         tiled = mask.dim() == 4
         if mask.shape[1] in text_lens:
-            for sizes, first in axes:
-                if not tiled and mask.shape[2] == sum(sizes):
-                    return CallersMask(mask, first)
-                if tiled and mask.shape[2] == len(sizes) and all(size % mask.shape[3] == 0 for size in sizes):
-                    return CallersMask(_of_tokens(mask, sizes), first)
+            for axis in axes:
+                if not tiled and mask.shape[2] == sum(axis.sizes):
+                    return CallersMask(axis.moved(mask), axis.first)
+                if tiled and mask.shape[2] == len(axis.sizes) and all(size % mask.shape[3] == 0 for size in axis.sizes):
+                    return CallersMask(axis.moved(_of_tokens(mask, axis.sizes)), axis.first)
         raise ValueError(self._text_mask_error(axes, text_lens))
 
-    def _text_mask_error(self, axes: list[tuple[tuple[int, ...], int]], text_lens: tuple[int, ...]) -> str:
+    def _text_mask_error(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> str:
         assert self.text_mask is not None
         batch, _, _, *tiles = self.text_mask.shape
         by_image = self.text_mask_name == "image_attention_mask"
         got = tuple(self.text_mask.shape[:3] if by_image else self.text_mask.shape)
         wanted, what = [], "(batch, text_len, num_image_tokens)"
         for length in sorted(set(text_lens)):
-            for sizes, _ in axes:
+            for axis in axes:
                 if not tiles:
-                    wanted.append(f"({batch}, {length}, {sum(sizes)})")
+                    wanted.append(f"({batch}, {length}, {sum(axis.sizes)})")
                 elif by_image:
-                    wanted.append(f"({batch}, {length}, {len(sizes)})")
+                    wanted.append(f"({batch}, {length}, {len(axis.sizes)})")
                     what = "(batch, text_len, num_images)"
                 else:
-                    wanted.append(f"({batch}, {length}, {len(sizes)}, tiles)")
-                    what = f"(batch, text_len, num_images, tiles), where the tiles divide an image's tokens ({_either(sizes)})"
+                    wanted.append(f"({batch}, {length}, {len(axis.sizes)}, tiles)")
+                    what = f"(batch, text_len, num_images, tiles), where the tiles divide an image's tokens ({_either(axis.sizes)})"
         return f"Expected `{self.text_mask_name}` of shape {' or '.join(wanted)} {what}, got {got}."
 
 

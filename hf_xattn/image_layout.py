@@ -120,7 +120,20 @@ class ImageLayout:
             tokens = _both(tokens, image_mask[:, self.image_of_token])
         if token_mask is not None:
             tokens = _both(tokens, token_mask)
-        return replace(self, image_mask=images, token_mask=tokens)
+        return replace(self, image_mask=images, token_mask=tokens, digests=self._hidden(image_mask))
+
+    def _hidden(self, image_mask: torch.Tensor | None) -> tuple[Digests, ...] | None:
+        """The content of the images that are left, where each image row has its own mask."""
+        if self.digests is None or image_mask is None or image_mask.shape[0] != self.digests[0].values.shape[0]:
+            return self.digests
+        hidden, first = [], 0
+        for part in self.digests:
+            # Digests of one kind belong to images that follow one another in the layout where there is only one kind.
+            sizes = torch.tensor(part.sizes, device=part.values.device)
+            mask = image_mask[:, first : first + len(part.sizes)].to(part.values.device).repeat_interleave(sizes, dim=1)
+            hidden.append(replace(part, real=part.real_or_all() & mask))
+            first += len(part.sizes)
+        return tuple(hidden) if len(hidden) == 1 else None
 
     @property
     def token_positions(self) -> torch.Tensor | None:

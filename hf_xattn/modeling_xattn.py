@@ -107,10 +107,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         call = read_call(self.config, text, images, past_key_values, use_cache, bool(output_attentions), recomputes)
         if call.cache is not None and call.takes_up_images:
             self._check_made_here(call.cache.cross_attention_cache)
+        trains = self.training and torch.is_grad_enabled()
+        prepared = prepare_blocks(self.config, self.image_encoder, call, trains)
         with whole_or_not_at_all(call.cache):
-            prepared = prepare_blocks(
-                self.config, self.image_encoder, call, trains=self.training and torch.is_grad_enabled()
-            )
             outputs = self._interface.call(runner, call.text, prepared.context, call.text_cache, call.use_cache)
             weights = self._weights_of_blocks(prepared.context, call.output_attentions)
             keep(call, prepared)

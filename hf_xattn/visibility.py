@@ -116,7 +116,7 @@ def _by_mask(
             passed = counted[:, first:].cumsum(dim=-1) > 0
             if held.over is not None:
                 passed = passed | rows_to(held.over, batch_size)[:, None]
-            laid = torch.where(passed[..., None], rest, laid)
+            laid = torch.where(passed[..., None], rest, rows_to(laid, batch_size))
         parts.append(laid)
     if counted is not None:
         over = counted[:, first:].any(dim=-1)

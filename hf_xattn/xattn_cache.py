@@ -119,8 +119,13 @@ class XAttnCache(EncoderDecoderCache):
         for index in range(num_blocks):
             self.is_updated[index] = True
 
-    def _take_text_rows(self, indices: torch.Tensor) -> None:
-        """Lets images and progress follow text rows to their new places."""
+    def _take_text_rows(self, indices: torch.Tensor, may_share: bool) -> None:
+        """Lets images and progress follow text rows to their new places.
+
+        Args:
+            indices (`torch.LongTensor`): text rows.
+            may_share (`bool`): rows of one sample may go on sharing their images.
+        """
         rows = self.cross_attention_cache.rows
         batch_size = self.text_rows or rows
         if not batch_size:
@@ -134,7 +139,7 @@ class XAttnCache(EncoderDecoderCache):
         cross, count = self.cross_attention_cache, indices.shape[0]
         wanted = indices // (batch_size // rows)
         assert cross.layout is not None
-        if cross.layout.mask_rows <= rows and count % rows == 0:
+        if may_share and cross.layout.mask_rows <= rows and count % rows == 0:
             kept = torch.arange(rows, device=wanted.device).repeat_interleave(count // rows)
             if rows == 1 or torch.equal(wanted, kept):  # beams stay within their sample
                 return
@@ -143,7 +148,7 @@ class XAttnCache(EncoderDecoderCache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorders text rows for beam search. Images follow; nothing is copied where beams stay within their sample."""
         self.self_attention_cache.reorder_cache(beam_idx)
-        self._take_text_rows(beam_idx)
+        self._take_text_rows(beam_idx, may_share=True)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats text rows, which share their images."""
@@ -157,7 +162,7 @@ class XAttnCache(EncoderDecoderCache):
         """Keeps the text rows `indices`, each with an image row of its own."""
         self.check_dynamic_cache(self.batch_select_indices.__name__)
         self.self_attention_cache.batch_select_indices(indices)
-        self._take_text_rows(indices)
+        self._take_text_rows(indices, may_share=False)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes text from the end (a negative number); what it has seen of the images goes with it."""

@@ -266,7 +266,7 @@ def other_padding(talk: Talk) -> None:
     image = row.images[index]
     row.images[index] = replace(image, real=not image.real, tokens=None)
     same = row.images[index].visible == image.visible
-    what = "image_mask" if same else talk.rng.choice(["image_mask", "cross_attention_mask"])
+    what = "image_mask" if same or not image.real else talk.rng.choice(["image_mask", "cross_attention_mask"])
     inputs = talk.padding_inputs(rows, what)
     if talk.bank.name in STEPWISE or talk.rng.random() < 0.5:
         talk.forward(1, extra=inputs, refuse="a changed mask of images that were read, in `forward`")
@@ -318,7 +318,8 @@ def ask(talk: Talk, mode: str, given: Slots | None, plan: Plan, extra: dict[str,
         if past and rng.random() < plan.wrong:
             contradict(talk, mode, given, axis)
         if rng.random() < plan.explicit:
-            whole = rng.random() < plan.whole
+            tells = talk.cache_kind != "static" and not talk.stateful  # what cached text has seen
+            whole = rng.random() < plan.whole and tells
             own = talk.explicit(given, axis, past + new if whole else new, past if whole else 0, form)
     fresh_images = (
         given is not None and talk.num_slots and beside(talk, given) != [len(r.real) for r in talk.image_rows]

@@ -63,8 +63,35 @@ def test_images_that_come_again_row_by_row():
     logits = model(ids[:, 5:], past_key_values=cache, **inputs).logits
     assert close(logits, model(ids, use_cache=False, **inputs).logits[:, 5:])
     assert cache.cross_attention_cache.layout.num_images == 3
-    with pytest.raises(ValueError, match="rows have different numbers"):
-        model(ids[:, :2], past_key_values=cache, cross_attention_mask=torch.ones(2, 2, 48, dtype=torch.bool), **inputs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["tokens", "images", "padding"])
+def test_masks_in_the_places_of_the_call(kind):
+    """A mask laid over the cache's places of images where the call has them in others."""
+    model, ids = make_model(), token_ids(2, 9)
+    a, b, c = images_cases()
+    mask = torch.tensor([[True, True], [True, False]])
+    cache = model(ids[:, :5], pixel_values=joined(a, b), image_mask=mask).past_key_values
+    images = torch.stack([joined(a, b, c)[0], joined(a, c, b)[1]])
+    inputs = {"pixel_values": images, "image_mask": torch.tensor([[True, True, True], [True, True, False]])}
+    sees = torch.ones(2, 9, 3, dtype=torch.bool)
+    sees[:, 5:] = torch.rand(2, 4, 3) < 0.6
+    sees[:, :5, 1:] = torch.tensor([[True, False], [False, False]])[:, None]  # what the first call has seen
+    whole = sees.repeat_interleave(16, dim=-1)
+    expected = model(ids, cross_attention_mask=whole, use_cache=False, **inputs).logits
+    if kind == "padding":  # of tokens, the same for all text
+        padding = torch.ones(2, 48, dtype=torch.bool)
+        padding[1, 20:26] = padding[0, 40:] = False
+        whole[:, 5:] = padding[:, None]
+        expected = model(ids, cross_attention_mask=whole, use_cache=False, **inputs).logits
+        inputs["cross_attention_mask"] = padding
+    elif kind == "tokens":
+        inputs["cross_attention_mask"] = whole[:, 5:]
+    else:
+        inputs["image_attention_mask"] = sees[:, 5:].long()
+    logits = model(ids[:, 5:], past_key_values=cache, **inputs).logits
+    assert close(logits, expected[:, 5:])
 
 
 @torch.no_grad()
