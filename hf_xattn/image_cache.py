@@ -6,6 +6,7 @@ values of another model, or of this one before more training, would be read as n
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
         raise IndexError(f"`rows` must be a non-empty list of rows from 0 to {count - 1}, got {rows.tolist()}.")
     chosen = cross.shared()
     chosen.select(rows, layout.select(rows, count))
-    return image_cache_of(chosen)
+    return image_cache_of(chosen, _empty_like(cache.self_attention_cache))
 
 
 def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
@@ -93,7 +94,7 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
         keys_values.append((key, value))
     combined = CrossCache()
     combined.fill(layout, keys_values, makers.pop())
-    return image_cache_of(combined)
+    return image_cache_of(combined, _empty_like(caches[0].self_attention_cache))
 
 
 def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None:
@@ -165,7 +166,7 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
         raise ValueError(f"{path} is damaged: it has no {error.args[0]}.") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
-    return image_cache_of(cross)
+    return image_cache_of(cross, DynamicCache(config=model.config.get_text_config(decoder=True)))
 
 
 def _cross_of_file(
@@ -236,11 +237,18 @@ def _device_of(module: torch.nn.Module) -> torch.device:
     return weight.device
 
 
-def image_cache_of(cross: CrossCache) -> ImageCache:
+def image_cache_of(cross: CrossCache, self_attention_cache: Cache) -> ImageCache:
     """An [`ImageCache`] of filled images."""
-    cache = ImageCache(DynamicCache(), cross)
+    cache = ImageCache(self_attention_cache, cross)
     cache.mark_updated(len(cross.layers))
     return cache
+
+
+def _empty_like(cache: Cache) -> Cache:
+    """A text half of the same kind, whose layers fit the decoder, without text."""
+    empty = copy.deepcopy(cache)
+    empty.reset()
+    return empty
 
 
 def _filled(cache: XAttnCache) -> tuple[CrossCache, ImageLayout]:

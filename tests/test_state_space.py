@@ -6,6 +6,8 @@ from conftest import make_model, pixels, token_ids
 from conversation_helpers import close, generate, state_space
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from hf_xattn.image_cache import combine_images, select_images
+
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "mamba2"])
 def test_state_space_decoders_with_a_callers_cache(name):
@@ -50,3 +52,16 @@ def test_position_bias_does_not_count_padding():
     for row in range(2):
         alone = model(ids[row : row + 1], pixel_values=images[row : row + 1, mask[row]]).logits
         assert close(logits[row : row + 1], alone)
+
+
+@torch.no_grad()
+def test_selected_and_combined_images_beside_a_state_space_decoder():
+    """Encoded images whose text half has no layers for states."""
+    model, ids, images = state_space("mamba"), token_ids(2, 5), pixels(2)
+    expected = model(ids, pixel_values=images, use_cache=False).logits
+    encoded = model.encode_images(pixel_values=images)
+    for cache in (
+        select_images(encoded, [0, 1]),
+        combine_images([select_images(encoded, [0]), select_images(encoded, [1])]),
+    ):
+        assert close(model(ids, past_key_values=cache).logits, expected)
