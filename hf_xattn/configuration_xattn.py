@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import SubConfigSpec
 
-from .architectures import architecture
+from .sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 
 
 # Looked up by the checks below and named in their messages; the layer code has one branch for each.
@@ -23,9 +23,17 @@ MLP_TYPES = ("gated", "plain")
 GATES = ("tanh", "none")
 GATE_GRANULARITIES = ("scalar", "channel")
 CONNECTOR_TYPES = ("identity", "linear", "mlp", "perceiver")
-# Vision towers that read an image as tiles, with aspect ratios, and whose output is as wide as `vision_output_dim`.
-TILED_VISION_TYPES = ("mllama_vision_model",)
 IMAGE_VISIBILITIES = ("all", "previous", "latest", "latest_group")
+
+# Default of a field that `__post_init__` fills in. Such a field is declared twice: transformers reads the annotation of what may be
+# given, which may be nothing or a `dict`, and type checkers that of what everybody reads afterwards.
+TO_BE_FILLED_IN: Any = None
+
+
+def _is_left_out(value: object) -> bool:
+    return (
+        value is None
+    )  # not in place: type checkers would skip what follows, because they know the field as filled in
 
 
 def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -101,11 +109,17 @@ class CrossAttentionConfig(PreTrainedConfig):
     base_config_key = "cross_attention_config"
 
     hidden_size: int = 768
-    context_size: int | None = None
     num_attention_heads: int = 12
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
+    if TYPE_CHECKING:
+        context_size: int = TO_BE_FILLED_IN
+        num_key_value_heads: int = TO_BE_FILLED_IN
+        head_dim: int = TO_BE_FILLED_IN
+        intermediate_size: int = TO_BE_FILLED_IN
+    else:
+        context_size: int | None = None
+        num_key_value_heads: int | None = None
+        head_dim: int | None = None
+        intermediate_size: int | None = None
     hidden_act: str = "silu"
     mlp_type: str = "gated"
     norm_type: str = "rmsnorm"
@@ -127,18 +141,18 @@ class CrossAttentionConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         for field in ("hidden_size", "num_attention_heads"):
             _check_positive_int(field, getattr(self, field))
-        if self.context_size is None:
+        if _is_left_out(self.context_size):
             self.context_size = self.hidden_size
-        if self.num_key_value_heads is None:
+        if _is_left_out(self.num_key_value_heads):
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
+        if _is_left_out(self.head_dim):
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"`num_attention_heads` ({self.num_attention_heads}) does not divide `hidden_size` "
                     f"({self.hidden_size}): set `head_dim` explicitly or choose a divisor."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.intermediate_size is None:
+        if _is_left_out(self.intermediate_size):
             self.intermediate_size = 4 * self.hidden_size
         self._check_fields()
         super().__post_init__(**kwargs)
@@ -212,18 +226,22 @@ class PerceiverConfig(PreTrainedConfig):
     model_type = "xattn_perceiver"
     base_config_key = "perceiver_config"
 
-    hidden_size: int | None = None
+    if TYPE_CHECKING:
+        hidden_size: int = TO_BE_FILLED_IN  # at the latest by the [`XAttnConfig`] around it
+        intermediate_size: int = TO_BE_FILLED_IN
+    else:
+        hidden_size: int | None = None
+        intermediate_size: int | None = None
     num_latents: int = 64
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
     head_dim: int = 64
-    intermediate_size: int | None = None
     hidden_act: str = "gelu"
     qk_norm: bool = False
     norm_eps: float = 1e-5
 
     def __post_init__(self, **kwargs):
-        if self.hidden_size is not None and self.intermediate_size is None:
+        if not _is_left_out(self.hidden_size) and _is_left_out(self.intermediate_size):
             self.intermediate_size = 4 * self.hidden_size
         for field in ("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"):
             _check_positive_int(field, getattr(self, field))
@@ -274,10 +292,18 @@ class XAttnConfig(PreTrainedConfig):
         "perceiver_config": SubConfigSpec(config_class=PerceiverConfig, optional=True),
     }
 
-    text_config: dict | PreTrainedConfig | None = None
-    vision_config: dict | PreTrainedConfig | None = None
-    cross_attention_config: dict | PreTrainedConfig | None = None
-    cross_attention_layers: list[int] | None = None
+    if TYPE_CHECKING:
+        text_config: PreTrainedConfig = TO_BE_FILLED_IN
+        vision_config: PreTrainedConfig | None = None
+        cross_attention_config: CrossAttentionConfig = TO_BE_FILLED_IN
+        cross_attention_layers: list[int] = TO_BE_FILLED_IN
+        perceiver_config: PerceiverConfig | None = None
+    else:
+        text_config: dict | PreTrainedConfig | None = None
+        vision_config: dict | PreTrainedConfig | None = None
+        cross_attention_config: dict | PreTrainedConfig | None = None
+        cross_attention_layers: list[int] | None = None
+        perceiver_config: dict | PreTrainedConfig | None = None
     image_token_id: int | None = None
     image_visibility: Literal["all", "previous", "latest", "latest_group"] = "all"
     additional_vocab_size: int = 0
@@ -286,7 +312,6 @@ class XAttnConfig(PreTrainedConfig):
     connector_hidden_act: str = "gelu"
     connector_bias: bool = True
     vision_feature_select_strategy: Literal["full", "default"] = "full"
-    perceiver_config: dict | PreTrainedConfig | None = None
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -303,17 +328,10 @@ class XAttnConfig(PreTrainedConfig):
                 "`text_config` must be the configuration of a text-only causal language model, got "
                 f"{type(self.text_config).__name__}."
             )
-        block = self.cross_attention_config
-        self.cross_attention_config = None
+        given = self.cross_attention_config
+        self.cross_attention_config = TO_BE_FILLED_IN
         super().__post_init__(**kwargs)
-        if isinstance(block, PreTrainedConfig) and not isinstance(block, CrossAttentionConfig):
-            raise ValueError(
-                f"`cross_attention_config` must be a CrossAttentionConfig or a dict of its fields, got "
-                f"{type(block).__name__}."
-            )
-        if not isinstance(block, PreTrainedConfig):
-            block = complete_cross_attention_config(block, self.text_config)
-        self.cross_attention_config = block
+        block = self.cross_attention_config = _block_config(given, self.text_config)
         for name, (config, attn, experts) in live.items():
             if asked_attn is None:
                 config._attn_implementation = attn
@@ -334,7 +352,7 @@ class XAttnConfig(PreTrainedConfig):
         _check_choice("image_visibility", self.image_visibility, IMAGE_VISIBILITIES)
         _check_activation("connector_hidden_act", self.connector_hidden_act)
         num_layers = text_num_hidden_layers(self.text_config)
-        if self.cross_attention_layers is None:
+        if _is_left_out(self.cross_attention_layers):
             self.cross_attention_layers = every_nth_layer(4, num_layers)
         self.cross_attention_layers = check_layers(self.cross_attention_layers, num_layers)
         width = text_hidden_size(self.text_config)
@@ -382,7 +400,7 @@ class XAttnConfig(PreTrainedConfig):
         perceiver = self.perceiver_config
         if perceiver is None:
             self.perceiver_config = PerceiverConfig(hidden_size=width)
-        elif perceiver.hidden_size is None:
+        elif _is_left_out(perceiver.hidden_size):
             self.perceiver_config = PerceiverConfig(**{**perceiver.to_dict(), "hidden_size": width})
         elif perceiver.hidden_size != width:
             raise ValueError(
@@ -390,35 +408,14 @@ class XAttnConfig(PreTrainedConfig):
             )
 
 
-def text_num_hidden_layers(text_config: PreTrainedConfig) -> int:
-    """Number of layers of the decoder's stack."""
-    decoder = text_config.get_text_config(decoder=True)
-    return getattr(decoder, architecture(decoder.model_type).layer_count)
-
-
-def text_hidden_size(text_config: PreTrainedConfig) -> int:
-    """Width of the text stream."""
-    return text_config.get_text_config(decoder=True).hidden_size
-
-
-def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
-    """Width of `last_hidden_state` of a vision model.
-
-    Raises:
-        ValueError: where the configuration names no width.
-    """
-    for config in (vision_config, getattr(vision_config, "vision_config", None)):
-        width = "vision_output_dim" if getattr(config, "model_type", None) in TILED_VISION_TYPES else "hidden_size"
-        size = getattr(config, width, None)
-        if isinstance(size, int):
-            return size
-        sizes = getattr(config, "hidden_sizes", None)
-        if sizes:
-            return sizes[-1]
-    raise ValueError(
-        f"`vision_config` of type {vision_config.model_type!r} names no `hidden_size`, so the width of its features "
-        "is unknown. Use a vision model with `hidden_size` or `hidden_sizes`."
-    )
+def _block_config(given: dict | PreTrainedConfig | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:
+    if isinstance(given, CrossAttentionConfig):
+        return given
+    if isinstance(given, PreTrainedConfig):
+        raise ValueError(
+            f"`cross_attention_config` must be a CrossAttentionConfig or a dict of its fields, got {type(given).__name__}."
+        )
+    return complete_cross_attention_config(given, text_config)
 
 
 def every_nth_layer(every: int, num_layers: int) -> list[int]:
@@ -468,30 +465,21 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
         raise ValueError(f"`cross_attention` has unknown fields {unknown}; known are {sorted(known)}.")
     fields.setdefault("hidden_size", text_hidden_size(text_config))
     if "num_attention_heads" not in fields:
-        heads = _size(decoder, "num_attention_heads") or max(1, fields["hidden_size"] // 64)
+        heads = shared_size(decoder, "num_attention_heads") or max(1, fields["hidden_size"] // 64)
         fields["num_attention_heads"] = heads
-        kv_heads = _size(decoder, "num_key_value_heads")
+        kv_heads = shared_size(decoder, "num_key_value_heads")
         if "num_key_value_heads" not in fields and kv_heads and heads % kv_heads == 0:
             fields["num_key_value_heads"] = kv_heads
-        head_dim = _size(decoder, "head_dim")
+        head_dim = shared_size(decoder, "head_dim")
         if "head_dim" not in fields and head_dim:
             fields["head_dim"] = head_dim
     if "head_dim" not in fields:
         fields["head_dim"] = max(1, fields["hidden_size"] // fields["num_attention_heads"])
     if "intermediate_size" not in fields:
-        fields["intermediate_size"] = _size(decoder, "intermediate_size") or 4 * fields["hidden_size"]
+        fields["intermediate_size"] = shared_size(decoder, "intermediate_size") or 4 * fields["hidden_size"]
     if "initializer_range" not in fields and isinstance(getattr(decoder, "initializer_range", None), float):
         fields["initializer_range"] = decoder.initializer_range
     return CrossAttentionConfig(**fields)
-
-
-def _size(config: PreTrainedConfig, field: str) -> int | None:
-    """A size that all layers of a decoder share; None where it has none, or another one for each layer."""
-    try:
-        value = getattr(config, field, None)
-    except RuntimeError:  # transformers' answer for a field that differs between layers
-        return None
-    return value if isinstance(value, int) and value > 0 else None
 
 
 __all__ = ["CrossAttentionConfig", "PerceiverConfig", "XAttnConfig"]

@@ -8,9 +8,10 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from .configuration_xattn import XAttnConfig, vision_hidden_size
+from .configuration_xattn import XAttnConfig
 from .perceiver import PerceiverResampler
 from .projection import ImageLinear
+from .sizes import vision_hidden_size
 
 
 class XAttnConnector(PreTrainedModel):
@@ -34,11 +35,13 @@ class XAttnConnector(PreTrainedModel):
 
     def __init__(self, config: XAttnConfig):
         super().__init__(config)
+        assert config.vision_config is not None  # without a tower there is nothing to connect
         features, context = vision_hidden_size(config.vision_config), config.cross_attention_config.context_size
         bias = config.connector_bias
         if config.connector_type == "identity":
             self.layers = nn.ModuleList()
         elif config.connector_type == "perceiver":
+            assert config.perceiver_config is not None
             self.layers = nn.ModuleList([PerceiverResampler(config.perceiver_config)])
         elif config.connector_type == "linear":
             self.layers = nn.ModuleList([ImageLinear(features, context, bias=bias)])

@@ -15,11 +15,10 @@ from .configuration_xattn import (
     XAttnConfig,
     complete_cross_attention_config,
     every_nth_layer,
-    text_num_hidden_layers,
-    vision_hidden_size,
 )
 from .insertion import check_kind
 from .modeling_xattn import XAttnForConditionalGeneration
+from .sizes import text_num_hidden_layers, vision_hidden_size
 from .text_half import composite_class, is_composite, text_half, text_half_config
 
 
@@ -77,7 +76,7 @@ def retrofit(
         logger.warning(
             "`cross_attention` starts with a non-zero gate and non-zero projections: the fresh model differs from its base."
         )
-    options = {
+    options: dict[str, Any] = {
         "cross_attention_config": cross_attention,
         "cross_attention_layers": cross_attention_layers,
         "image_token_id": image_token_id,
@@ -186,6 +185,7 @@ def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XA
         block.requires_grad_(True)
     if model.model.connector is not None:
         model.model.connector.requires_grad_(True)
+    if model.model.vision_tower is not None:
         model.model.vision_tower.requires_grad_(not vision)
     return model
 

@@ -7,12 +7,12 @@ padding tiles must not be seen.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from .configuration_xattn import TILED_VISION_TYPES
+from .sizes import TILED_VISION_TYPES
 
 
 class Tiles(NamedTuple):
@@ -93,7 +93,12 @@ def check_pixels(
     return pixel_values, tiles
 
 
-def _check_tiles(config, pixel_values, aspect_ratio_ids, aspect_ratio_mask) -> Tiles:
+def _check_tiles(
+    config: Any,
+    pixel_values: torch.Tensor,
+    aspect_ratio_ids: torch.Tensor | None,
+    aspect_ratio_mask: torch.Tensor | None,
+) -> Tiles:
     shape, tiles = tuple(pixel_values.shape), config.max_num_tiles
     if pixel_values.dim() != 6 or pixel_values.shape[2] != tiles:
         raise ValueError(
@@ -108,6 +113,7 @@ def _check_tiles(config, pixel_values, aspect_ratio_ids, aspect_ratio_mask) -> T
             raise ValueError(f"`{name}` is required with `pixel_values`: the vision tower reads tiles.")
         if tuple(value.shape) != expected:
             raise ValueError(f"`{name}` must have shape {expected}, got {tuple(value.shape)}.")
+    assert aspect_ratio_ids is not None and aspect_ratio_mask is not None
     return Tiles(aspect_ratio_ids, aspect_ratio_mask)
 
 
