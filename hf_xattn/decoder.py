@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -18,8 +17,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .channel import carrying
-from .configuration_xattn import text_num_hidden_layers
 from .context import KEYWORD, CrossAttentionContext
+from .memo import memoized
+from .sizes import text_num_hidden_layers
 
 
 # Names under which causal language models take their cache.
@@ -85,7 +85,7 @@ def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
     return _hands_keywords_on(type(decoder), None)
 
 
-@functools.cache
+@memoized
 def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
     """Whether `forward` calls `self.<child>` with its own `**kwargs`; without a name, what a loop of it runs over."""
     forward = inspect.unwrap(model_class.forward)

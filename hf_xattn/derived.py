@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 
-def derive(
-    base: type[nn.Module], prefix: str, methods: dict[str, Callable], recipe: tuple[Any, ...]
-) -> type[nn.Module]:
+Base = TypeVar("Base", bound=nn.Module)
+
+
+def derive(base: type[Base], prefix: str, methods: dict[str, Callable], recipe: tuple[Any, ...]) -> type[Base]:
     """A subclass `<prefix><name of base>`.
 
     Args:

@@ -8,8 +8,6 @@ follows the block.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,6 +19,7 @@ from .configuration_xattn import XAttnConfig
 from .context import KEYWORD, CrossAttentionContext
 from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
 from .derived import derive, is_derived
+from .memo import memoized
 
 
 # In front of the name of a layer's class: FSDP policies and device maps find layers by class name.
@@ -41,7 +40,7 @@ def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool 
     return _cross_attending_class(layer_class, receives_keywords)
 
 
-@functools.cache
+@memoized
 def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool) -> type[nn.Module]:
 
     def forward(self, *args, **kwargs):

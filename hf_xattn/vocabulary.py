@@ -7,20 +7,23 @@ decoder's embedding and head stay the objects they were, with their weights unde
 
 from __future__ import annotations
 
-import functools
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from .derived import derive
+from .memo import memoized
 
 
 PREFIX = "Extended"
 
+Part = TypeVar("Part", bound=nn.Module)
 
-@functools.cache
-def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Module]:
+
+@memoized
+def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Embedding]:
     """The class of an embedding with rows in `additional`."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -32,8 +35,8 @@ def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Mod
     return derive(embedding_class, PREFIX, {"forward": forward}, (extended_embedding_class, embedding_class))
 
 
-@functools.cache
-def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Module]:
+@memoized
+def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
     """The class of a head whose last logits come from `additional`."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -54,14 +57,9 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
     Raises:
         ValueError: where the embedding or the head is of an unusual kind.
     """
-    embedding, head = language_model.get_input_embeddings(), language_model.get_output_embeddings()
-    for part, kind in ((embedding, nn.Embedding), (head, nn.Linear)):
-        if not isinstance(part, kind):
-            raise ValueError(
-                f"`additional_vocab_size` needs an {kind.__name__}, {type(language_model).__name__} has a "
-                f"{type(part).__name__}."
-            )
-    options = {"device": embedding.weight.device, "dtype": embedding.weight.dtype}
+    embedding = _usual(language_model.get_input_embeddings(), nn.Embedding, language_model)
+    head = _usual(language_model.get_output_embeddings(), nn.Linear, language_model)
+    options: dict[str, Any] = {"device": embedding.weight.device, "dtype": embedding.weight.dtype}
     embedding.additional = nn.Embedding(size, embedding.embedding_dim, **options)
     embedding.__class__ = extended_embedding_class(type(embedding))
     if in_head:
@@ -72,3 +70,11 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
             tied = {f"{names[id(head.additional)]}.weight": f"{names[id(embedding.additional)]}.weight"}
             language_model._tied_weights_keys = {**(language_model._tied_weights_keys or {}), **tied}
             language_model.all_tied_weights_keys.update(tied)
+
+
+def _usual(part: nn.Module | None, kind: type[Part], language_model: PreTrainedModel) -> Part:
+    if not isinstance(part, kind):
+        raise ValueError(
+            f"`additional_vocab_size` needs an {kind.__name__}, {type(language_model).__name__} has a {type(part).__name__}."
+        )
+    return part
