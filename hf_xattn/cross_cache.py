@@ -29,6 +29,8 @@ class CrossAttentionLayer(DynamicLayer):
             key is the null key, in front of the image tokens.
     """
 
+    keys: torch.Tensor
+    values: torch.Tensor
     is_compileable = True
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor):
@@ -58,7 +60,7 @@ class CrossCache(DynamicCache):
 
     def __init__(self):
         super().__init__()
-        self.layers: list[CrossAttentionLayer] = []
+        self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # transformers lists every kind of layer
         self.layout: ImageLayout | None = None
         self.made_by: str | None = None
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache
 
+from .block import GatedCrossAttentionBlock
 from .cross_cache import CrossCache
 from .digests import Digests
 from .image_layout import ImageLayout, rows_to
@@ -29,8 +30,11 @@ FORMAT = "hf_xattn image cache 3"
 class _Model(Protocol):
     """What a file of encoded images asks of a model."""
 
-    config: Any
-    blocks: list[Any]
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def blocks(self) -> list[GatedCrossAttentionBlock]: ...
 
     def image_identity(self) -> str: ...
 
@@ -233,7 +237,8 @@ def _device_of(module: torch.nn.Module) -> torch.device:
     """Where a layer computes, also where accelerate keeps its weights elsewhere."""
     weight = next(module.parameters())
     if weight.is_meta:
-        return torch.device(module._hf_hook.execution_device)  # type: ignore[union-attr]
+        hook: Any = module._hf_hook
+        return torch.device(hook.execution_device)
     return weight.device
 
 

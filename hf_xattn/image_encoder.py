@@ -142,7 +142,7 @@ class ImageEncoder:
         """An image that nobody sees. Lets a rank without images call every module that the others call, so that
         collectives match and all gradients exist."""
         like = self._find_like()
-        if self.vision_tower is None:
+        if self.vision_tower is None or self.config.vision_config is None:
             states = like.new_zeros(batch_size, 1, self.config.cross_attention_config.context_size)
         else:
             blank = blank_image(self.config.vision_config, like)

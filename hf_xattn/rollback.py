@@ -78,6 +78,7 @@ class _TextMark:
         return None if broken is None else BROKEN.format(broken)
 
     def _take_back_layer(self, index: int, layer: Any) -> str | None:
+        has_keys = isinstance(layer, (DynamicLayer, StaticLayer))  # of a hybrid layer, beside its state
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             broken = None
             if any(layer.has_previous_state.values()):
@@ -85,7 +86,7 @@ class _TextMark:
                     broken = "state-space layers"
                 else:
                     LinearAttentionCacheLayerMixin.reset(layer)
-            if isinstance(layer, (DynamicLayer, StaticLayer)):
+            if has_keys:
                 broken = self._take_back_keys(index, layer) or broken
             return broken
         return self._take_back_keys(index, layer)
@@ -106,8 +107,8 @@ class _TextMark:
             layer.cumulative_length.fill_(length)
         elif isinstance(layer, StaticLayer):  # what lies behind its length is never read
             for name in ("cumulative_length", "indexer_cumulative_length"):
-                if (length := getattr(layer, name, None)) is not None:
-                    length.fill_(self.length)
+                if (counter := getattr(layer, name, None)) is not None:
+                    counter.fill_(self.length)
         elif hasattr(layer, "keys"):
             return self._reset(layer)
         return None
@@ -122,7 +123,7 @@ class _TextMark:
         return bool(self.length)
 
 
-def _cut(layer: DynamicLayer, length: int) -> None:
+def _cut(layer: Any, length: int) -> None:
     if layer.is_initialized:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
     # Of sparse attention; it may have been written without the keys, or the keys without it.

@@ -36,7 +36,7 @@ class MarkerCounts(NamedTuple):
     def rows_to(self, rows: int) -> MarkerCounts:
         return MarkerCounts(rows_to(self.state, rows))
 
-    def count(
+    def count_on(
         self, markers: torch.Tensor, total: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Counts on, over `(B, T)` more text.
@@ -165,14 +165,14 @@ class History:
         if self.counted is not None:
             counts = MarkerCounts.none(self.counted)
             if self.length:
-                counted, seen, before_group = counts.count(self.counted, None)
+                counted, seen, before_group = counts.count_on(self.counted, None)
                 counts = MarkerCounts(torch.stack([seen[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1))
-        masked = [segment for segment in self.segments if segment.mask is not None]
+        masked = [(segment.start, segment.mask) for segment in self.segments if segment.mask is not None]
         if masked:
-            mask = masked[-1].mask
+            start, mask = masked[-1]
             held = mask.last_row()
             if self.counted is not None:
-                held = held.until(self.counted[:, masked[-1].start + mask.text_len :].any(dim=-1))
+                held = held.until(self.counted[:, start + mask.text_len :].any(dim=-1))
         return TextProgress(counts, held, None, self)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> History:

@@ -64,6 +64,7 @@ def look(
     counted = counts = None
     sees = None
     if rule != "all":
+        assert markers is not None
         sees, counted, counts = _by_markers(rule, layout, progress.counts, markers)
     covered = coming = None
     if mask is not None:
@@ -84,7 +85,7 @@ def _by_markers(
     order = image_order(markers.new_ones(1, layout.num_images) if real is None else real)
     if order.shape[0] > 1:
         order = rows_to(order, batch_size)
-    counted, seen, before_group = past.rows_to(batch_size).count(markers, order.amax(dim=-1, keepdim=True))
+    counted, seen, before_group = past.rows_to(batch_size).count_on(markers, order.amax(dim=-1, keepdim=True))
     counts = MarkerCounts(torch.stack([seen[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1))
     return visible_images(order, seen, before_group, rule)[:, :, layout.image_of_token], counted, counts
 
