@@ -40,7 +40,7 @@ def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init:
     The mark sits on the module itself because transformers initialises weights module by module, also when they are
     missing in a checkpoint and were built on the meta device.
     """
-    linear = nn.Linear(in_features, out_features, bias=bias)
+    linear: Any = nn.Linear(in_features, out_features, bias=bias)
     linear.zero_init = zero_init
     if zero_init:
         nn.init.zeros_(linear.weight)

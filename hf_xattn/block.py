@@ -19,7 +19,7 @@ from .attention import GatedCrossAttention, check_text_and_states, zero_init_lin
 from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, plain_context
 from .cross_cache import KeyValue
-from .norms import NORMS
+from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 
 
 class CrossAttentionMLP(nn.Module):
@@ -50,6 +50,9 @@ class GatedCrossAttentionBlock(PreTrainedModel):
     """
 
     config_class = CrossAttentionConfig
+    config: CrossAttentionConfig
+    attn_gate: nn.Parameter | None
+    mlp_gate: nn.Parameter | None
     base_model_prefix = ""
     main_input_name = "hidden_states"
     _no_split_modules = ["GatedCrossAttentionBlock"]
@@ -98,13 +101,14 @@ class GatedCrossAttentionBlock(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-        elif isinstance(module, tuple(NORMS.values())):
+        elif isinstance(module, (CrossAttentionRMSNorm, CrossAttentionLayerNorm)):
             init.ones_(module.weight)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, CrossAttentionLayerNorm):
                 init.zeros_(module.bias)
-        elif isinstance(module, GatedCrossAttentionBlock) and module.attn_gate is not None:
-            init.constant_(module.attn_gate, float(self.config.gate_init))
-            init.constant_(module.mlp_gate, float(self.config.gate_init))
+        elif isinstance(module, GatedCrossAttentionBlock):
+            for gate in (module.attn_gate, module.mlp_gate):
+                if gate is not None:
+                    init.constant_(gate, float(self.config.gate_init))
 
     def forward(
         self,

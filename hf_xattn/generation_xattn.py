@@ -14,9 +14,11 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
+from .configuration_xattn import XAttnConfig
 from .conversation import PreparedImages, TextOfCall, read_images
 from .image_cache import ImageCache
 from .image_inputs import ImageInputs
+from .images_xattn import XAttnImagesMixin
 from .xattn_cache import XAttnCache
 
 
@@ -29,7 +31,10 @@ class _ImagesOfGenerate:
 
 
 class XAttnGenerationMixin:
-    """Overrides of transformers' `GenerationMixin`."""
+    """Overrides of transformers' `GenerationMixin`, which comes next in the order of a model's bases."""
+
+    config: XAttnConfig
+    model: XAttnImagesMixin
 
     def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
         """`GenerationMixin.generate`, after a check that text, images, masks and cache belong together.
@@ -57,25 +62,27 @@ class XAttnGenerationMixin:
             self._check_markers(input_ids, images, xattn_cache)
             length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
             kwargs["image_inputs"] = _ImagesOfGenerate(images, length)
+        base: Any = super()
         try:
-            return super().generate(inputs, *args, **kwargs)
+            return base.generate(inputs, *args, **kwargs)
         finally:
             if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
                 cache.progress = cache.progress.with_coming(None)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
         given = model_kwargs.get("past_key_values")
-        is_image_cache = isinstance(given, ImageCache) and given.text_rows is None
-        if is_image_cache:
+        image_cache = given if isinstance(given, ImageCache) and given.text_rows is None else None
+        if image_cache is not None:
             # Generate with a fork: the caller may use this cache again.
             del model_kwargs["past_key_values"]
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        base: Any = super()
+        result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         request: _ImagesOfGenerate | None = model_kwargs.pop("image_inputs", None)
         cache = model_kwargs.get("past_key_values")
-        if is_image_cache:
+        if image_cache is not None:
             if cache is None:
                 raise ValueError("`past_key_values` holds encoded images, but `use_cache=False` forbids a cache.")
-            cache = given.fork(cache)
+            cache = image_cache.fork(cache)
         if cache is None:
             self._prepare_images(model_kwargs, request)
             return result
@@ -83,7 +90,7 @@ class XAttnGenerationMixin:
             if cache is given:
                 return result  # the caller's own, without a place for images
             cache = XAttnCache(cache)
-        model_kwargs["past_key_values"] = cache
+        cache = model_kwargs["past_key_values"] = XAttnCache.adopt(cache)
         if request is not None:
             images = self.model.add_images(cache, request.inputs, request.text)
             cache.progress = cache.current_progress().with_coming(images.mask)
@@ -139,7 +146,8 @@ class XAttnGenerationMixin:
         """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then none."""
         if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
             attention_mask = None
-        return super().prepare_inputs_for_generation(
+        base: Any = super()
+        return base.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,

@@ -20,6 +20,7 @@ from .decoder import find_decoder
 from .image_cache import ImageCache
 from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
+from .insertion import cross_attention_blocks
 from .model_identity import ModelIdentity
 from .xattn_cache import XAttnCache
 
@@ -31,8 +32,12 @@ class XAttnImagesMixin:
     text_model: PreTrainedModel
     vision_tower: PreTrainedModel | None
     connector: XAttnConnector | None
-    blocks: list[GatedCrossAttentionBlock]
     _identity: ModelIdentity
+
+    @property
+    def blocks(self) -> list[GatedCrossAttentionBlock]:
+        """The cross-attention blocks, in the order of the layers."""
+        return cross_attention_blocks(self.text_model)
 
     @property
     def image_encoder(self) -> ImageEncoder:

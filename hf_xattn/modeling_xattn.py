@@ -25,7 +25,7 @@ from .decoder import DecoderInterface, find_decoder, headless
 from .generation_xattn import XAttnGenerationMixin
 from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
-from .insertion import check_insertable, cross_attention_blocks, insert_blocks
+from .insertion import check_insertable, insert_blocks
 from .model_identity import ModelIdentity
 from .pretrained import XAttnMoeCausalLMOutput, XAttnPreTrainedModel, keep_weights
 from .rollback import whole_or_not_at_all
@@ -88,11 +88,6 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
     def get_decoder(self) -> nn.Module:
         return find_decoder(self.text_model)[0]
 
-    @property
-    def blocks(self) -> list[GatedCrossAttentionBlock]:
-        """The cross-attention blocks, in the order of the layers."""
-        return cross_attention_blocks(self.text_model)
-
     def _run(
         self,
         runner: nn.Module,
@@ -101,7 +96,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         past_key_values: Cache | None,
         use_cache: bool | None,
         output_attentions: bool | None,
-    ) -> tuple[Any, Cache | None, tuple[torch.Tensor | None, ...] | None]:
+    ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
         recomputes = bool(self.training and self.is_activation_checkpointing)
         call = read_call(self.config, text, images, past_key_values, use_cache, bool(output_attentions), recomputes)
@@ -118,7 +113,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
 
     def _weights_of_blocks(
         self, context: CrossAttentionContext | None, output_attentions: bool
-    ) -> tuple[torch.Tensor | None, ...] | None:
+    ) -> tuple[torch.Tensor, ...] | None:
         """Attention weights of every block, where they are asked for; and a check that every block ran."""
         if context is None or context.recorder is None:
             return None
@@ -127,7 +122,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             raise RuntimeError(
                 f"{type(self.text_model).__name__} did not hand the images to its layers: {len(weights)} of {expected} blocks ran."
             )
-        return tuple(weights[index] for index in sorted(weights)) if output_attentions else None
+        return tuple(each for _, each in sorted(weights.items()) if each is not None) if output_attentions else None
 
     def forward(
         self,
@@ -222,6 +217,8 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         config ([`XAttnConfig`]), text_model, vision_tower: see [`XAttnModel`].
     """
 
+    model: XAttnModel
+
     def __init__(
         self,
         config: XAttnConfig,
@@ -281,7 +278,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -352,7 +349,8 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         if self.config.image_token_id is not None:
             labels = labels.masked_fill(labels == self.config.image_token_id, -100)
         if self.config.additional_vocab_size and not self.config.additional_vocab_in_head:
-            labels = labels.masked_fill(labels >= self.get_input_embeddings().num_embeddings, -100)
+            vocab_size: Any = self.get_input_embeddings().num_embeddings
+            labels = labels.masked_fill(labels >= vocab_size, -100)
         return labels
 
 

@@ -63,7 +63,10 @@ class CrossAttentionLayerNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-NORMS = {"rmsnorm": CrossAttentionRMSNorm, "layernorm": CrossAttentionLayerNorm}
+NORMS: dict[str, type[CrossAttentionRMSNorm] | type[CrossAttentionLayerNorm]] = {
+    "rmsnorm": CrossAttentionRMSNorm,
+    "layernorm": CrossAttentionLayerNorm,
+}
 
 
 def _norm_dtype() -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +31,9 @@ class XAttnPreTrainedModel(PreTrainedModel):
     """What both models share with transformers' loading, saving and dispatching."""
 
     config_class = XAttnConfig
+    config: XAttnConfig
     base_model_prefix = "model"
-    input_modalities = ("image", "text")
+    input_modalities = ["image", "text"]
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -56,15 +58,15 @@ class XAttnPreTrainedModel(PreTrainedModel):
         # whole tree. Decoders such as Falcon-H1 fill buffers there, and initialisation is guarded here as in transformers.
         return False
 
-    def save_pretrained(self, *args, save_original_format: bool = False, **kwargs) -> None:
+    def save_pretrained(self, *args, **kwargs) -> None:
         """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
 
         An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
         patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
         """
-        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+        super().save_pretrained(*args, **{"save_original_format": False, **kwargs})
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """`PreTrainedModel.resize_token_embeddings`.
 
         Raises:
@@ -83,7 +85,6 @@ class XAttnPreTrainedModel(PreTrainedModel):
 
 def keep_weights(model: nn.Module) -> None:
     """Marks a loaded model as initialised, so that `post_init` of the model around it leaves its weights alone."""
-    for module in model.modules():
-        module._is_hf_initialized = True
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor._is_hf_initialized = True
+    part: Any
+    for part in (*model.modules(), *model.parameters(), *model.buffers()):
+        part._is_hf_initialized = True
