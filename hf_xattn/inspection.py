@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from .configuration_xattn import CrossAttentionConfig
 from .modeling_xattn import XAttnForConditionalGeneration
@@ -14,10 +15,9 @@ from .vision import blank_image
 def tokens_per_image(model: XAttnForConditionalGeneration) -> int | None:
     """Tokens the vision tower makes of one image; None without a tower. Runs the tower on shapes only, where the model is
     on the meta device."""
-    vision = model.config.vision_config
-    if vision is None:
+    vision, tower = model.config.vision_config, model.model.vision_tower
+    if vision is None or tower is None:
         return None
-    tower = model.model.vision_tower
     blank = blank_image(vision, torch.zeros((), dtype=tower.dtype, device=tower.device))
     with torch.no_grad():
         return model.model.image_encoder.features(*blank).shape[2]
@@ -42,20 +42,17 @@ def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_imag
 def describe(model: XAttnForConditionalGeneration) -> dict[str, Any]:
     """Figures of a model, ready to print."""
     config, block = model.config, model.config.cross_attention_config
-    layers = config.cross_attention_layers
-    added = sum(parameter.numel() for block_ in model.blocks for parameter in block_.parameters())
-    text = sum(parameter.numel() for parameter in model.model.text_model.parameters()) - added
-    vision = connector = 0
-    if model.model.vision_tower is not None:
-        vision = sum(parameter.numel() for parameter in model.model.vision_tower.parameters())
-        connector = sum(parameter.numel() for parameter in model.model.connector.parameters())
+    layers, tower = config.cross_attention_layers, config.vision_config
+    added = sum(_num_parameters(block_) for block_ in model.blocks)
+    text = _num_parameters(model.model.text_model) - added
+    vision, connector = _num_parameters(model.model.vision_tower), _num_parameters(model.model.connector)
     dtype = block_dtype(model)
     tokens = tokens_per_image(model)
     per_token = key_value_bytes_per_token(block, len(layers), dtype)
     heads = f"{block.num_attention_heads}/{block.num_key_value_heads} heads of {block.head_dim}"
     figures: dict[str, Any] = {
         "text decoder": f"{config.text_config.model_type}, {text:,} parameters",
-        "vision tower": "none" if not vision else f"{config.vision_config.model_type}, {vision:,} parameters",
+        "vision tower": "none" if tower is None else f"{tower.model_type}, {vision:,} parameters",
         "blocks in front of layers": ", ".join(map(str, layers)),
         "block": f"{heads}, context {block.context_size}, {block.norm_type}, gate {block.gate}",
         "parameters added (blocks)": f"{added:,}",
@@ -75,6 +72,10 @@ def describe(model: XAttnForConditionalGeneration) -> dict[str, Any]:
             f"{flops_per_text_token(block, len(layers), 1) - flops_per_text_token(block, len(layers), 0):,} an image token"
         )
     return figures
+
+
+def _num_parameters(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
 def block_dtype(model: XAttnForConditionalGeneration) -> torch.dtype:

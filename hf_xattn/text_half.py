@@ -6,6 +6,8 @@ means taking the decoder and its head, which are taken over, not copied, and lea
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -37,7 +39,7 @@ def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return text_config
 
 
-def composite_class(config: PreTrainedConfig) -> type:
+def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that loads a checkpoint of a larger model, head included.
 
     Raises:
@@ -45,7 +47,8 @@ def composite_class(config: PreTrainedConfig) -> type:
     """
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
-            return mapping[type(config)]
+            found: Any = mapping[type(config)]
+            return found
     raise ValueError(f"transformers has no class that generates text for a {config.model_type!r} checkpoint.")
 
 
@@ -58,8 +61,9 @@ def text_half(model: PreTrainedModel) -> PreTrainedModel:
     if not is_composite(model.config):
         return model
     text_config = text_half_config(model.config)
-    text_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
-    whole = next((module for module in model.modules() if type(module) is text_class), None)
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
+    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    whole = next((module for module in parts if type(module) is text_class), None)
     if whole is not None:
         return whole.train(model.training)
     with torch.device("meta"):

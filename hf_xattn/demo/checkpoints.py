@@ -42,12 +42,12 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
 
     rng = np.random.default_rng((seed, 1))
     sentences = [sentence(rng.integers(0, 10, rng.integers(1, 4)).tolist()) for _ in range(64 * 64)]
-    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordLevelTrainer(special_tokens=["[PAD]", "[EOS]", "[UNK]"], show_progress=False)
-    tokenizer.train_from_iterator(sentences, trainer)
+    words.train_from_iterator(sentences, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=words,
         pad_token="[PAD]",
         eos_token="[EOS]",
         unk_token="[UNK]",
@@ -98,9 +98,10 @@ def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int)
         patch_size=PATCH,
     )
     tower = AutoModel.from_config(config)
-    heads = torch.nn.ModuleList([torch.nn.Linear(config.hidden_size, classes) for classes in (11, 4)])
+    classes = (11, 4)
+    heads = torch.nn.ModuleList([torch.nn.Linear(config.hidden_size, count) for count in classes])
     # Most patches are background.
-    weights = [torch.tensor([1.0] * (head.out_features - 1) + [0.2]) for head in heads]
+    weights = [torch.tensor([1.0] * (count - 1) + [0.2]) for count in classes]
 
     def loss_of_step(step: int) -> torch.Tensor:
         canvases = [pool.canvas(np.random.default_rng((seed, 2, step, row))) for row in range(64)]

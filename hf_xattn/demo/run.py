@@ -80,7 +80,7 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     processor.save_pretrained(output / "model")
 
     _say("4/4 Held-out canvases")
-    model = AutoModelForImageTextToText.from_pretrained(output / "model")
+    model = AutoModelForImageTextToText.from_pretrained(output / "model")  # type: ignore[assignment]  # the same class
     processor = AutoProcessor.from_pretrained(output / "model")
     rng = np.random.default_rng((seed, 3))
     canvases = [test_pool.canvas(rng) for _ in range(32 if quick else 500)]

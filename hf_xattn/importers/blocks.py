@@ -122,7 +122,7 @@ def check_parts(config: XAttnConfig, layers: str, num_layers: int, parts: dict[s
     with torch.device("meta"):
         block = GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=0)
         connector = None if config.vision_config is None else XAttnConnector(config)
-    modules = {
+    modules: dict[str, torch.nn.Module] = {
         block_name(f"model.text_model.{layers}", place, num_layers): block for place in config.cross_attention_layers
     }
     if connector is not None:
@@ -151,7 +151,9 @@ def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tens
         own[name].copy_(tensor.reshape(own[name].shape))
 
 
-def block_options(state: dict[str, torch.Tensor], names: dict[str, str], num_heads: int, head_dim: int, **options: Any):
+def block_options(
+    state: dict[str, torch.Tensor], names: dict[str, str], num_heads: int, head_dim: int, **options: Any
+) -> CrossAttentionConfig:
     """A [`CrossAttentionConfig`] from the shapes of one block's tensors.
 
     Args:

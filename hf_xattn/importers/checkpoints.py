@@ -115,12 +115,14 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     if isinstance(source, PreTrainedModel):
         folder, changed, state = None, source.config, source.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        dtype = changed.dtype or source.dtype
+        dtype = source.dtype
     else:
         folder = _folder_of(source)
         changed, headers = AutoConfig.from_pretrained(folder), read_headers(folder)
         state, shapes = FolderTensors(folder, headers), {name: header.shape for name, header in headers.items()}
-        dtype = changed.dtype or torch.float32
+        dtype = torch.float32
+    if isinstance(changed.dtype, torch.dtype):
+        dtype = changed.dtype
     original = getattr(changed, "source_config", None)
     if not original or original.get("model_type") not in EXPORTABLE:
         raise ValueError(
@@ -145,7 +147,7 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         config.save_pretrained(target_folder)
         if folder is not None:
             copy_side_files(folder, target_folder)
-        elif source.generation_config is not None:
+        elif isinstance(source, PreTrainedModel) and source.generation_config is not None:
             source.generation_config.save_pretrained(target_folder)
 
 

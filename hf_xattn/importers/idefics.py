@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import CLIPVisionConfig, IdeficsConfig, LlamaConfig
+from transformers import CLIPVisionConfig, IdeficsConfig, IdeficsPerceiverConfig, IdeficsVisionConfig, LlamaConfig
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from .recipe import LLAMA_FIELDS, Recipe, Target, renamed
@@ -76,6 +76,7 @@ ADDITIONAL_ROWS = {
 def recipe(config: IdeficsConfig) -> Recipe:
     """How an Idefics checkpoint is brought over."""
     vision, resampler = config.vision_config, config.perceiver_config
+    assert isinstance(vision, IdeficsVisionConfig) and isinstance(resampler, IdeficsPerceiverConfig)
     fields: dict[str, Any] = {name: getattr(config, name) for name in (*LLAMA_FIELDS, "num_hidden_layers")}
     head_dim = config.hidden_size // config.num_attention_heads
     perceiver = None

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, MllamaConfig
-from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+from transformers import LlamaConfig, MllamaConfig, MllamaTextConfig, MllamaVisionConfig
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .recipe import LLAMA_FIELDS, Recipe, Target, block_name, renamed
@@ -53,7 +52,7 @@ def places(text_config: MllamaTextConfig) -> dict[int, int]:
     Raises:
         ValueError: for two cross-attention layers without a self-attention layer in between.
     """
-    cross = set(text_config.cross_attention_layers)
+    cross = set(text_config.cross_attention_layers or ())
     result, count = {}, 0
     for index in range(text_config.num_hidden_layers):
         result[index] = count
@@ -70,8 +69,9 @@ def places(text_config: MllamaTextConfig) -> dict[int, int]:
 def recipe(config: MllamaConfig) -> Recipe:
     """How an Mllama checkpoint is brought over."""
     text, vision = config.text_config, config.vision_config
+    assert isinstance(text, MllamaTextConfig) and isinstance(vision, MllamaVisionConfig)
     where = places(text)
-    cross = set(text.cross_attention_layers)
+    cross = set(text.cross_attention_layers or ())
     fields: dict[str, Any] = {name: getattr(text, name) for name in (*LLAMA_FIELDS, "num_key_value_heads")}
     num_layers = text.num_hidden_layers - len(cross)
     fields["head_dim"] = text.hidden_size // text.num_attention_heads
