@@ -109,7 +109,9 @@ def place(
     known = find_known(cached.digests, digests)
     real = inputs.real_images
     if not known.covers_cache or digests is None:
-        return inputs, digests, Placement(real=real)
+        first = cached.num_images if _padding_again(inputs, real, cached) else 0
+        rest = None if real is None else real[:, first:]
+        return inputs, digests, Placement(first, real=rest, covers_cache=first > 0)
     if inputs.states is not None and inputs.states.shape[1] == 1:
         return *_without_tokens(inputs, digests, known.counts), Placement(real=real, covers_cache=True)
     num_images, per_image = inputs.images.shape[1], 1 if inputs.states is None else inputs.states.shape[2]
@@ -123,6 +125,16 @@ def place(
         first = cached.num_images
         return inputs, digests, Placement(first, None, None if real is None else real[:, first:], None, True)
     return inputs, digests, _row_by_row(counts, num_images, real, cached)
+
+
+def _padding_again(inputs: ImageInputs, real: torch.Tensor | None, cached: ImageLayout) -> bool:
+    """Whether the cache holds padding images alone, and the call starts with them."""
+    first = cached.num_images
+    if real is None or real.shape[1] < first or cached.image_mask is None:
+        return False
+    if inputs.states is not None and set(cached.sizes) != {inputs.states.shape[2]}:
+        return False
+    return not bool(cached.image_mask.any()) and not bool(real[:, :first].any())
 
 
 def _row_by_row(counts: list[int], num_images: int, real: torch.Tensor | None, cached: ImageLayout) -> Placement:

@@ -466,7 +466,10 @@ class Talk:
 
     def crop(self, count: int) -> None:
         self.log.append(f"crop {count}")
-        self.cache.crop(-count)
+        try:
+            self.cache.crop(-count)
+        except RuntimeError as error:  # transformers' word for a sliding window that has dropped text
+            raise Over from error
         for row in self.rows:
             row.crop(count)
         self.pending = [[] for _ in self.rows]
