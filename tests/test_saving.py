@@ -22,7 +22,10 @@ AUTO_CLASSES = [
 
 @torch.no_grad()
 def logits_of(model):
-    return model.eval()(token_ids(), pixel_values=pixels()).logits
+    ids = token_ids()
+    if model.config.image_token_id is not None:
+        ids[:, 1] = model.config.image_token_id
+    return model.eval()(ids, pixel_values=pixels()).logits
 
 
 def same_tensors(model, other):
