@@ -28,7 +28,7 @@ from .context import CrossAttentionContext, plain_context
 from .cross_cache import KeyValue
 from .image_layout import rows_to
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
-from .projection import ImageLinear
+from .projection import ImageLinear, to_dtype_of
 
 
 logger = logging.get_logger(__name__)
@@ -174,11 +174,7 @@ class GatedCrossAttention(nn.Module):
             two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with the null key; with
             `qk_norm`, keys without the weight of their norm, which acts on the queries (see [`CrossAttentionKeyNorm`]).
         """
-        states = (
-            cross_attention_states.to(self.k_proj.weight.dtype)
-            if not torch.is_autocast_enabled(cross_attention_states.device.type)
-            else cross_attention_states
-        )
+        states = to_dtype_of(self.k_proj, cross_attention_states)
         # -1 for the head count: under tensor parallelism a rank holds some of the heads.
         shape = (*states.shape[:2], -1, self.head_dim)
         key = self.k_proj(states).view(shape)
@@ -213,7 +209,7 @@ class GatedCrossAttention(nn.Module):
                 output = torch.where(visible, output, 0)
             return self.o_proj(output), None
 
-        query = self.q_proj(hidden_states).view(text_rows, text_len, -1, self.head_dim)
+        query = self.q_proj(to_dtype_of(self.q_proj, hidden_states)).view(text_rows, text_len, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             query = self.k_norm(self.q_norm(query.to(at_least_float32(query.dtype)))).to(query.dtype)
         num_heads = query.shape[2]

@@ -20,6 +20,7 @@ from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, plain_context
 from .cross_cache import KeyValue
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
+from .projection import to_dtype_of
 
 
 class CrossAttentionMLP(nn.Module):
@@ -36,6 +37,7 @@ class CrossAttentionMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = to_dtype_of(self.up_proj, hidden_states)
         if self.gate_proj is None:
             return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))

@@ -26,6 +26,18 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     return bool(getattr(torch.ops.mkldnn, checks[dtype])())
 
 
+def to_dtype_of(projection: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    """`states` in the dtype that a projection computes in: that of its weight.
+
+    The text stream or the image features may be wider than the model. Under autocast torch casts itself; a quantized weight, stored
+    in bytes, computes in the dtype of its input.
+    """
+    dtype = projection.weight.dtype
+    if states.dtype == dtype or dtype.itemsize == 1 or torch.is_autocast_enabled(states.device.type):
+        return states
+    return states.to(dtype)
+
+
 class ImageLinear(nn.Linear):
     """`nn.Linear`, in inference by the fastest way there is for many rows."""
 

@@ -27,11 +27,11 @@ cohere2 granite granitemoe deepseek_v2 deepseek_v3 glm glm4 glm4_moe gpt_oss smo
 bamba falcon_h1 lfm2 mamba2""".split()
 
 
-def make_tiny(model_type):
+def make_tiny(model_type, dtype=torch.float32):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tiny sizes leave special tokens outside the vocabulary
-        return AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
+        return AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype).eval()
 
 
 def retrofitted(text):
@@ -92,6 +92,31 @@ def test_served(model_type, tmp_path):
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     # The weights are those, but lie elsewhere in memory, and some kernels round by alignment.
     assert torch.allclose(loaded(ids, cross_attention_states=states).logits, seen, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("model_type", SERVED)
+def test_half_precision(model_type, dtype):
+    """A decoder with a float32 residual stream between half-precision weights, whose blocks raise at every image."""
+    text = make_tiny(model_type, dtype)
+    ids = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+    states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
+    try:
+        alone = text(ids, use_cache=True).logits
+    except RuntimeError as error:
+        pytest.skip(f"the decoder alone fails: {error}")
+
+    model = retrofitted(text)
+    assert model.blocks[0].attn.q_proj.weight.dtype == dtype
+    assert torch.equal(model(ids, cross_attention_states=states).logits, alone)
+    randomize(model)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    generated = model.generate(ids, cross_attention_states=states, **options)
+    assert generated.sequences.shape == (2, 10)
+    first = generated.logits[0]
+    assert torch.isfinite(first).all() and not torch.equal(first, alone[:, -1].float())
 
 
 @torch.no_grad()

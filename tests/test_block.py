@@ -95,6 +95,34 @@ def test_text_that_sees_nothing_keeps_its_state(dtype, fields, grad, num_tokens)
     assert output.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("stream", "weights"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fields", [{}, FULL, {"mlp_type": "plain", "gate": "none", "norm_type": "layernorm"}])
+@pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
+@torch.no_grad()
+def test_stream_of_another_dtype_than_the_weights(stream, weights, fields, num_tokens):
+    """Rules out a block that raises where a decoder keeps its residual stream in float32 (Mamba), or rounds that stream."""
+    block = randomized(weights, **fields)
+    hidden, states = inputs(stream)
+    states = states[:, :num_tokens]
+    mask = torch.ones(BATCH, TEXT_LEN, num_tokens, dtype=torch.bool)
+    mask[0, 1] = False
+    output = block(hidden, states, mask)
+    assert output.dtype == stream and torch.equal(output[0, 1], hidden[0, 1])
+    reference = block.double()(hidden.double(), states.double(), mask)
+    scale = (reference - hidden).abs().max()
+    assert (output - reference).abs().max() <= scale * (1e-6 if torch.float64 in (stream, weights) else 0.02)
+    assert torch.equal(fresh(weights, **fields)(hidden, states, mask), hidden)
+
+
 def test_text_that_sees_nothing_passes_its_gradient_through():
     """Rules out a masked position whose gradient goes through the block, or is NaN beside large values."""
     block = randomized()
