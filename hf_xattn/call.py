@@ -90,10 +90,10 @@ def read_call(
     images: ImageInputs | PreparedImages,
     past_key_values: Cache | None,
     use_cache: bool | None,
-    output_attentions: bool,
+    output_attentions: bool | None,
     recomputes: bool,
 ) -> Call:
-    """Checks the text's arguments, and finds the cache.
+    """Checks the text's arguments, and finds the cache. What `forward` leaves open follows the model's configuration.
 
     Raises:
         ValueError: for text of a wrong rank, or a cache that cannot be used.
@@ -124,8 +124,11 @@ def read_call(
             f"`past_key_values` is a {type(past_key_values).__name__}, which has no place for images: pass "
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
-    if output_attentions:
-        text["output_attentions"] = True
+    if output_attentions is not None or config.output_attentions:
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        text["output_attentions"] = bool(output_attentions)
+    if config.output_hidden_states and text.get("output_hidden_states") is None:
+        text["output_hidden_states"] = True
     return Call(
         text=text,
         rows=given.shape[0],
@@ -135,7 +138,7 @@ def read_call(
         cache=cache,
         text_cache=past_key_values if cache is None else cache.self_attention_cache,
         use_cache=use_cache,
-        output_attentions=output_attentions,
+        output_attentions=bool(output_attentions),
         recomputes=recomputes,
         continues=continues,
     )

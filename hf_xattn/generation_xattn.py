@@ -3,6 +3,9 @@
 With a cache, image inputs end where the cache is made: the cross half holds their keys and values, one row an image row, and a caller's
 mask waits there for its text. No decoding method ever sees them. So beams and return sequences share images, assisted decoding and chunked
 prefill need no special case, and nothing is as long as the text. Without a cache every step gets the encoded images as one value.
+
+transformers collects what every step returns in its own outputs, which have no `cross_attentions` for decoder-only models. Those are
+collected here, after each step and only on request.
 """
 
 from __future__ import annotations
@@ -19,15 +22,21 @@ from .conversation import PreparedImages, TextOfCall, read_images
 from .image_cache import ImageCache
 from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
+from .outputs import StepAttentions
 from .xattn_cache import XAttnCache
+
+
+# Among the arguments that travel from step to step; `forward` never gets it.
+STEP_ATTENTIONS = "step_attentions"
 
 
 @dataclass(frozen=True)
 class _ImagesOfGenerate:
-    """Images of one `generate` and the text that they belong to, on their way to the cache."""
+    """Images of one `generate` and the text that they belong to, on their way to the cache; and what is collected meanwhile."""
 
     inputs: ImageInputs
     text: TextOfCall
+    attentions: StepAttentions
 
 
 class XAttnGenerationMixin:
@@ -38,6 +47,9 @@ class XAttnGenerationMixin:
 
     def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
         """`GenerationMixin.generate`, after a check that text, images, masks and cache belong together.
+
+        With `return_dict_in_generate=True` it returns [`XAttnGenerateOutput`] or [`XAttnGenerateBeamOutput`]: transformers' outputs
+        with `cross_attentions`, which `output_attentions=True` fills.
 
         Raises:
             ValueError: where the text names images that were not given, or, with `image_visibility` other than `"all"`,
@@ -56,15 +68,18 @@ class XAttnGenerationMixin:
         if isinstance(input_ids, torch.Tensor) and input_ids.dim() != 2:
             input_ids = None  # transformers names what is wrong with it
         text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        attentions = StepAttentions(1)
         if text is not None:
             xattn_cache = cache if isinstance(cache, XAttnCache) else None
             images.check_rows(text.shape[0], 0 if xattn_cache is None else xattn_cache.cross_attention_cache.rows)
             self._check_markers(input_ids, images, xattn_cache)
             length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
-            kwargs["image_inputs"] = _ImagesOfGenerate(images, length)
+            attentions = StepAttentions(length.new)
+            kwargs["image_inputs"] = _ImagesOfGenerate(images, length, attentions)
         base: Any = super()
         try:
-            return base.generate(inputs, *args, **kwargs)
+            output = base.generate(inputs, *args, **kwargs)
+            return attentions.result(output)
         finally:
             if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
                 cache.progress = cache.progress.with_coming(None)
@@ -78,6 +93,8 @@ class XAttnGenerationMixin:
         base: Any = super()
         result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         request: _ImagesOfGenerate | None = model_kwargs.pop("image_inputs", None)
+        if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
+            model_kwargs[STEP_ATTENTIONS] = request.attentions
         cache = model_kwargs.get("past_key_values")
         if image_cache is not None:
             if cache is None:
@@ -144,6 +161,7 @@ class XAttnGenerationMixin:
         **kwargs,
     ) -> dict[str, Any]:
         """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then none."""
+        kwargs.pop(STEP_ATTENTIONS, None)
         if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
             attention_mask = None
         base: Any = super()
@@ -156,6 +174,24 @@ class XAttnGenerationMixin:
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict[str, Any], *args, **kwargs):
+        """transformers' own, which runs after every step; and collects the cross-attentions of the step where they are asked for."""
+        attentions: StepAttentions | None = model_kwargs.get(STEP_ATTENTIONS)
+        if attentions is not None:
+            accepted = kwargs.get("num_new_tokens")  # from assisted decoding alone
+            attentions.add(outputs, None if accepted is None else int(accepted))
+            if accepted is not None and outputs.attentions == ():
+                outputs.attentions = (None,)  # assisted decoding looks at the first entry; SDPA leaves none
+        base: Any = super()
+        return base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""
+        given = kwargs.get("model_kwargs", {})
+        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != STEP_ATTENTIONS}
+        base: Any = super()
+        return base._get_candidate_generator(*args, **kwargs)
 
     def create_masks_for_generate(self, config, past_key_values: Cache | None = None, **kwargs):
         """The decoder's own masks, over the self-attention half. One of state-space layers alone takes the mask as it is."""

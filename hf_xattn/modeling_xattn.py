@@ -27,7 +27,8 @@ from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
 from .model_identity import ModelIdentity
-from .pretrained import XAttnMoeCausalLMOutput, XAttnPreTrainedModel, keep_weights
+from .outputs import XAttnMoeCausalLMOutput
+from .pretrained import XAttnPreTrainedModel, keep_weights
 from .rollback import whole_or_not_at_all
 from .vision import build_tower, follow_tower
 from .vocabulary import extend_vocabulary
@@ -99,7 +100,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
         recomputes = bool(self.training and self.is_activation_checkpointing)
-        call = read_call(self.config, text, images, past_key_values, use_cache, bool(output_attentions), recomputes)
+        call = read_call(self.config, text, images, past_key_values, use_cache, output_attentions, recomputes)
         if call.cache is not None and call.takes_up_images:
             self._check_made_here(call.cache.cross_attention_cache)
         trains = self.training and torch.is_grad_enabled()
@@ -169,7 +170,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             inputs_embeds (`torch.Tensor`, *optional*): `(batch, text_len, hidden_size)`, in place of `input_ids`.
             use_cache (`bool`, *optional*): return a cache.
             output_attentions (`bool`, *optional*): `cross_attentions` holds, for each block, the weights `(batch,
-                num_attention_heads, text_len, num_image_tokens)`.
+                num_attention_heads, text_len, num_image_tokens)`; `attentions` those of the decoder's layers, where its attention
+                implementation gives them. None: as in `config.output_attentions`.
+            return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.
             image_inputs (`PreparedImages`, *optional*): what `generate` encoded once, in place of all image arguments.
 
         Raises:
@@ -207,7 +210,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             attentions=outputs.get("attentions"),
             cross_attentions=cross_attentions,
         )
-        return result if return_dict is not False else result.to_tuple()
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return result if return_dict else result.to_tuple()
 
 
 class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, GenerationMixin):
@@ -342,7 +347,9 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         }
         experts = {name: outputs.get(name) for name in ("aux_loss", "router_logits") if outputs.get(name) is not None}
         result = XAttnMoeCausalLMOutput(**fields, **experts) if experts else CausalLMOutputWithCrossAttentions(**fields)
-        return result if return_dict is not False else result.to_tuple()
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return result if return_dict else result.to_tuple()
 
     def _readable_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Labels without the tokens that the head has no row for, or that nobody should learn to write."""

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from .configuration_xattn import XAttnConfig
 from .insertion import BLOCKS
-
-
-@dataclass
-class XAttnMoeCausalLMOutput(CausalLMOutputWithCrossAttentions):
-    """[`CausalLMOutputWithCrossAttentions`] of a mixture-of-experts decoder.
-
-    Attributes:
-        aux_loss (`torch.Tensor`, *optional*): load-balancing loss, part of `loss`.
-        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
-    """
-
-    aux_loss: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 class XAttnPreTrainedModel(PreTrainedModel):
