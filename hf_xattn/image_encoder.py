@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
@@ -18,7 +19,7 @@ from .digests import Digests, digests_of
 from .image_inputs import ImageAxis, ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .placement import Placement, check_known_mask, place
-from .vision import Tiles, blank_image, run_tower, token_mask_of
+from .vision import Tiles, blank_image, connect, run_tower, token_mask_of
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,19 @@ class ImageEncoder:
 
     def features(self, pixel_values: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
         """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
-        drop_first = self.config.vision_feature_select_strategy == "default"
+        return self.outputs(pixel_values, tiles)[1]
+
+    def outputs(
+        self, pixel_values: torch.Tensor, tiles: Tiles | None = None, **returns: bool | None
+    ) -> tuple[BaseModelOutput, torch.Tensor]:
+        """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features."""
         assert self.vision_tower is not None and self.connector is not None
-        return run_tower(self.vision_tower, self.connector, pixel_values, tiles, drop_first)
+        output = run_tower(self.vision_tower, pixel_values, tiles, **returns)
+        drop_first = self.config.vision_feature_select_strategy == "default"
+        assert output.last_hidden_state is not None
+        rows, num_images = pixel_values.shape[:2]
+        features = connect(self.connector, output.last_hidden_state, (rows, num_images), tiles is not None, drop_first)
+        return output, features
 
     def read(self, inputs: ImageInputs, cached: ImageLayout | None, record_content: bool) -> Reading:
         """Encodes the images of a call that a cache does not hold yet.

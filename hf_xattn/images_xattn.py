@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .block import GatedCrossAttentionBlock
 from .configuration_xattn import XAttnConfig
@@ -60,15 +61,28 @@ class XAttnImagesMixin:
         image_mask: torch.Tensor | None = None,
         aspect_ratio_ids: torch.Tensor | None = None,
         aspect_ratio_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPooling | tuple:
         """Pixels to K/V source.
 
         Args:
             pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
             image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here.
+            output_hidden_states, output_attentions (`bool`, *optional*): return those of the vision tower, where it has them; attentions
+                need its eager implementation. None: as in `config`.
+            return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.
 
         Returns:
-            `torch.Tensor`: `(batch, num_images, tokens an image, context_size)`.
+            [`~transformers.modeling_outputs.BaseModelOutputWithPooling`]: `pooler_output` holds the features that
+            `cross_attention_states` takes, `(batch, num_images, tokens an image, context_size)`. `last_hidden_state`, `hidden_states`
+            and `attentions` are the vision tower's own, with one row an image: `(batch * num_images, tokens, hidden_size)`, or
+            `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower.
+
+        Raises:
+            TypeError: for pixels that are not floating point.
+            ValueError: without pixels or a vision tower, or for pixels of a wrong shape.
         """
         inputs = ImageInputs.of(
             self.config,
@@ -79,7 +93,26 @@ class XAttnImagesMixin:
         )
         if inputs.pixel_values is None:
             raise ValueError("`get_image_features` needs `pixel_values`.")
-        return self.image_encoder.features(inputs.pixel_values, inputs.tiles)
+        # What neither the call nor this configuration asks for is left to the tower's own.
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states or None
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions or None
+        output, features = self.image_encoder.outputs(
+            inputs.pixel_values,
+            inputs.tiles,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        result = BaseModelOutputWithPooling(
+            last_hidden_state=output.last_hidden_state,
+            pooler_output=features,
+            hidden_states=output.get("hidden_states"),
+            attentions=output.get("attentions"),
+        )
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return result if return_dict else result.to_tuple()
 
     def encode_images(
         self,

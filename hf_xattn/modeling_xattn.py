@@ -13,7 +13,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithCrossAttentions,
+)
 
 from .block import GatedCrossAttentionBlock
 from .call import keep, prepare_blocks, read_call
@@ -252,7 +256,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
     def get_decoder(self) -> nn.Module:
         return self.model.get_decoder()
 
-    def get_image_features(self, *args, **kwargs) -> torch.Tensor:
+    def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling | tuple:
         """See [`XAttnModel.get_image_features`]."""
         return self.model.get_image_features(*args, **kwargs)
 

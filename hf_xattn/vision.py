@@ -7,10 +7,14 @@ padding tiles must not be seen.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from .sizes import TILED_VISION_TYPES
 
@@ -118,22 +122,78 @@ def _check_tiles(
 
 
 def run_tower(
-    tower: PreTrainedModel,
-    connector: torch.nn.Module,
-    pixel_values: torch.Tensor,
-    tiles: Tiles | None,
-    drop_first: bool = False,
+    tower: PreTrainedModel, pixel_values: torch.Tensor, tiles: Tiles | None, **returns: bool | None
+) -> BaseModelOutput:
+    """A tower's own output for `(R, num_images, ...)` pixels; towers without tiles have `R * num_images` rows.
+
+    Args:
+        returns (`bool`, *optional*): `output_hidden_states`, `output_attentions`; None: as in the tower's configuration.
+    """
+    asked = {name: value for name, value in returns.items() if value is not None}
+    pixel_values = pixel_values.to(tower.dtype)
+    if tiles is None:
+        return tower(pixel_values=pixel_values.flatten(0, 1), **asked, return_dict=True)
+    arguments = {"pixel_values": pixel_values, **tiles._asdict(), **asked, "return_dict": True}
+    recorded: dict[str, list[torch.Tensor]] = {
+        name: []
+        for name in ("hidden_states", "attentions")
+        if asked.get(f"output_{name}", getattr(tower.config, f"output_{name}"))
+    }
+    if not recorded:
+        return tower(**arguments)
+    with _recording_layers(tower, recorded):
+        output = tower(**arguments)
+    for name, values in recorded.items():
+        output[name] = output.get(name) or tuple(values)
+    return output
+
+
+@contextlib.contextmanager
+def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Tensor]]) -> Iterator[None]:
+    """Collects what the layers of Mllama's tower return, local layers and then global ones.
+
+    transformers' own recording finds nothing in this tower: it looks for the classes of Mllama's text layers.
+
+    Args:
+        recorded (`dict`): lists to fill, under `"hidden_states"` and `"attentions"`.
+    """
+    thread = threading.get_ident()
+    hidden_states, attentions = recorded.get("hidden_states"), recorded.get("attentions")
+
+    def keep_hidden_states(layer, args, kwargs, output):
+        if hidden_states is not None and threading.get_ident() == thread:
+            before = [] if hidden_states else [args[0] if args else kwargs["hidden_states"]]
+            hidden_states.extend([*before, output])
+
+    def keep_attentions(attention, args, output):
+        if attentions is not None and threading.get_ident() == thread and output[1] is not None:
+            attentions.append(output[1])
+
+    hooks = []
+    for layer in (*tower.transformer.layers, *tower.global_transformer.layers):
+        hooks.append(layer.register_forward_hook(keep_hidden_states, with_kwargs=True))
+        hooks.append(layer.self_attn.register_forward_hook(keep_attentions))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def connect(
+    connector: torch.nn.Module, features: torch.Tensor, images: tuple[int, int], tiled: bool, drop_first: bool = False
 ) -> torch.Tensor:
-    """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`; `drop_first`: without the tower's
-    first token, the class token."""
-    rows, num_images = pixel_values.shape[:2]
-    if tiles is not None:
-        features = tower(pixel_values=pixel_values.to(tower.dtype), **tiles._asdict()).last_hidden_state
+    """A tower's `last_hidden_state` to `(R, num_images, tokens an image, context_size)`.
+
+    Args:
+        images (`tuple[int, int]`): R and num_images.
+        drop_first (`bool`): without the tower's first token, the class token.
+    """
+    if tiled:
         return connector(features).flatten(2, 3)  # a tile's tokens follow one another
-    features = tower(pixel_values=pixel_values.flatten(0, 1).to(tower.dtype)).last_hidden_state
     if features.dim() == 4:  # convolutional towers: (batch, channels, height, width)
         features = features.flatten(2).transpose(1, 2)
-    return connector(features[:, 1:] if drop_first else features).unflatten(0, (rows, num_images))
+    return connector(features[:, 1:] if drop_first else features).unflatten(0, images)
 
 
 def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:

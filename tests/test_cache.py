@@ -44,7 +44,7 @@ def count_encoding(model):
 
 def features(model, images):
     with torch.no_grad():
-        return model.get_image_features(images)
+        return model.get_image_features(images).pooler_output
 
 
 # --- a conversation

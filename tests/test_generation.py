@@ -95,7 +95,7 @@ def test_uncached_run_encodes_pixels_once(images):
     model, ids = make_model(), token_ids()
     inputs = {"pixel_values": pixels()}
     if images != "pixels":
-        inputs = {"cross_attention_states": model.get_image_features(pixels()).flatten(1, 2).detach()}
+        inputs = {"cross_attention_states": model.get_image_features(pixels()).pooler_output.flatten(1, 2).detach()}
     if images == "padded_states":
         inputs["cross_attention_mask"] = torch.arange(16)[None] < torch.tensor([[16], [9]])
     calls = Calls(model)

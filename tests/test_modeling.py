@@ -166,7 +166,7 @@ def test_padding_images_and_padding_tokens_equal_leaving_them_out():
     short = model(ids[1:], cross_attention_states=states()[1:, :2]).logits
     assert torch.allclose(padded[1], short[0], atol=1e-4)
     # Pixels, and the features the tower makes of them, are the same thing. So are 4-D pixels of one image.
-    features = model.get_image_features(both)
+    features = model.get_image_features(both).pooler_output
     assert features.shape == (2, 2, 16, 32)
     expected = model(ids, pixel_values=both, image_mask=mask).logits
     assert torch.equal(model(ids, cross_attention_states=features, image_mask=mask).logits, expected)

@@ -253,7 +253,7 @@ def questions(repeats: int) -> dict[str, dict]:
     """32 questions on one image, against the image 32 times."""
     model = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024, vision=small_tower()).to(DEVICE).eval()
     pixels = torch.randn(1, 1, 3, 560, 560, device=DEVICE)
-    features = model.get_image_features(pixels)
+    features = model.get_image_features(pixels).pooler_output
     ids = torch.randint(3, 1000, (32, 8), device=DEVICE)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 

@@ -1,0 +1,141 @@
+"""`get_image_features`: transformers' own contract, and features that a forward takes for the images."""
+
+import pytest
+import torch
+from conftest import make_model, make_text, pixels, token_ids
+from test_importers_mllama import CASES, TILES, VISION, make_mllama
+from transformers import CLIPVisionConfig, ConvNextConfig, ResNetConfig
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.importers import import_checkpoint
+
+
+def with_tower(vision, **config) -> XAttnForConditionalGeneration:
+    text = make_text()
+    config = XAttnConfig(text_config=text.config, vision_config=vision, cross_attention_layers=[1, 3], **config)
+    return XAttnForConditionalGeneration(config, text_model=text).eval()
+
+
+def clip(**config) -> XAttnForConditionalGeneration:
+    vision = CLIPVisionConfig(
+        hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
+    )
+    return with_tower(vision, **config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["model", "body"])
+def test_contract(part):
+    """A bare tensor where transformers expects an output, features of another kind than the forward's, or the tower's pooled token in
+    their place."""
+    whole, ids, images = make_model(), token_ids(), pixels(2, 3)
+    model = whole if part == "model" else whole.model
+    outputs = model.get_image_features(images)
+    assert type(outputs) is BaseModelOutputWithPooling
+    assert outputs.pooler_output.shape == (2, 3, 16, 32)
+    assert outputs.hidden_states is None and outputs.attentions is None
+    tower = whole.model.vision_tower(pixel_values=images.flatten(0, 1))
+    assert torch.equal(outputs.last_hidden_state, tower.last_hidden_state) and tower.last_hidden_state.shape[0] == 6
+    expected = whole(ids, pixel_values=images).logits
+    assert torch.equal(whole(ids, cross_attention_states=outputs.pooler_output).logits, expected)
+    assert torch.equal(whole(ids, cross_attention_states=outputs.pooler_output.flatten(1, 2)).logits, expected)
+    single = model.get_image_features(pixel_values=images[:, 0])
+    assert torch.equal(single.pooler_output, model.get_image_features(images[:, :1]).pooler_output)
+    assert single.last_hidden_state.shape == (2, 16, 24)
+
+    as_tuple = model.get_image_features(images, return_dict=False)
+    assert isinstance(as_tuple, tuple) and len(as_tuple) == 2 and torch.equal(as_tuple[1], outputs.pooler_output)
+    whole.config.return_dict = False
+    assert isinstance(model.get_image_features(images), tuple)
+    assert torch.equal(model.get_image_features(images, return_dict=True).pooler_output, outputs.pooler_output)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("asked_by", ["argument", "config", "vision_config"])
+def test_hidden_states_and_attentions(asked_by):
+    """Requests that do not reach the tower, come from one place only, or cannot be refused."""
+    model, images = make_model(), pixels(2, 2)
+    model.set_attn_implementation("eager")
+    asks = {"output_hidden_states": True, "output_attentions": True}
+    if asked_by != "argument":
+        config = model.config if asked_by == "config" else model.config.vision_config
+        config.output_hidden_states = config.output_attentions = True
+    outputs = model.get_image_features(images, **(asks if asked_by == "argument" else {}))
+    assert [tuple(each.shape) for each in outputs.hidden_states] == [(4, 16, 24)] * 3
+    assert [tuple(each.shape) for each in outputs.attentions] == [(4, 2, 16, 16)] * 2
+    refused = model.get_image_features(images, output_hidden_states=False, output_attentions=False)
+    assert refused.hidden_states is None and refused.attentions is None
+    assert torch.equal(refused.pooler_output, outputs.pooler_output)
+
+
+@torch.no_grad()
+def test_tiled_tower():
+    """Mllama's tiles taken for images, or features without the tower's own output."""
+    theirs = make_mllama()
+    ours = import_checkpoint(theirs)
+    given = {name: value for name, value in CASES["batch"].items() if name not in ("input_ids", "cross_attention_mask")}
+    asks = {"output_hidden_states": True, "output_attentions": True}
+    outputs = ours.get_image_features(**given, **asks)
+    expected = theirs.model.vision_model(**given, **asks)
+    assert outputs.last_hidden_state.shape[:3] == (2, 2, TILES)
+    assert torch.allclose(outputs.last_hidden_state, expected.last_hidden_state, atol=1e-5)
+    # transformers' own tower returns empty tuples here. Three local layers and a global one, over all tiles of an image.
+    assert [len(each) for each in (outputs.hidden_states, outputs.attentions)] == [5, 4]
+    tokens = outputs.hidden_states[0].shape[1]
+    assert all(each.shape == (4, tokens, 16) for each in outputs.hidden_states)
+    assert all(each.shape == (4, 2, tokens, tokens) for each in outputs.attentions)
+    tower = ours.model.vision_tower
+    middle = torch.stack([outputs.hidden_states[index + 1] for index in VISION["intermediate_layers_indices"]], dim=-1)
+    middle = middle.view(2, 2, TILES, tokens // TILES, -1)[:, :, :, :5]
+    assert torch.equal(outputs.last_hidden_state[..., 16:], middle)
+    assert not any(module._forward_hooks for layer in tower.transformer.layers for module in layer.modules())
+    silent = ours.get_image_features(**given)
+    assert silent.hidden_states is None and silent.attentions is None
+    assert outputs.pooler_output.shape == (2, 2, TILES * 5, 32)
+    projected = theirs.model.multi_modal_projector(expected.last_hidden_state).flatten(2, 3)
+    assert torch.allclose(outputs.pooler_output, projected, atol=1e-5)
+    assert len(ours.get_image_features(**given, return_dict=False)) == 2
+    with pytest.raises(ValueError, match="`aspect_ratio_ids` is required"):
+        ours.get_image_features(given["pixel_values"])
+
+
+@torch.no_grad()
+def test_class_token_is_not_a_feature():
+    """`vision_feature_select_strategy` forgotten in the features, or applied to what the tower returned."""
+    images = pixels(2, 2)
+    for strategy, tokens in (("full", 17), ("default", 16)):
+        outputs = clip(vision_feature_select_strategy=strategy).get_image_features(images)
+        assert outputs.pooler_output.shape == (2, 2, tokens, 32)
+        assert outputs.last_hidden_state.shape == (4, 17, 24)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "vision",
+    [
+        ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_size=4),
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_towers_without_attention(vision):
+    """A convolutional tower that fails on a request for what it does not have."""
+    model = with_tower(vision)
+    outputs = model.get_image_features(pixels(2, 2), output_hidden_states=True)
+    assert outputs.pooler_output.shape[:2] == (2, 2) and outputs.last_hidden_state.dim() == 4
+    assert len(outputs.hidden_states) == 3
+    model.config._attn_implementation = "eager"
+    model.config.output_attentions = True
+    assert not model.get_image_features(pixels(2, 2)).attentions
+
+
+def test_gradients_and_errors():
+    """Features that cannot be trained, or a call without pixels that fails inside the tower."""
+    model = make_model()
+    model.get_image_features(pixels()).pooler_output.sum().backward()
+    assert all(weight.grad is not None for weight in model.model.connector.parameters())
+    with pytest.raises(ValueError, match="`get_image_features` needs `pixel_values`"):
+        model.get_image_features(None)
+    with pytest.raises(ValueError, match="no vision tower"):
+        make_model(vision=False).get_image_features(pixels())
