@@ -170,7 +170,8 @@ def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Ten
             attentions.append(output[1])
 
     hooks = []
-    for layer in (*tower.transformer.layers, *tower.global_transformer.layers):
+    stacks: Any = tower  # typed like any module
+    for layer in (*stacks.transformer.layers, *stacks.global_transformer.layers):
         hooks.append(layer.register_forward_hook(keep_hidden_states, with_kwargs=True))
         hooks.append(layer.self_attn.register_forward_hook(keep_attentions))
     try:
