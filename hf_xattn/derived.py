@@ -17,13 +17,13 @@ from torch import nn
 Base = TypeVar("Base", bound=nn.Module)
 
 
-def derive(base: type[Base], prefix: str, methods: dict[str, Callable], recipe: tuple[Any, ...]) -> type[Base]:
+def derive(base: type[Base], prefix: str, members: dict[str, Any], recipe: tuple[Any, ...]) -> type[Base]:
     """A subclass `<prefix><name of base>`.
 
     Args:
         base (`type`): class of the module.
         prefix (`str`): in front of its name.
-        methods (`dict[str, Callable]`): methods of the subclass.
+        members (`dict[str, Any]`): methods and properties of the subclass, `forward` among them.
         recipe (`tuple`): a function of a module and its arguments, which give this class again in another process.
     """
 
@@ -32,15 +32,15 @@ def derive(base: type[Base], prefix: str, methods: dict[str, Callable], recipe: 
         return _rebuild, recipe, state
 
     name = f"{prefix}{base.__name__}"
-    members: dict[str, Any] = {
-        **methods,
-        "forward": functools.wraps(base.forward)(methods["forward"]),
+    namespace: dict[str, Any] = {
+        **members,
+        "forward": functools.wraps(base.forward)(members["forward"]),
         "__reduce_ex__": __reduce_ex__,
         "__module__": __name__,
         "__qualname__": name,
         "__doc__": base.__doc__,
     }
-    return type(name, (base,), members)
+    return type(name, (base,), namespace)
 
 
 def _rebuild(make: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module:

@@ -8,6 +8,8 @@ follows the block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 from .architectures import architecture
 from .block import GatedCrossAttentionBlock
 from .channel import carried_context
+from .checkpointing import FUNCTION, checkpointing_function
 from .configuration_xattn import XAttnConfig
 from .context import KEYWORD, CrossAttentionContext
 from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
@@ -67,8 +70,10 @@ def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool
             kwargs[KEYWORD] = carried_context()
         return layer_class.__call__(self, *args, **kwargs)
 
-    methods = {"forward": forward} if receives_keywords else {"forward": forward, "__call__": __call__}
-    return derive(layer_class, PREFIX, methods, (cross_attending_class, layer_class, receives_keywords))
+    members: dict[str, Any] = {"forward": forward, FUNCTION: checkpointing_function}
+    if not receives_keywords:
+        members["__call__"] = __call__
+    return derive(layer_class, PREFIX, members, (cross_attending_class, layer_class, receives_keywords))
 
 
 def is_cross_attending(layer: nn.Module) -> bool:

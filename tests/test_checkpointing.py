@@ -1,0 +1,118 @@
+"""Activation checkpointing with `use_reentrant=True`, which gives gradients to positional arguments only."""
+
+import copy
+
+import pytest
+import torch
+from conftest import make_model, make_text, pixels, randomize, token_ids
+from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
+
+
+REENTRANT = {"use_reentrant": True}
+IDS = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def without_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    model(use_cache=False, **inputs).loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=1e-5), name
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["full", "frozen_base"])
+@pytest.mark.parametrize("inner", [False, True], ids=["whole_model", "text_model"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox"])
+def test_gradients_are_those_without_checkpointing(name, inner, frozen):
+    """A connector behind several blocks: "backward through the graph a second time"; blocks without a gradient."""
+    model = without_dropout(make_model(name))
+    if frozen:
+        freeze_base(model, vision=False)
+    inputs = {"input_ids": token_ids(), "labels": token_ids(), "pixel_values": pixels()}
+    expected = gradients(model, **inputs)
+    assert any("connector" in key for key in expected) and any("vision_tower" in key for key in expected)
+    (model.model.text_model if inner else model).activation_checkpointing_enable(REENTRANT)
+    assert_same(gradients(model, **inputs), expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["full", "frozen_base"])
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt2", "mamba2"])
+def test_gradients_of_states(model_type, frozen):
+    """Decoders whose layers fetch the images themselves, and images that are learned outside of the model."""
+    model = without_dropout(randomize(retrofitted(make_tiny(model_type))))
+    if frozen:
+        freeze_base(model)
+    found = []
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.activation_checkpointing_enable(REENTRANT)
+        source = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        torch.manual_seed(0)
+        found.append(gradients(model, input_ids=IDS, labels=IDS, cross_attention_states=source.tanh()))
+        found[-1]["source"] = source.grad
+    assert found[0]["source"].any()
+    assert_same(found[1], found[0])
+
+
+def test_switched_on_before_the_blocks_go_in():
+    """A base that is checkpointed already: its layers keep the function that they were given."""
+    text = make_text()
+    expected = without_dropout(make_model())
+    text.activation_checkpointing_enable(REENTRANT)
+    config = XAttnConfig(
+        text_config=text.config, vision_config=expected.config.vision_config, cross_attention_layers=[1, 3]
+    )
+    model = XAttnForConditionalGeneration(config, text_model=text).train()
+    model.load_state_dict(expected.state_dict())
+    inputs = {"input_ids": token_ids(), "labels": token_ids(), "pixel_values": pixels()}
+    assert_same(gradients(copy.deepcopy(model), **inputs), gradients(expected, **inputs))
+
+
+def test_frozen_embeddings_that_are_given():
+    """`inputs_embeds` that want no gradient: reentrant checkpointing gives the weights none, and only warns."""
+    model = freeze_base(without_dropout(randomize(retrofitted(make_tiny("llama")))))
+    states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
+    embeddings = model.get_input_embeddings()(IDS).detach()
+    inputs = {"inputs_embeds": embeddings, "labels": IDS, "cross_attention_states": states}
+    expected = gradients(model, **inputs)
+    model.activation_checkpointing_enable(REENTRANT)
+    assert_same(gradients(model, **inputs), expected)
+
+
+def test_encoded_images():
+    """Keys and values of a cache, whose graphs meet in the connector."""
+    model = freeze_base(without_dropout(make_model()), vision=False)
+    found = []
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.activation_checkpointing_enable(REENTRANT)
+        model.zero_grad()
+        encoded = model.encode_images(pixel_values=pixels())
+        model(token_ids(), labels=token_ids(), past_key_values=encoded).loss.backward()
+        found.append({name: weight.grad.clone() for name, weight in model.named_parameters() if weight.requires_grad})
+    assert_same(found[1], found[0])
+
+
+def test_nested_layers_are_refused():
+    """Layers that checkpoint a layer of their own fail in the backward pass with an error that names nothing."""
+    model = without_dropout(retrofitted(make_tiny("zamba2")))
+    states = torch.randn(2, 5, CONTEXT_SIZE)
+    model.activation_checkpointing_enable(REENTRANT)
+    with pytest.raises(ValueError, match="`use_reentrant=True` cannot go through Zamba2HybridLayer.*False"):
+        model(IDS, cross_attention_states=states)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model(IDS, cross_attention_states=states, labels=IDS).loss.backward()
+    assert model.blocks[0].attn.o_proj.weight.grad.any()
