@@ -8,6 +8,7 @@ keep            puts into the cache what the forward leaves: images of all block
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,10 @@ from .xattn_cache import XAttnCache
 
 logger = logging.get_logger(__name__)
 
+# Why nothing of a forward is cached.
+RECOMPUTES = "Gradient checkpointing runs layers twice"
+SKIPS_LAYERS = "LayerDrop leaves layers out in training"
+
 
 @dataclass
 class Call:
@@ -43,7 +48,7 @@ class Call:
         cache ([`XAttnCache`], *optional*): None where nothing is kept, or the caller's cache has no place for images.
         text_cache (`Cache`, *optional*): what the decoder gets.
         use_cache, output_attentions (`bool`): as in `forward`.
-        recomputes (`bool`): layers run a second time, under gradient checkpointing.
+        uncached (`str`, *optional*): why nothing of this forward may be cached, where that is so.
         continues (`bool`): the caller gave or asked for a cache, so that more text may follow.
     """
 
@@ -56,7 +61,7 @@ class Call:
     text_cache: Cache | None
     use_cache: bool
     output_attentions: bool
-    recomputes: bool
+    uncached: str | None
     continues: bool
 
     @property
@@ -92,8 +97,15 @@ def read_call(
     use_cache: bool | None,
     output_attentions: bool | None,
     recomputes: bool,
+    skips_layers: bool,
 ) -> Call:
     """Checks the text's arguments, and finds the cache. What `forward` leaves open follows the model's configuration.
+
+    Args:
+        config ([`XAttnConfig`]): the model's.
+        text, images, past_key_values, use_cache, output_attentions: as in `forward`.
+        recomputes (`bool`): layers run a second time, under gradient checkpointing.
+        skips_layers (`bool`): layers may be left out, under LayerDrop.
 
     Raises:
         ValueError: for text of a wrong rank, or a cache that cannot be used.
@@ -112,7 +124,8 @@ def read_call(
     text_config = config.get_text_config(decoder=True)
     if use_cache is None:
         use_cache = getattr(text_config, "use_cache", True)
-    use_cache = bool(use_cache) and not recomputes
+    uncached = RECOMPUTES if recomputes else SKIPS_LAYERS if skips_layers else None
+    use_cache = bool(use_cache) and uncached is None
     cache: XAttnCache | None = None
     if isinstance(past_key_values, EncoderDecoderCache):
         cache = XAttnCache.adopt(past_key_values)
@@ -124,6 +137,15 @@ def read_call(
             f"`past_key_values` is a {type(past_key_values).__name__}, which has no place for images: pass "
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
+    text_cache = past_key_values if cache is None else cache.self_attention_cache
+    if cache is not None and uncached is not None:
+        if not int(cache.get_seq_length()):
+            text_cache = None  # nothing to read, and some layers must not write
+        elif skips_layers:
+            raise ValueError(
+                f"{SKIPS_LAYERS}, so text cannot be added to `past_key_values`, which holds some: call `model.eval()`, or set `layerdrop` "
+                "of the decoder to 0."
+            )
     if output_attentions is not None or config.output_attentions:
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         text["output_attentions"] = bool(output_attentions)
@@ -136,30 +158,34 @@ def read_call(
         device=given.device,
         images=images,
         cache=cache,
-        text_cache=past_key_values if cache is None else cache.self_attention_cache,
+        text_cache=text_cache,
         use_cache=use_cache,
         output_attentions=bool(output_attentions),
-        recomputes=recomputes,
+        uncached=uncached,
         continues=continues,
     )
 
 
-def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, trains: bool) -> BlockInputs:
+def prepare_blocks(
+    config: XAttnConfig, encoder: ImageEncoder, call: Call, trains: bool, only_images_learn: Callable[[], bool]
+) -> BlockInputs:
     """Encodes the new images of a call, and decides what each text token sees of all images. The cache is not changed.
 
     Args:
         config ([`XAttnConfig`]), encoder ([`ImageEncoder`]): the model's.
         call ([`Call`]): from [`read_call`].
         trains (`bool`): a gradient is wanted.
+        only_images_learn (`Callable`): whether no weight of the text model itself wants one. Called only where there are no images.
     """
     images = _images_of(call, encoder, trains)
     cross = None if call.cache is None else call.cache.cross_attention_cache
     progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
-    if images.layout is None:
-        if not (trains and _is_distributed()):
+    stands_in = images.layout is None
+    if stands_in:
+        if not trains or not (_is_distributed() or (not _embeddings_learn(call) and only_images_learn())):
             return BlockInputs()
         nobodys = encoder.placeholder(call.rows)
-        images, cross, progress = ImagesOfCall(nobodys, nobodys.layout, None), None, TextProgress(history=None)
+        images, cross = ImagesOfCall(nobodys, nobodys.layout, None), None
     new, layout, mask = images
     assert layout is not None
     block = config.cross_attention_config
@@ -169,18 +195,22 @@ def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, train
             raise ValueError(
                 f"Expected a batch that is a multiple of {cross.rows}, the image rows in `past_key_values`, got {call.rows} text rows."
             )
-        if call.recomputes and new is not None:
+        if call.uncached is not None and new is not None:
             raise ValueError(
-                "Gradient checkpointing runs layers twice, so images cannot be added to a cache that holds some: pass "
-                "all images in one call, or encode them before with `encode_images`."
+                f"{call.uncached}, so images cannot be added to a cache that holds some: pass all images in one call, or encode them "
+                "before with `encode_images`."
             )
         image_rows = cross.rows
     if cross is not None and cross.layers and trains:
         _warn_of_constant_images(cross, encoder)
-    markers = _markers(config, call, decided=mask is not None and mask.decides(call.length, layout.num_tokens))
-    if markers is not None and mask is None:
-        _check_markers_of_images(config, call, markers)
-    sees, progress = look(config.image_visibility, layout, progress, markers, mask, call.rows, call.length)
+    sees, after = layout.token_mask, None
+    if stands_in and sees is not None:
+        sees = sees[:, None]  # nobody sees it, whatever the text holds, and nothing is left to remember
+    else:
+        markers = _markers(config, call, decided=mask is not None and mask.decides(call.length, layout.num_tokens))
+        if markers is not None and mask is None:
+            _check_markers_of_images(config, call, markers)
+        sees, after = look(config.image_visibility, layout, progress, markers, mask, call.rows, call.length)
     folded, visible = fold_mask(
         sees,
         image_rows=image_rows,
@@ -189,7 +219,7 @@ def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, train
         group=block.num_attention_heads // block.num_key_value_heads,
         null_key=block.quiet_softmax,
     )
-    keeps = cross is not None and new is not None and not call.recomputes
+    keeps = cross is not None and new is not None and call.uncached is None
     context = CrossAttentionContext(
         cross_attention_states=None if new is None else new.states,
         cache=cross,
@@ -201,13 +231,14 @@ def prepare_blocks(config: XAttnConfig, encoder: ImageEncoder, call: Call, train
         keep_keys_values=keeps or None,
         recorder=Recorder(),
     )
-    return BlockInputs(context, new if keeps else None, layout if cross is not None and new is None else None, progress)
+    shown = layout if cross is not None and new is None else None
+    return BlockInputs(context, new if keeps else None, shown, after)
 
 
 def keep(call: Call, prepared: BlockInputs) -> None:
     """What a forward leaves in its cache: images of all blocks, and what the text has seen."""
     cache, context = call.cache, prepared.context
-    if cache is None:
+    if cache is None or call.uncached is not None:
         return
     if prepared.new is not None and context is not None and context.recorder is not None:
         keys_values = context.recorder.collected()
@@ -291,6 +322,11 @@ def _query_positions(call: Call) -> torch.Tensor:
         return positions if positions.dim() == 2 else positions[0]  # one row for each axis of an image
     past = 0 if call.cache is None else call.cache.get_seq_length()
     return torch.arange(call.length, device=call.device)[None] + past
+
+
+def _embeddings_learn(call: Call) -> bool:
+    embeddings = call.text.get("inputs_embeds")
+    return embeddings is not None and embeddings.requires_grad
 
 
 def _is_distributed() -> bool:

@@ -54,6 +54,14 @@ def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.M
     return decoder, layers
 
 
+def may_skip_layers(language_model: PreTrainedModel) -> bool:
+    """Whether a forward may leave layers out at random (LayerDrop), as OPT, XGLM and BioGPT do in training."""
+    if not language_model.training or getattr(language_model.config, "layerdrop", None) is None:
+        return False
+    decoder, _ = find_decoder(language_model)
+    return decoder.training and getattr(decoder, "layerdrop", 0.0) > 0.0
+
+
 def find_cache_argument(language_model: PreTrainedModel) -> str:
     """Name under which the model takes its cache; state-space models have one of their own.
 

@@ -25,8 +25,9 @@ from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .context import CrossAttentionContext
 from .conversation import PreparedImages
-from .decoder import DecoderInterface, find_decoder, headless
+from .decoder import DecoderInterface, find_decoder, headless, may_skip_layers
 from .generation_xattn import XAttnGenerationMixin
+from .gradients import give_gradient, only_images_learn
 from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
@@ -104,26 +105,31 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
         recomputes = bool(self.training and self.is_activation_checkpointing)
-        call = read_call(self.config, text, images, past_key_values, use_cache, output_attentions, recomputes)
+        skips = may_skip_layers(self.text_model)
+        call = read_call(self.config, text, images, past_key_values, use_cache, output_attentions, recomputes, skips)
         if call.cache is not None and call.takes_up_images:
             self._check_made_here(call.cache.cross_attention_cache)
         trains = self.training and torch.is_grad_enabled()
-        prepared = prepare_blocks(self.config, self.image_encoder, call, trains)
+        prepared = prepare_blocks(
+            self.config, self.image_encoder, call, trains, only_images_learn=lambda: only_images_learn(self)
+        )
         with whole_or_not_at_all(call.cache):
             outputs = self._interface.call(runner, call.text, prepared.context, call.text_cache, call.use_cache)
-            weights = self._weights_of_blocks(prepared.context, call.output_attentions)
+            weights = self._weights_of_blocks(prepared.context, call.output_attentions, skips)
+            if trains and skips:
+                give_gradient(outputs, self.parameters())
             keep(call, prepared)
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
         return outputs, (cache if call.use_cache else None), weights
 
     def _weights_of_blocks(
-        self, context: CrossAttentionContext | None, output_attentions: bool
+        self, context: CrossAttentionContext | None, output_attentions: bool, skips_layers: bool
     ) -> tuple[torch.Tensor, ...] | None:
-        """Attention weights of every block, where they are asked for; and a check that every block ran."""
+        """Attention weights of every block that ran, where they are asked for; and a check that all ran, but for layers left out."""
         if context is None or context.recorder is None:
             return None
         weights, expected = context.recorder.weights, len(self.config.cross_attention_layers)
-        if not torch.compiler.is_compiling() and len(weights) != expected:
+        if not (torch.compiler.is_compiling() or skips_layers) and len(weights) != expected:
             raise RuntimeError(
                 f"{type(self.text_model).__name__} did not hand the images to its layers: {len(weights)} of {expected} blocks ran."
             )

@@ -73,3 +73,26 @@ def test_trainer_resumes(tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters()):
         assert torch.allclose(one, other, atol=1e-6), name
+
+
+class MixedRows(Pairs):
+    """Each second text comes without an image of its own, in a batch of its own."""
+
+    def __getitem__(self, index):
+        row = {"input_ids": self.ids[index], "labels": self.ids[index]}
+        return row | ({"pixel_values": self.pixels[index]} if index % 2 else {})
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_mixed_rows_on_a_frozen_base(tmp_path, gradient_checkpointing):
+    """A run that dies in the middle, at the first batch without images: its loss has no gradient."""
+    model = freeze_base(make_model(random=False))
+    before = [block.attn.o_proj.weight.clone() for block in model.blocks]
+    options = {"per_device_train_batch_size": 1, "max_steps": 9, "save_steps": 9}
+    trainer = Trainer(
+        model,
+        arguments(tmp_path, gradient_checkpointing=gradient_checkpointing, **options),
+        train_dataset=MixedRows(),
+    )
+    assert trainer.train().global_step == 9
+    assert all(not torch.equal(block.attn.o_proj.weight, weight) for block, weight in zip(model.blocks, before))

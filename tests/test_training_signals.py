@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
+from conftest import make_model, make_text, pixels, token_ids
 from conversation_helpers import MARKER, RULES, marked
 
 from hf_xattn import freeze_base
@@ -92,3 +92,52 @@ def test_images_without_markers_are_refused(rule, train):
     # More text may follow, or the caller decides.
     model(token_ids(), pixel_values=images, use_cache=True)
     model(token_ids(), pixel_values=images, cross_attention_mask=torch.ones(2, 7, 32, dtype=torch.bool))
+
+
+def test_frozen_text_without_images():
+    """A step without images and nothing that learns: "element 0 of tensors does not require grad" ends the run."""
+    for options in ({}, {"vision": False}, {"image_visibility": "previous", "image_token_id": MARKER}):
+        model, ids = make_model(**options).train(), token_ids()
+        freeze_base(model)
+        base = make_text().train()
+        for inputs in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids).detach()}):
+            outputs = model(**inputs, labels=ids, use_cache=True)
+            assert torch.equal(outputs.logits, base(ids).logits)
+            assert not outputs.past_key_values.cross_attention_cache.layers
+            outputs.loss.backward()
+            assert all(not weight.grad.any() for block in model.blocks for weight in block.parameters())
+        with torch.no_grad():
+            assert not model(ids).logits.requires_grad
+
+
+def test_stand_in_image_only_where_it_is_needed():
+    """A vision tower that runs for text without images, where the text learns, or nothing does."""
+    model, ids, calls = make_model().train(), token_ids(), []
+    model.model.vision_tower.register_forward_hook(lambda *_: calls.append(1))
+    model(ids, labels=ids).loss.backward()
+    freeze_base(model)
+    model.get_output_embeddings().requires_grad_(True)
+    model(ids, labels=ids).loss.backward()
+    model.requires_grad_(False)
+    model(ids, labels=ids)
+    freeze_base(model)
+    model(inputs_embeds=model.get_input_embeddings()(ids).requires_grad_(), labels=ids).loss.backward()
+    with torch.no_grad():
+        model(ids, labels=ids)
+    model.eval()
+    model(ids, labels=ids)
+    assert not calls
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 1
+
+
+def test_text_goes_on_after_a_step_without_images():
+    """A cache that remembers the stand-in image, and an image that comes later and takes its place."""
+    model, ids, later = freeze_base(marked("previous")).train(), token_ids(length=4), token_ids(seed=5)
+    later[:, 1] = MARKER
+    found = []
+    for training in (True, False):
+        cache = model.train(training)(ids, use_cache=True).past_key_values
+        found.append(model(later, pixel_values=pixels(), past_key_values=cache).logits)
+    assert torch.allclose(*found, atol=1e-5)
