@@ -1,6 +1,7 @@
 """Gated cross-attention for any text decoder of transformers. Importing registers everything with the Auto classes."""
 
 import transformers
+from transformers.models.auto import modeling_auto
 
 from .attention import GatedCrossAttention
 from .block import GatedCrossAttentionBlock
@@ -20,6 +21,10 @@ def _register() -> None:
         if (auto_class := getattr(transformers, name, None)) is not None:
             auto_class.register(XAttnConfig, XAttnForConditionalGeneration)
     transformers.AutoProcessor.register(XAttnConfig, XAttnProcessor)
+    # Trainer's label smoothing, pipelines and `transformers serve` look names up here, not in the Auto classes.
+    for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        names = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
+        names[XAttnConfig.model_type] = XAttnForConditionalGeneration.__name__
 
 
 _register()
