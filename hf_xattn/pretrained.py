@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init
 
 from .configuration_xattn import XAttnConfig
 from .insertion import BLOCKS
@@ -36,11 +37,15 @@ class XAttnPreTrainedModel(PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         return True  # the decoder decides, where it has experts
 
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        # transformers spares the modules of custom code that have no weights of their own from initialisation, in the
-        # whole tree. Decoders such as Falcon-H1 fill buffers there, and initialisation is guarded here as in transformers.
-        return False
+    @torch.no_grad()
+    @init.guard_torch_init_functions()
+    def initialize_weights(self) -> None:
+        """`PreTrainedModel.initialize_weights`, each part by the rule for its own code.
+
+        Custom code may write in place, so transformers spares its modules where no weight is missing. It does so in the whole
+        tree of a custom model, but decoders of transformers need that call: Falcon-H1 fills buffers in modules without weights.
+        """
+        _initialize(self, self)
 
     def save_pretrained(self, *args, **kwargs) -> None:
         """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
@@ -65,6 +70,18 @@ class XAttnPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
+
+
+def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
+    """Initialises a tree of modules, children first.
+
+    Args:
+        module (`nn.Module`): the tree.
+        owner (`PreTrainedModel`): the model whose `_init_weights` it gets, which is the nearest one above.
+    """
+    for child in module.children():
+        _initialize(child, child if isinstance(child, PreTrainedModel) else owner)
+    owner._initialize_weights(module, owner.is_custom_code())
 
 
 def keep_weights(model: nn.Module) -> None:
