@@ -32,7 +32,7 @@ from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
 from .model_identity import ModelIdentity
-from .outputs import XAttnMoeCausalLMOutput
+from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .pretrained import XAttnPreTrainedModel, keep_weights
 from .rollback import whole_or_not_at_all
 from .vision import build_tower, follow_tower
@@ -213,12 +213,18 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             use_cache,
             output_attentions,
         )
-        result = BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=cache,
-            hidden_states=outputs.get("hidden_states"),
-            attentions=outputs.get("attentions"),
-            cross_attentions=cross_attentions,
+        fields = {
+            "last_hidden_state": outputs.last_hidden_state,
+            "past_key_values": cache,
+            "hidden_states": outputs.get("hidden_states"),
+            "attentions": outputs.get("attentions"),
+            "cross_attentions": cross_attentions,
+        }
+        router_logits = outputs.get("router_logits")
+        result = (
+            BaseModelOutputWithPastAndCrossAttentions(**fields)
+            if router_logits is None
+            else XAttnMoeModelOutput(**fields, router_logits=router_logits)
         )
         if return_dict is None:
             return_dict = self.config.return_dict

@@ -10,7 +10,18 @@ from typing import Any
 
 import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
-from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
+
+
+@dataclass
+class XAttnMoeModelOutput(BaseModelOutputWithPastAndCrossAttentions):
+    """[`BaseModelOutputWithPastAndCrossAttentions`] of a mixture-of-experts decoder.
+
+    Attributes:
+        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
+    """
+
+    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass

@@ -252,12 +252,16 @@ def test_body_of_every_decoder():
 
 
 def test_experts_report():
-    """A mixture of experts whose balancing loss is lost on the way out."""
+    """A mixture of experts whose balancing loss or router logits are lost on the way out, of the body as well."""
     model, ids = make_model("mixtral").train(), token_ids()
     outputs = model(ids, pixel_values=pixels(), labels=ids, output_router_logits=True)
     assert outputs.aux_loss > 0 and len(outputs.router_logits) == 4
     plain = model(ids, pixel_values=pixels(), labels=ids)
     assert torch.allclose(outputs.loss, plain.loss + 0.001 * outputs.aux_loss, atol=1e-5)
+    body = model.model(ids, pixel_values=pixels(), output_router_logits=True)
+    assert all(torch.equal(mine, whole) for mine, whole in zip(body.router_logits, outputs.router_logits, strict=True))
+    assert len(model.model(ids, output_router_logits=True, return_dict=False)[-1]) == 4
+    assert "router_logits" not in model.model(ids)
 
 
 # --- training
