@@ -29,6 +29,7 @@ from .cross_cache import KeyValue
 from .image_layout import rows_to
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
 from .projection import ImageLinear, to_dtype_of
+from .tensor_checks import check_floating, check_states, check_tensor
 
 
 logger = logging.get_logger(__name__)
@@ -402,35 +403,19 @@ def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_dista
 def check_text_and_states(
     hidden_states: torch.Tensor, cross_attention_states: torch.Tensor, config: CrossAttentionConfig
 ) -> None:
-    """Raises where the text stream or the K/V source has a wrong rank, width, batch or dtype."""
-    if not hidden_states.is_floating_point():
-        raise TypeError(f"`hidden_states` must be floating point, got {hidden_states.dtype}.")
-    if hidden_states.dim() != 3 or hidden_states.shape[-1] != config.hidden_size:
+    """Raises where the text stream or the K/V source of a layer has a wrong type, rank, width, batch or dtype."""
+    check_tensor("hidden_states", hidden_states)
+    check_floating("hidden_states", hidden_states)
+    shape = tuple(hidden_states.shape)
+    if len(shape) != 3 or shape[-1] != config.hidden_size:
         raise ValueError(
-            f"`hidden_states` must be (batch, text_len, hidden_size={config.hidden_size}), got shape "
-            f"{tuple(hidden_states.shape)}."
+            f"Expected `hidden_states` of shape (batch, text_len, hidden_size={config.hidden_size}), got {shape}."
         )
-    check_states(cross_attention_states, hidden_states.shape[0], config.context_size)
-
-
-def check_states(cross_attention_states: torch.Tensor, batch_size: int | None, context_size: int) -> None:
-    """Raises where a K/V source is not `(batch_size, num_image_tokens, context_size)` of floating point numbers.
-
-    Raises:
-        TypeError: for integers and booleans.
-        ValueError: for a wrong rank, width or batch, or no token at all.
-    """
-    shape = tuple(cross_attention_states.shape)
-    if not cross_attention_states.is_floating_point():
-        raise TypeError(f"`cross_attention_states` must be floating point, got {cross_attention_states.dtype}.")
-    if len(shape) != 3 or shape[-1] != context_size:
+    if 0 in shape:
+        raise ValueError(f"`hidden_states` holds no text token: its shape is {shape}.")
+    check_states(cross_attention_states, config.context_size)
+    if cross_attention_states.shape[0] != shape[0]:
         raise ValueError(
-            f"`cross_attention_states` must be (batch, num_image_tokens, context_size={context_size}), got shape {shape}."
-        )
-    if shape[1] == 0:
-        raise ValueError(f"`cross_attention_states` holds no image token (shape {shape}).")
-    if batch_size is not None and shape[0] != batch_size:
-        raise ValueError(
-            f"`cross_attention_states` has batch {shape[0]}, but the text has batch {batch_size}. To ask many questions "
-            "about one image, encode it once with `encode_images` and pass the cache."
+            f"Expected `cross_attention_states` of batch {shape[0]}, as `hidden_states`, got {cross_attention_states.shape[0]}. To ask "
+            "many questions about one image, encode it once with `encode_images` of a model and pass the cache."
         )

@@ -24,6 +24,8 @@ from .folded_mask import fold_mask
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout
+from .tensor_checks import type_name
+from .text_inputs import check_text
 from .text_progress import TextProgress
 from .visibility import look
 from .xattn_cache import XAttnCache
@@ -108,17 +110,14 @@ def read_call(
         skips_layers (`bool`): layers may be left out, under LayerDrop.
 
     Raises:
-        ValueError: for text of a wrong rank, or a cache that cannot be used.
+        TypeError: for text that is no tensor or of a wrong dtype, or a cache of another kind.
+        ValueError: for text of a wrong rank or size, or a cache that cannot be used.
     """
-    input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
-    given = input_ids if input_ids is not None else inputs_embeds
-    assert given is not None
-    if given.dim() != (2 if input_ids is not None else 3):
-        raise ValueError(
-            "`input_ids` must be (batch, text_len) and `inputs_embeds` (batch, text_len, hidden_size), got shape "
-            f"{tuple(given.shape)}."
+    given = check_text(text, starts=past_key_values is None)
+    if past_key_values is not None and not isinstance(past_key_values, Cache):
+        raise TypeError(
+            f"Expected `past_key_values` to be a cache of transformers, got {type_name(past_key_values)}: pass "
+            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
     continues = past_key_values is not None or bool(use_cache)
     text_config = config.get_text_config(decoder=True)

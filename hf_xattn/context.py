@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from .configuration_xattn import CrossAttentionConfig
 from .cross_cache import CrossCache, KeyValue
 from .folded_mask import FoldedMask, fold_mask
-from .tensor_checks import check_bool
+from .tensor_checks import check_bool, check_tensor
 
 
 # The keyword under which it travels. No decoder of transformers has an argument of this name.
@@ -88,6 +88,7 @@ def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: in
         TypeError: for a mask that is not boolean.
         ValueError: for a wrong rank or size.
     """
+    check_tensor("cross_attention_mask", mask)
     check_bool("cross_attention_mask", mask)
     shapes = {2: (batch_size, num_tokens), 3: (batch_size, text_len, num_tokens)}
     if tuple(mask.shape) != shapes.get(mask.dim()):

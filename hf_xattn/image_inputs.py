@@ -27,7 +27,7 @@ import torch
 
 from .configuration_xattn import XAttnConfig
 from .image_layout import rows_to
-from .tensor_checks import check_bool
+from .tensor_checks import check_bool, check_states, check_tensor
 from .text_progress import CallersMask
 from .vision import Tiles, check_pixels
 
@@ -114,9 +114,21 @@ class ImageInputs:
         """Checks everything that needs neither the text nor a cache.
 
         Raises:
-            TypeError: for masks that are not boolean, or images that are not floating point.
+            TypeError: for anything but tensors, masks that are not boolean, or images that are not floating point.
             ValueError: where arguments contradict one another, or for a wrong rank or width.
         """
+        given = (
+            pixel_values,
+            image_mask,
+            cross_attention_states,
+            cross_attention_mask,
+            aspect_ratio_ids,
+            aspect_ratio_mask,
+            image_attention_mask,
+        )
+        for argument, value in zip(IMAGE_ARGUMENTS, given):
+            if value is not None:
+                check_tensor(argument, value)
         if pixel_values is not None and cross_attention_states is not None:
             raise ValueError("Give `pixel_values` or `cross_attention_states`, not both.")
         if image_attention_mask is not None and cross_attention_mask is not None:
@@ -136,7 +148,10 @@ class ImageInputs:
                     raise ValueError(f"`{argument}` was given without `pixel_values`, whose tiles it describes.")
         if cross_attention_states is not None:
             name = "cross_attention_states"
-            states = _check_states(cross_attention_states, config.cross_attention_config.context_size)
+            check_states(cross_attention_states, config.cross_attention_config.context_size, by_image=True)
+            states = cross_attention_states
+            if states.dim() == 3:
+                states = states[:, None]
         images = pixel_values if pixel_values is not None else states
         if image_mask is not None:
             check_bool("image_mask", image_mask)
@@ -256,21 +271,6 @@ class ImageInputs:
                     wanted.append(f"({batch}, {length}, {len(axis.sizes)}, tiles)")
                     what = f"(batch, text_len, num_images, tiles), where the tiles divide an image's tokens ({_either(axis.sizes)})"
         return f"Expected `{self.text_mask_name}` of shape {' or '.join(wanted)} {what}, got {got}."
-
-
-def _check_states(states: torch.Tensor, context_size: int) -> torch.Tensor:
-    """Image features as `(batch, num_images, tokens, context_size)`."""
-    shape = tuple(states.shape)
-    if not states.is_floating_point():
-        raise TypeError(f"`cross_attention_states` must be floating point, got {states.dtype}.")
-    if len(shape) not in (3, 4) or shape[-1] != context_size:
-        raise ValueError(
-            f"`cross_attention_states` must be (batch, num_image_tokens, context_size={context_size}) or (batch, num_images, tokens, "
-            f"context_size={context_size}), got shape {shape}."
-        )
-    if 0 in shape[1:]:
-        raise ValueError(f"`cross_attention_states` holds no image token (shape {shape}).")
-    return states[:, None] if len(shape) == 3 else states
 
 
 def _check_image_attention_mask(mask: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,31 @@
-"""Checks of single tensors that several arguments share."""
+"""Checks of single tensors that several arguments share. Each names the argument, what was expected and what came.
+
+They read types, dtypes and shapes only: no value leaves its device.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+
+INTEGERS = (torch.int64, torch.int32)  # what an embedding takes
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raises a `TypeError` for a list, an array, an image, ..."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"Expected `{name}` to be a torch.Tensor, got {type_name(value)}. A processor makes tensors of texts and images, "
+            "`torch.as_tensor` makes them of arrays and lists."
+        )
+
+
+def type_name(value: Any) -> str:
+    """The type of a value as a reader knows it: `list`, `numpy.ndarray`, `PIL.Image.Image`, ..."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_bool(name: str, tensor: torch.Tensor) -> None:
@@ -11,3 +34,38 @@ def check_bool(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"Expected `{name}` to be a boolean tensor (True = attend), got {tensor.dtype}. Use `{name}.bool()` for a mask of 0 and 1."
         )
+
+
+def check_floating(name: str, tensor: torch.Tensor, remedy: str = "") -> None:
+    """Raises a `TypeError` for integers and booleans."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"Expected `{name}` to be floating point, got {tensor.dtype}{remedy}.")
+
+
+def check_integers(name: str, tensor: torch.Tensor) -> None:
+    """Raises a `TypeError` for anything but 64-bit and 32-bit integers."""
+    if tensor.dtype not in INTEGERS:
+        raise TypeError(f"Expected `{name}` to hold integers (torch.int64 or torch.int32), got {tensor.dtype}.")
+
+
+def check_states(states: torch.Tensor, context_size: int, by_image: bool = False) -> None:
+    """Checks a source of keys and values.
+
+    Args:
+        states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`; with `by_image` also `(batch, num_images, tokens,
+            context_size)`.
+
+    Raises:
+        TypeError: for anything but a floating point tensor.
+        ValueError: for another rank or width, or where it holds no token.
+    """
+    check_tensor("cross_attention_states", states)
+    check_floating("cross_attention_states", states)
+    shape = tuple(states.shape)
+    if len(shape) not in ((3, 4) if by_image else (3,)) or shape[-1] != context_size:
+        shapes = f"(batch, num_image_tokens, context_size={context_size})"
+        if by_image:
+            shapes += f" or (batch, num_images, tokens, context_size={context_size})"
+        raise ValueError(f"Expected `cross_attention_states` of shape {shapes}, got {shape}.")
+    if 0 in shape:
+        raise ValueError(f"`cross_attention_states` holds no image token: its shape is {shape}.")

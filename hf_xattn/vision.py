@@ -17,6 +17,8 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from .sizes import TILED_VISION_TYPES
+from .tensor_checks import check_floating, check_integers
+from .tower import check_tower_config, image_size_of, only_image_size
 
 
 class Tiles(NamedTuple):
@@ -36,7 +38,12 @@ class Tiles(NamedTuple):
 
 
 def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
-    """A vision tower with random weights."""
+    """A vision tower with random weights.
+
+    Raises:
+        ValueError: for a model that is no vision tower.
+    """
+    check_tower_config("vision_config", config)
     if config.model_type in TILED_VISION_TYPES:
         from transformers import MllamaVisionModel
 
@@ -69,10 +76,7 @@ def check_pixels(
         ValueError: for a wrong rank or size, or aspect ratios where the tower takes none or wants some.
     """
     shape = tuple(pixel_values.shape)
-    if not pixel_values.is_floating_point():
-        raise TypeError(
-            f"`pixel_values` must be floating point, got {pixel_values.dtype}: run the image processor first."
-        )
+    check_floating("pixel_values", pixel_values, remedy=": run the image processor first")
     tiles = None
     if is_tiled(config):
         tiles = _check_tiles(config, pixel_values, aspect_ratio_ids, aspect_ratio_mask)
@@ -92,8 +96,8 @@ def check_pixels(
         raise ValueError(
             f"`pixel_values` has {pixel_values.shape[-3]} channels, the vision tower takes {channels} (shape {shape})."
         )
-    if pixel_values.shape[1] == 0:
-        raise ValueError(f"`pixel_values` holds no image (shape {shape}).")
+    if 0 in shape:
+        raise ValueError(f"`pixel_values` holds no image: its shape is {shape}.")
     return pixel_values, tiles
 
 
@@ -109,6 +113,10 @@ def _check_tiles(
             f"`pixel_values` must be (batch, num_images, max_num_tiles={tiles}, channels, height, width) for a "
             f"{config.model_type}, got shape {shape}. The image processor of the checkpoint makes them."
         )
+    if (size := image_size_of(config)) != shape[-2:]:
+        raise ValueError(
+            f"Expected `pixel_values` with tiles of {size} (height, width) for a {config.model_type}, got shape {shape}."
+        )
     for name, value, expected in (
         ("aspect_ratio_ids", aspect_ratio_ids, shape[:2]),
         ("aspect_ratio_mask", aspect_ratio_mask, shape[:3]),
@@ -116,8 +124,9 @@ def _check_tiles(
         if value is None:
             raise ValueError(f"`{name}` is required with `pixel_values`: the vision tower reads tiles.")
         if tuple(value.shape) != expected:
-            raise ValueError(f"`{name}` must have shape {expected}, got {tuple(value.shape)}.")
+            raise ValueError(f"Expected `{name}` of shape {expected}, got {tuple(value.shape)}.")
     assert aspect_ratio_ids is not None and aspect_ratio_mask is not None
+    check_integers("aspect_ratio_ids", aspect_ratio_ids)
     return Tiles(aspect_ratio_ids, aspect_ratio_mask)
 
 
@@ -128,11 +137,14 @@ def run_tower(
 
     Args:
         returns (`bool`, *optional*): `output_hidden_states`, `output_attentions`; None: as in the tower's configuration.
+
+    Raises:
+        ValueError: for images of a size that the tower does not read.
     """
     asked = {name: value for name, value in returns.items() if value is not None}
-    pixel_values = pixel_values.to(tower.dtype)
     if tiles is None:
-        return tower(pixel_values=pixel_values.flatten(0, 1), **asked, return_dict=True)
+        return _read_whole_images(tower, pixel_values, asked)
+    pixel_values = pixel_values.to(tower.dtype)
     arguments = {"pixel_values": pixel_values, **tiles._asdict(), **asked, "return_dict": True}
     recorded: dict[str, list[torch.Tensor]] = {
         name: []
@@ -195,6 +207,34 @@ def connect(
     if features.dim() == 4:  # convolutional towers: (batch, channels, height, width)
         features = features.flatten(2).transpose(1, 2)
     return connector(features[:, 1:] if drop_first else features).unflatten(0, images)
+
+
+def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, asked: dict[str, bool]) -> BaseModelOutput:
+    pixels = pixel_values.flatten(0, 1).to(tower.dtype)
+    if torch.compiler.is_compiling():
+        return tower(pixel_values=pixels, **asked, return_dict=True)
+    shape, size = tuple(pixel_values.shape), only_image_size(tower)
+    if size is not None and shape[-2:] != size:
+        raise ValueError(
+            f"Expected `pixel_values` with images of {size} (height, width), the only size that the vision tower "
+            f"({tower.config.model_type}) reads, got shape {shape}. The image processor of its checkpoint resizes images."
+        )
+    try:
+        output = tower(pixel_values=pixels, **asked, return_dict=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if shape[-2:] == image_size_of(tower.config):
+            raise
+        raise ValueError(
+            f"The vision tower ({tower.config.model_type}) cannot read `pixel_values` of shape {shape}: {error}"
+        ) from error
+    if getattr(output, "last_hidden_state", None) is None:
+        raise ValueError(
+            f"Expected a vision tower whose output has `last_hidden_state`, got a {type(tower).__name__}, whose output has "
+            f"{list(output.keys())}. Of a model with a head, pass its `base_model`."
+        )
+    return output
 
 
 def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:

@@ -60,6 +60,59 @@ def test_saved_with_the_model_and_found_by_auto(parts, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_arrays_of_several_images(parts):
+    """The first image of an array taken for all of them."""
+    _, tokenizer, image_processor = parts
+    processor = XAttnProcessor(image_processor, tokenizer)
+    two = torch.stack([torch.zeros(3, 32, 32), torch.ones(3, 32, 32)])
+    assert processor(images=two, text="a")["pixel_values"].shape == (1, 2, 3, 32, 32)
+    by_text = processor(images=two, text=["a", "dog"])["pixel_values"]
+    assert by_text.shape == (2, 1, 3, 32, 32) and not torch.equal(by_text[0], by_text[1])
+    assert processor(images=[two, None], text=["a", "dog"])["image_mask"].tolist() == [[True, True], [False, False]]
+    assert torch.equal(processor(images=two.numpy(), text="a")["pixel_values"][0], by_text[:, 0])
+    assert "pixel_values" not in processor(images=[None], text="a")
+
+
+def test_arguments_of_the_parts(parts):
+    """An option of the image processor that ends in the tokenizer, which ignores it."""
+    _, tokenizer, image_processor = parts
+    processor = XAttnProcessor(image_processor, tokenizer)
+    picture = make_picture()
+    whole = processor(images=picture, text="a", do_resize=False)["pixel_values"]
+    assert whole.shape[-2:] == picture.size[::-1] != (32, 32)
+    nested = processor(images=picture, text="a", images_kwargs={"do_resize": False}, text_kwargs={"padding": True})
+    assert torch.equal(nested["pixel_values"], whole)
+    assert processor(text=["a", "a dog"], max_length=1, truncation=True)["input_ids"].shape == (2, 1)
+    assert "input_ids" in processor(text="a", videos=None, audio=None)
+
+
+WRONG = {
+    "swapped": (("a dog", "IMAGE"), {}, "`text`.*str.*got PIL.Image.Image.*`images` come first"),
+    "swapped_lists": ((["a"], ["IMAGE"]), {}, "`text`.*list with PIL.Image.Image.*`images` come first"),
+    "text_type": ((), {"text": 3}, "`text`.*str or a list of str, got int"),
+    "text_entry": ((), {"text": ["a", None]}, "`text`.*got a list with NoneType"),
+    "image_type": ((3, "a"), {}, "`images`.*PIL, numpy, torch.*got int"),
+    "image_entry": (([3], ["a"]), {}, "`images`.*got int"),
+    "misspelt": ((), {"text": "a", "paddin": True}, "`paddin`. Did you mean `padding`"),
+    "image": ((), {"text": "a", "image": "IMAGE"}, "`image`. Did you mean `images`"),
+    "nested": ((), {"text": "a", "text_kwargs": {"paddin": True}}, "`paddin`. Did you mean `padding`"),
+    "video": ((), {"text": "a", "videos": ["a.mp4"]}, "`videos`.*text and images only"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_types_are_named(parts, case):
+    """`object of type 'Image' has no len()`, or a misspelt option that changes nothing."""
+    _, tokenizer, image_processor = parts
+    processor = XAttnProcessor(image_processor, tokenizer)
+    args, kwargs, message = WRONG[case]
+    picture = make_picture()
+    args = [picture if a == "IMAGE" else [picture] if a == ["IMAGE"] else a for a in args]
+    kwargs = {name: picture if value == "IMAGE" else value for name, value in kwargs.items()}
+    with pytest.raises(TypeError, match=message):
+        processor(*args, **kwargs)
+
+
 def test_errors(parts):
     """Silent truncation where texts and images do not match."""
     folder, tokenizer, image_processor = parts
@@ -71,6 +124,14 @@ def test_errors(parts):
         processor(images=[[picture], [picture]], text="a")
     with pytest.raises(ValueError, match="`text`, `images` or both"):
         processor()
+    with pytest.raises(ValueError, match="`text` is an empty list"):
+        processor(text=[])
+    with pytest.raises(ValueError, match="`images` is an empty list"):
+        processor(images=[], text=["a", "dog"])
+    with pytest.raises(ValueError, match=r"`images` to have 3 axes.*\(32, 32\)"):
+        processor(images=torch.zeros(32, 32), text="a")
+    with pytest.raises(ValueError, match="`images` holds 'a dog'.*Text goes in as `text=`"):
+        processor("a dog")
     with pytest.raises(ValueError, match="return_tensors.*np"):
         processor(text="a", return_tensors="np")
     with pytest.raises(ValueError, match="image_processor"):

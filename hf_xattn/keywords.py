@@ -1,0 +1,82 @@
+"""Which keyword arguments a call may bring, and the nearest name for one that it may not.
+
+Transformers' decoders take any keyword and ignore those they do not know. Here such a keyword may be a misspelt image argument, and the
+model would answer without the image.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from transformers.utils import TransformersKwargs
+
+
+# What `generate`, `Trainer` and tokenizers hand to every model, and decoders without a use for it ignore.
+COMMON = frozenset({"cache_position", "token_type_ids"})
+# What the loss of a causal language model takes beside logits and labels.
+LOSS = frozenset({"ignore_index", "num_items_in_batch", "shift_labels"})
+
+# Names that other models have for what is meant.
+ELSEWHERE = {
+    "images": "pixel_values",
+    "image": "pixel_values",
+    "image_embeds": "cross_attention_states",
+    "image_features": "cross_attention_states",
+    "encoder_hidden_states": "cross_attention_states",
+    "encoder_attention_mask": "cross_attention_mask",
+    "pixel_attention_mask": "image_mask",
+    "pixel_mask": "image_mask",
+    "cache_params": "past_key_values",
+}
+
+
+def keywords_of(modules: Iterable[nn.Module]) -> frozenset[str]:
+    """Keywords that a decoder reads.
+
+    Args:
+        modules (`Iterable`): the decoder and the models around it, from the outside in.
+    """
+    known: set[str] = set()
+    open_ended = False
+    for module in modules:
+        parameters = inspect.signature(module.forward).parameters
+        known |= parameters.keys()
+        open_ended |= any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return frozenset(known | COMMON | TransformersKwargs.__optional_keys__ if open_ended else known | COMMON)
+
+
+def refuse_unknown(
+    caller: Callable[..., Any], given: Iterable[str], known: frozenset[str], only_near: bool = False
+) -> None:
+    """Raises a `TypeError` for keywords that are not known, as Python does, with the nearest name.
+
+    Args:
+        caller (`Callable`): whose arguments they are; its own names are suggested too.
+        given (`Iterable[str]`): names that came as `**kwargs`.
+        known (`frozenset[str]`): names that may come so.
+        only_near (`bool`): let a name pass that resembles none of them.
+    """
+    for name in given:
+        if name in known:
+            continue
+        own = [
+            parameter.name
+            for parameter in inspect.signature(caller).parameters.values()
+            if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "self"
+        ]
+        meant = suggestion(name, [*own, *known])
+        if meant or not only_near:
+            raise TypeError(f"{caller.__qualname__}() got an unexpected keyword argument `{name}`.{meant}")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """` Did you mean ...?`, or nothing where no known name is near."""
+    candidates = sorted(set(known))
+    if ELSEWHERE.get(name) in candidates:
+        return f" Did you mean `{ELSEWHERE[name]}`?"
+    near = difflib.get_close_matches(name, candidates, n=1)
+    return f" Did you mean `{near[0]}`?" if near else ""

@@ -1,0 +1,89 @@
+"""What is learned by looking at a vision tower: whether it can be one, and which image sizes it reads."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from .sizes import TILED_VISION_TYPES
+
+
+# The flag of transformers' towers that resize their learned position embeddings only where they are asked to.
+FLAG = "interpolate_pos_encoding"
+# Towers with learned position embeddings that cannot resize them.
+FIXED_SIZE_TYPES = ("aimv2_vision_model",)
+POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
+
+
+def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
+    """Raises where a model cannot be called with pixels alone.
+
+    Args:
+        name (`str`): the argument that names the tower.
+        tower_class (`type`): class of the tower.
+
+    Raises:
+        ValueError: for a language model, and for a model that needs more than pixels.
+    """
+    parameters = inspect.signature(tower_class.forward).parameters
+    if "pixel_values" not in parameters:
+        raise ValueError(
+            f"Expected `{name}` to be a vision model, which takes `pixel_values`, got a {tower_class.__name__}, which does not."
+        )
+    needed = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in ("self", "pixel_values")
+    ]
+    if needed:
+        raise ValueError(
+            f"Expected `{name}` to be a vision model that takes `pixel_values` alone, got a {tower_class.__name__}, which also needs "
+            f"{', '.join(f'`{parameter}`' for parameter in needed)}."
+        )
+
+
+def check_tower_config(name: str, config: PreTrainedConfig) -> None:
+    """[`check_tower_class`] before a weight is read; of a configuration that transformers has no class for, nothing is known.
+
+    Raises:
+        ValueError: as [`check_tower_class`].
+    """
+    if config.model_type not in TILED_VISION_TYPES and type(config) in MODEL_MAPPING:
+        tower_class = MODEL_MAPPING[type(config)]
+        if isinstance(tower_class, type):
+            check_tower_class(name, tower_class)
+
+
+def only_image_size(tower: PreTrainedModel) -> tuple[int, int] | None:
+    """Height and width of the images that a tower reads; None where it reads several sizes.
+
+    Towers with one learned position embedding for each patch read the size that they were made for. SigLIP would take a slightly
+    larger image without a word, and leave its border out.
+    """
+    size = image_size_of(tower.config)
+    if size is None or not (_has_flag(type(tower)) or tower.config.model_type in FIXED_SIZE_TYPES):
+        return None
+    learned = any(
+        module._parameters.get(name) is not None or module._modules.get(name) is not None
+        for module in tower.modules()
+        for name in POSITION_EMBEDDINGS
+    )
+    return size if learned else None
+
+
+def image_size_of(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Height and width that a configuration names."""
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return size, size
+    return None if size is None else (size[0], size[1])
+
+
+@functools.cache
+def _has_flag(tower_class: type[PreTrainedModel]) -> bool:
+    return FLAG in inspect.signature(tower_class.forward).parameters
