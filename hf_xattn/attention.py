@@ -416,6 +416,6 @@ def check_text_and_states(
     check_states(cross_attention_states, config.context_size)
     if cross_attention_states.shape[0] != shape[0]:
         raise ValueError(
-            f"Expected `cross_attention_states` of batch {shape[0]}, as `hidden_states`, got {cross_attention_states.shape[0]}. To ask "
+            f"Expected `cross_attention_states` of batch {shape[0]}, as `hidden_states`, got batch {cross_attention_states.shape[0]}. To ask "
             "many questions about one image, encode it once with `encode_images` of a model and pass the cache."
         )

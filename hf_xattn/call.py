@@ -1,6 +1,6 @@
 """One forward of the model around a decoder, in steps.
 
-read_call       checks the text's arguments and finds the cache
+read_call       finds the cache
 prepare_blocks  encodes new images, decides what each text token sees, and makes the context of the blocks
 (the decoder runs, with the context as a keyword)
 keep            puts into the cache what the forward leaves: images of all blocks, and what the text has seen
@@ -25,7 +25,6 @@ from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout
 from .tensor_checks import type_name
-from .text_inputs import check_text
 from .text_progress import TextProgress
 from .visibility import look
 from .xattn_cache import XAttnCache
@@ -101,7 +100,7 @@ def read_call(
     recomputes: bool,
     skips_layers: bool,
 ) -> Call:
-    """Checks the text's arguments, and finds the cache. What `forward` leaves open follows the model's configuration.
+    """Finds the cache of a call whose text was checked (`text_inputs.py`). What `forward` leaves open follows the configuration.
 
     Args:
         config ([`XAttnConfig`]): the model's.
@@ -110,10 +109,12 @@ def read_call(
         skips_layers (`bool`): layers may be left out, under LayerDrop.
 
     Raises:
-        TypeError: for text that is no tensor or of a wrong dtype, or a cache of another kind.
-        ValueError: for text of a wrong rank or size, or a cache that cannot be used.
+        TypeError: for a cache of another kind.
+        ValueError: for a cache that cannot be used.
     """
-    given = check_text(text, starts=past_key_values is None)
+    input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
+    given = input_ids if input_ids is not None else inputs_embeds
+    assert given is not None
     if past_key_values is not None and not isinstance(past_key_values, Cache):
         raise TypeError(
             f"Expected `past_key_values` to be a cache of transformers, got {type_name(past_key_values)}: pass "

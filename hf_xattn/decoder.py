@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from .channel import carrying
 from .context import KEYWORD, CrossAttentionContext
+from .keywords import LOSS, keywords_of, refuse_unknown
 from .memo import memoized
 from .sizes import text_num_hidden_layers
 
@@ -132,19 +133,41 @@ class DecoderInterface(NamedTuple):
         arguments (`frozenset[str]`): names of the arguments of its `forward`.
         cache_argument (`str`): name under which it takes its cache.
         receives_keywords (`bool`): whether its layers get the keyword arguments of its `forward`.
+        keywords, body_keywords (`frozenset[str]`): names that it reads, with its head and without.
+        is_custom_code (`bool`): its code may read other names as well.
     """
 
     arguments: frozenset[str]
     cache_argument: str
     receives_keywords: bool
+    keywords: frozenset[str]
+    body_keywords: frozenset[str]
+    is_custom_code: bool
 
     @classmethod
     def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
+        decoder, _ = find_decoder(text_model)
+        around = [
+            model
+            for model in text_model.modules()
+            if isinstance(model, PreTrainedModel) and any(inner is decoder for inner in model.modules())
+        ]
+        cache_argument = find_cache_argument(text_model)
+        handled = {"self", "kwargs", cache_argument}
+        body = keywords_of(model for model in around if model is not text_model) - handled
         return cls(
             frozenset(inspect.signature(text_model.forward).parameters),
-            find_cache_argument(text_model),
+            cache_argument,
             layers_receive_keywords(text_model),
+            (keywords_of(around) | LOSS) - handled,
+            body,
+            text_model.is_custom_code(),
         )
+
+    def check_keywords(self, caller: Callable[..., Any], given: dict[str, Any], body: bool = False) -> None:
+        """Raises a `TypeError` for keyword arguments that the decoder does not read (`body`: without its head)."""
+        if given:
+            refuse_unknown(caller, given, self.body_keywords if body else self.keywords, only_near=self.is_custom_code)
 
     def call(
         self,

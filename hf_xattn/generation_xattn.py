@@ -23,6 +23,8 @@ from .image_cache import ImageCache
 from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .outputs import StepAttentions
+from .tensor_checks import check_tensor
+from .text_inputs import check_ids, check_in_vocabulary
 from .xattn_cache import XAttnCache
 
 
@@ -52,7 +54,8 @@ class XAttnGenerationMixin:
         with `cross_attentions`, which `output_attentions=True` fills.
 
         Raises:
-            ValueError: where the text names images that were not given, or, with `image_visibility` other than `"all"`,
+            TypeError: for text that is no tensor or of a wrong dtype.
+            ValueError: for text of a wrong rank; where the text names images that were not given, or, with `image_visibility` other than `"all"`,
                 where their numbers differ; where batches or lengths of text, images, masks and cache differ.
         """
         images = ImageInputs.take_from(self.config, kwargs)
@@ -65,11 +68,15 @@ class XAttnGenerationMixin:
                 "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
-        if isinstance(input_ids, torch.Tensor) and input_ids.dim() != 2:
-            input_ids = None  # transformers names what is wrong with it
         text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         attentions = StepAttentions(1)
         if text is not None:
+            if input_ids is None:
+                check_tensor("inputs_embeds", text)
+            else:
+                name = "input_ids" if inputs is None else "inputs"
+                check_ids(name, input_ids)
+                check_in_vocabulary(name, input_ids, self.model.text_model.get_input_embeddings())
             xattn_cache = cache if isinstance(cache, XAttnCache) else None
             images.check_rows(text.shape[0], 0 if xattn_cache is None else xattn_cache.cross_attention_cache.rows)
             self._check_markers(input_ids, images, xattn_cache)

@@ -35,7 +35,9 @@ from .model_identity import ModelIdentity
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .pretrained import XAttnPreTrainedModel, keep_weights
 from .rollback import whole_or_not_at_all
-from .vision import build_tower, follow_tower
+from .text_inputs import check_labels, check_text
+from .tower import check_tower_class
+from .vision import build_tower, follow_tower, is_tiled
 from .vocabulary import extend_vocabulary
 from .xattn_cache import XAttnCache
 
@@ -63,6 +65,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 keep_weights(given)
         if text_model is None:
             text_model = AutoModelForCausalLM.from_config(config.text_config)
+        if vision_tower is not None and not is_tiled(vision_tower.config):
+            check_tower_class("vision_tower", type(vision_tower))
         check_insertable(text_model)
         if config.additional_vocab_size:
             extend_vocabulary(text_model, config.additional_vocab_size, config.additional_vocab_in_head)
@@ -104,6 +108,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         output_attentions: bool | None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
+        check_text(text, past_key_values is None, self.get_input_embeddings)
         recomputes = bool(self.training and self.is_activation_checkpointing)
         skips = may_skip_layers(self.text_model)
         call = read_call(self.config, text, images, past_key_values, use_cache, output_attentions, recomputes, skips)
@@ -186,9 +191,12 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             image_inputs (`PreparedImages`, *optional*): what `generate` encoded once, in place of all image arguments.
 
         Raises:
-            TypeError: for masks that are not boolean, or states and pixels that are not floating point.
-            ValueError: for shapes that do not fit, images without a vision tower, or contradicting arguments.
+            TypeError: for unknown keywords, arguments that are no tensors, masks that are not boolean, or states and pixels
+                that are not floating point.
+            ValueError: for shapes that do not fit, an empty text or ids outside the vocabulary (on a CPU; a GPU would have to wait
+                for the check), images without a vision tower, or contradicting arguments.
         """
+        self._interface.check_keywords(self.forward, kwargs, body=True)
         images = image_inputs or ImageInputs.of(
             self.config,
             pixel_values=pixel_values,
@@ -314,6 +322,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             logits_to_keep (`int` or `torch.Tensor`): logits of the last positions only; 0 = all.
             others: as in [`XAttnModel.forward`].
         """
+        self.model._interface.check_keywords(self.forward, kwargs)
         images = image_inputs or ImageInputs.of(
             self.config,
             pixel_values=pixel_values,
@@ -329,6 +338,8 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             labels is not None and self.config.additional_vocab_in_head
         )  # wider than the decoder's own loss expects
         if labels is not None:
+            ignored = kwargs.get("ignore_index", -100)
+            check_labels(labels, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
             labels = self._readable_labels(labels)
         outputs, cache, cross_attentions = self.model._run(
             text_model,

@@ -18,8 +18,9 @@ from .configuration_xattn import (
 )
 from .insertion import check_kind
 from .modeling_xattn import XAttnForConditionalGeneration
-from .sizes import text_num_hidden_layers, vision_hidden_size
+from .sizes import TILED_VISION_TYPES, text_num_hidden_layers, vision_hidden_size
 from .text_half import composite_class, is_composite, text_half, text_half_config
+from .tower import check_tower_class, check_tower_config
 
 
 logger = logging.get_logger(__name__)
@@ -144,6 +145,8 @@ def _vision_config(vision: str | Path | PreTrainedModel, load_kwargs: dict[str, 
                 f"`vision` is a {type(vision).__name__}, which holds more than a vision model. Pass its vision part, or its "
                 "folder."
             )
+        if config.model_type not in TILED_VISION_TYPES:
+            check_tower_class("vision", type(vision))
         return config
     if not isinstance(vision, (str, Path)):
         raise TypeError(f"`vision` must be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}.")
@@ -151,6 +154,7 @@ def _vision_config(vision: str | Path | PreTrainedModel, load_kwargs: dict[str, 
     config = getattr(config, "vision_config", None) or config
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # its pooled output is not used, so it would never get a gradient
+    check_tower_config("vision", config)
     _check_safetensors("vision", vision)
     return config
 
@@ -179,7 +183,14 @@ def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XA
     Args:
         model ([`XAttnForConditionalGeneration`]): changed in place.
         vision (`bool`, defaults to `True`): freeze the vision tower as well.
+
+    Raises:
+        TypeError: for a model without blocks.
     """
+    if not isinstance(model, XAttnForConditionalGeneration):
+        raise TypeError(
+            f"Expected `model` to be an XAttnForConditionalGeneration, got {type(model).__name__}: `retrofit` makes one."
+        )
     model.requires_grad_(False)
     for block in model.blocks:
         block.requires_grad_(True)

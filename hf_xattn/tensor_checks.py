@@ -42,10 +42,12 @@ def check_floating(name: str, tensor: torch.Tensor, remedy: str = "") -> None:
         raise TypeError(f"Expected `{name}` to be floating point, got {tensor.dtype}{remedy}.")
 
 
-def check_integers(name: str, tensor: torch.Tensor) -> None:
-    """Raises a `TypeError` for anything but 64-bit and 32-bit integers."""
-    if tensor.dtype not in INTEGERS:
-        raise TypeError(f"Expected `{name}` to hold integers (torch.int64 or torch.int32), got {tensor.dtype}.")
+def check_integers(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
+    """Raises a `TypeError` for anything but integers of these widths."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(
+            f"Expected `{name}` to hold integers ({' or '.join(str(dtype) for dtype in dtypes)}), got {tensor.dtype}."
+        )
 
 
 def check_states(states: torch.Tensor, context_size: int, by_image: bool = False) -> None:

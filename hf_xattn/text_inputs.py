@@ -1,34 +1,35 @@
 """The text arguments of a call, checked before an image is encoded.
 
-Only types, dtypes and shapes are read, so a decode step pays for a few comparisons. Whether ids are in the vocabulary would make a
-GPU wait for them: on a CPU, where the embedding itself refuses such ids, the refusal is put into words ([`explain`]).
+Types, dtypes and shapes are read, so that a decode step pays for a few comparisons. The values of ids and labels are read on a CPU
+alone, and of ids only where text starts or has more than one token: a GPU would have to wait for them. There, ids outside the
+vocabulary end in a device-side assertion of torch, as in transformers.
 """
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsIndex
 
 import torch
+from torch import nn
 from transformers.masking_utils import BlockMask
 
 from .tensor_checks import check_floating, check_integers, check_tensor
+from .vocabulary import vocabulary_size
 
 
-def check_text(text: Mapping[str, Any], starts: bool) -> torch.Tensor:
+def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[], nn.Module]) -> None:
     """Checks the text arguments of a forward.
 
     Args:
         text (`Mapping`): `input_ids` or `inputs_embeds`, `attention_mask`, `position_ids`, `logits_to_keep`.
         starts (`bool`): there is no cache, so no earlier text that a mask would cover.
-
-    Returns:
-        `torch.Tensor`: `input_ids` or `inputs_embeds`.
+        find_embedding (`Callable`): gives the decoder's embedding, where it is needed.
 
     Raises:
         TypeError: for anything but tensors, or a wrong dtype.
-        ValueError: for none or both of the two, an empty text, or a wrong rank or size.
+        ValueError: for none or both of the two, an empty text, a wrong rank or size, or ids outside the vocabulary.
     """
     input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
     if (input_ids is None) == (inputs_embeds is None):
@@ -36,9 +37,14 @@ def check_text(text: Mapping[str, Any], starts: bool) -> torch.Tensor:
             f"Expected exactly one of `input_ids` and `inputs_embeds`, got {'none' if input_ids is None else 'both'}."
         )
     if torch.compiler.is_compiling():
-        return input_ids if input_ids is not None else inputs_embeds
-    text_tensor = _check_embeds(inputs_embeds) if input_ids is None else check_ids("input_ids", input_ids)
-    rows, length = text_tensor.shape[:2]
+        return
+    if input_ids is not None:
+        check_ids("input_ids", input_ids)
+        rows, length = input_ids.shape
+        if length > 1 or starts:
+            check_in_vocabulary("input_ids", input_ids, find_embedding())
+    else:
+        rows, length = _check_embeds(inputs_embeds, find_embedding())
     if (mask := text.get("attention_mask")) is not None:
         _check_attention_mask(mask, rows, length, starts)
     if (positions := text.get("position_ids")) is not None:
@@ -48,38 +54,55 @@ def check_text(text: Mapping[str, Any], starts: bool) -> torch.Tensor:
             raise ValueError(
                 f"Expected `position_ids` of shape (batch, text_len={length}), got {tuple(positions.shape)}."
             )
-    keep = text.get("logits_to_keep")
-    if keep is not None and not isinstance(keep, torch.Tensor) and (not isinstance(keep, numbers.Integral) or keep < 0):
-        raise ValueError(
-            f"Expected `logits_to_keep` to be a tensor of positions or an integer of at least 0, got {keep!r}."
-        )
-    return text_tensor
+    _check_kept(text.get("logits_to_keep"))
 
 
-def check_ids(name: str, ids: Any) -> torch.Tensor:
+def check_ids(name: str, ids: Any) -> None:
     """Raises where token ids are not integers of shape `(batch, text_len)`, or there are none."""
     check_tensor(name, ids)
     check_integers(name, ids)
     if ids.dim() != 2:
         raise ValueError(f"Expected `{name}` of shape (batch, text_len), got {tuple(ids.shape)}.")
-    _check_not_empty(name, ids)
-    return ids
+    if 0 in ids.shape:
+        raise ValueError(f"`{name}` holds no token: its shape is {tuple(ids.shape)}.")
 
 
-def _check_embeds(embeds: Any) -> torch.Tensor:
+def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, ignored: int | None = None) -> None:
+    """Raises a `ValueError` for ids that an embedding has no row for. On a CPU alone: see the head of this file."""
+    size = vocabulary_size(embedding)
+    if size is None or ids.device.type != "cpu":
+        return
+    outside = (ids < 0) | (ids >= size)
+    if ignored is not None:
+        outside &= ids != ignored
+    if outside.any():
+        found = sorted(set(ids[outside].tolist()))
+        raise ValueError(
+            f"Expected `{name}` from 0 to {size - 1}, the model's vocabulary, got {', '.join(map(str, found[:5]))}."
+        )
+
+
+def _check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
     check_tensor("inputs_embeds", embeds)
     check_floating("inputs_embeds", embeds)
-    if embeds.dim() != 3:
+    width = getattr(embedding, "embedding_dim", None)
+    if embeds.dim() != 3 or (width is not None and embeds.shape[2] != width):
         raise ValueError(
-            f"Expected `inputs_embeds` of shape (batch, text_len, hidden_size), got {tuple(embeds.shape)}."
+            f"Expected `inputs_embeds` of shape (batch, text_len, {'hidden_size' if width is None else width}), got "
+            f"{tuple(embeds.shape)}."
         )
-    _check_not_empty("inputs_embeds", embeds)
-    return embeds
+    if 0 in embeds.shape:
+        raise ValueError(f"`inputs_embeds` holds no token: its shape is {tuple(embeds.shape)}.")
+    return embeds.shape[0], embeds.shape[1]
 
 
-def _check_not_empty(name: str, text: torch.Tensor) -> None:
-    if 0 in text.shape:
-        raise ValueError(f"`{name}` holds no token: its shape is {tuple(text.shape)}.")
+def _check_kept(keep: Any) -> None:
+    if keep is None or isinstance(keep, torch.Tensor):
+        return
+    if not isinstance(keep, SupportsIndex) or operator.index(keep) < 0:
+        raise ValueError(
+            f"Expected `logits_to_keep` to be an integer of at least 0, or a tensor of positions, got {keep!r}."
+        )
 
 
 def _check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
@@ -92,19 +115,30 @@ def _check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> No
     else:
         fits = len(shape) == 4 and shape[2] == length
     if not fits:
-        covered = f"text_len={length}" if starts else f"text so far and text_len={length}"
+        covered = f"text_len={length}" if starts else f"text so far + text_len={length}"
         raise ValueError(f"Expected `attention_mask` of shape (batch={rows}, {covered}), got {shape}.")
 
 
-def check_labels(labels: Any, rows: int, length: int, logits_to_keep: Any) -> None:
-    """Checks labels against the text, or against the positions whose logits are kept.
+def check_labels(
+    labels: Any,
+    input_ids: Any,
+    inputs_embeds: Any,
+    logits_to_keep: Any,
+    find_embedding: Callable[[], nn.Module],
+    ignored: int = -100,
+) -> None:
+    """Checks labels against the text, or against the positions whose logits are kept; `ignored` stands for no label.
 
     Raises:
         TypeError: for anything but integers.
-        ValueError: for another shape.
+        ValueError: for another shape, or labels outside the vocabulary.
     """
     check_tensor("labels", labels)
-    check_integers("labels", labels)
+    check_integers("labels", labels, (torch.int64,))
+    text = input_ids if input_ids is not None else inputs_embeds
+    if torch.compiler.is_compiling() or not isinstance(text, torch.Tensor) or text.dim() < 2:
+        return
+    rows, length = text.shape[:2]
     if isinstance(logits_to_keep, torch.Tensor):
         length = logits_to_keep.numel()
     elif logits_to_keep:
@@ -112,30 +146,6 @@ def check_labels(labels: Any, rows: int, length: int, logits_to_keep: Any) -> No
     if tuple(labels.shape) != (rows, length):
         raise ValueError(
             f"Expected `labels` of shape {(rows, length)} (batch, text_len), got {tuple(labels.shape)}. A position that has no label "
-            "takes -100."
+            f"takes {ignored}."
         )
-
-
-def explain(error: IndexError, text: Mapping[str, Any], vocab_size: int, head_size: int) -> Exception:
-    """What to raise for an `IndexError` inside a decoder.
-
-    Args:
-        error (`IndexError`): of a table that was read at an index that it does not have.
-        text (`Mapping`): the decoder's arguments.
-        vocab_size (`int`): ids that the embedding has rows for.
-        head_size (`int`): ids that the head has rows for.
-
-    Returns:
-        `Exception`: a `ValueError` that names the argument, or the error itself where it is not about ids.
-    """
-    for name, size in (("input_ids", vocab_size), ("labels", head_size)):
-        ids = text.get(name)
-        if not isinstance(ids, torch.Tensor):
-            continue
-        outside = (ids < 0) | (ids >= size)
-        if name == "labels":
-            outside &= ids != -100
-        if outside.any():
-            found = sorted(set(ids[outside].tolist()))[:5]
-            return ValueError(f"Expected `{name}` from 0 to {size - 1}, the model's vocabulary, got {found}.")
-    return error
+    check_in_vocabulary("labels", labels, find_embedding(), ignored)

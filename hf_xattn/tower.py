@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from .memo import memoized
 from .sizes import TILED_VISION_TYPES
 
 
@@ -54,7 +55,7 @@ def check_tower_config(name: str, config: PreTrainedConfig) -> None:
         ValueError: as [`check_tower_class`].
     """
     if config.model_type not in TILED_VISION_TYPES and type(config) in MODEL_MAPPING:
-        tower_class = MODEL_MAPPING[type(config)]
+        tower_class: Any = MODEL_MAPPING[type(config)]
         if isinstance(tower_class, type):
             check_tower_class(name, tower_class)
 
@@ -84,6 +85,6 @@ def image_size_of(config: PreTrainedConfig) -> tuple[int, int] | None:
     return None if size is None else (size[0], size[1])
 
 
-@functools.cache
+@memoized
 def _has_flag(tower_class: type[PreTrainedModel]) -> bool:
     return FLAG in inspect.signature(tower_class.forward).parameters

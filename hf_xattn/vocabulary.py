@@ -45,6 +45,14 @@ def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
     return derive(head_class, PREFIX, {"forward": forward}, (extended_head_class, head_class))
 
 
+def vocabulary_size(embedding: nn.Module) -> int | None:
+    """Ids that an embedding has a row for, added ones included; None where it is of an unusual kind."""
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    additional = getattr(embedding, "additional", None)
+    return embedding.num_embeddings + (0 if additional is None else additional.num_embeddings)
+
+
 def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool) -> None:
     """Adds `size` tokens behind a decoder's vocabulary, in place.
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
+from conftest import VOCAB_SIZE, make_model, pixels, token_ids
+from PIL import Image
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 
@@ -76,6 +77,53 @@ BAD_CALLS = {
     "ids_and_embeds": ({"inputs_embeds": torch.zeros(2, 7, 32)}, ValueError, "exactly one"),
     "no_text": ({"input_ids": None, "pixel_values": pixels()}, ValueError, "exactly one"),
     "ids_rank": ({"input_ids": token_ids()[0]}, ValueError, r"input_ids.*\(7,\)"),
+    "ids_list": ({"input_ids": [[5, 6]]}, TypeError, "input_ids.*torch.Tensor, got list"),
+    "ids_dtype": ({"input_ids": token_ids().float()}, TypeError, "input_ids.*integers.*float32"),
+    "ids_empty_text": ({"input_ids": token_ids()[:, :0]}, ValueError, r"input_ids.*no token.*\(2, 0\)"),
+    "ids_empty_batch": ({"input_ids": token_ids()[:0]}, ValueError, r"input_ids.*no token.*\(0, 7\)"),
+    "ids_vocabulary": ({"input_ids": token_ids() + VOCAB_SIZE}, ValueError, "input_ids.*0 to 95.*got 1"),
+    "ids_negative": ({"input_ids": -token_ids()}, ValueError, "input_ids.*0 to 95.*got -"),
+    "embeds_rank": ({"input_ids": None, "inputs_embeds": torch.zeros(2, 32)}, ValueError, r"inputs_embeds.*\(2, 32\)"),
+    "embeds_width": (
+        {"input_ids": None, "inputs_embeds": torch.zeros(2, 7, 31)},
+        ValueError,
+        r"inputs_embeds.*32\), got \(2, 7, 31\)",
+    ),
+    "attention_mask_rank": ({"attention_mask": torch.tensor(1)}, ValueError, r"attention_mask.*text_len=7\), got \(\)"),
+    "attention_mask_size": (
+        {"attention_mask": torch.ones(2, 6)},
+        ValueError,
+        r"attention_mask.*text_len=7\), got \(2, 6",
+    ),
+    "positions_size": ({"position_ids": torch.arange(6)[None]}, ValueError, r"position_ids.*text_len=7\), got \(1, 6"),
+    "labels_size": ({"labels": token_ids()[:, 1:]}, ValueError, r"labels.*\(2, 7\).*got \(2, 6\)"),
+    "labels_dtype": ({"labels": token_ids().float()}, TypeError, "labels.*integers.*float32"),
+    "labels_int32": ({"labels": token_ids().int()}, TypeError, "labels.*int64.*got torch.int32"),
+    "labels_vocabulary": ({"labels": token_ids() + VOCAB_SIZE}, ValueError, "labels.*0 to 95.*got 1"),
+    "labels_kept": ({"labels": token_ids(), "logits_to_keep": 2}, ValueError, r"labels.*\(2, 2\).*got \(2, 7\)"),
+    "logits_to_keep": ({"logits_to_keep": "last"}, ValueError, "logits_to_keep.*integer.*'last'"),
+    "cache_tuple": ({"past_key_values": ()}, TypeError, "past_key_values.*cache.*got tuple"),
+    "pixels_numpy": ({"pixel_values": pixels().numpy()}, TypeError, "pixel_values.*torch.Tensor, got numpy.ndarray"),
+    "pixels_list": ({"pixel_values": [pixels()]}, TypeError, "pixel_values.*torch.Tensor, got list"),
+    "pixels_pil": ({"pixel_values": Image.new("RGB", (32, 32))}, TypeError, "pixel_values.*got PIL.Image.Image"),
+    "states_numpy": ({"cross_attention_states": states().numpy()}, TypeError, "cross_attention_states.*numpy.ndarray"),
+    "mask_list": (
+        {"cross_attention_states": states(), "cross_attention_mask": [[True] * 5] * 2},
+        TypeError,
+        "cross_attention_mask.*got list",
+    ),
+    "mask_0d": (
+        {"cross_attention_states": states(), "cross_attention_mask": torch.tensor(True)},
+        ValueError,
+        r"cross_attention_mask.*got \(\)",
+    ),
+    "image_mask_0d": (
+        {"pixel_values": pixels(), "image_mask": torch.tensor(True)},
+        ValueError,
+        r"image_mask.*\(2, 1\).*got \(\)",
+    ),
+    "pixels_zero_size": ({"pixel_values": torch.zeros(2, 1, 3, 0, 32)}, ValueError, r"no image.*\(2, 1, 3, 0, 32\)"),
+    "pixels_no_rows": ({"pixel_values": pixels()[:0]}, ValueError, r"no image.*\(0, 1, 3, 32, 32\)"),
 }
 
 
@@ -91,6 +139,44 @@ def test_bad_input_is_named(served, case):
     arguments = {"input_ids": token_ids(), **arguments}
     with pytest.raises(error, match=message):
         served(**arguments)
+
+
+GENERATE = {
+    "list": ([[5, 6]], TypeError, "`inputs`.*torch.Tensor, got list"),
+    "rank": (token_ids()[0], ValueError, r"`inputs`.*\(7,\)"),
+    "dtype": (token_ids().float(), TypeError, "`inputs`.*integers.*float32"),
+    "vocabulary": (token_ids() + VOCAB_SIZE, ValueError, "`inputs`.*0 to 95"),
+}
+
+
+@pytest.mark.parametrize("case", GENERATE)
+def test_generate_names_its_text(served, case):
+    """An error from inside a sampling loop, after the images were encoded."""
+    ids, error, message = GENERATE[case]
+    with pytest.raises(error, match=message):
+        served.generate(ids, pixel_values=pixels())
+    with pytest.raises(error, match=message.replace("inputs", "input_ids")):
+        served.generate(input_ids=ids, pixel_values=pixels())
+
+
+def test_empty_batches_are_not_encoded(served):
+    """An empty cache that fails when it is used."""
+    with pytest.raises(ValueError, match="`pixel_values` holds no image"):
+        served.encode_images(pixel_values=pixels()[:0])
+    with pytest.raises(ValueError, match="`cross_attention_states` holds no image token"):
+        served.encode_images(cross_attention_states=states()[:0])
+    with pytest.raises(TypeError, match="`pixel_values`.*numpy.ndarray"):
+        served.get_image_features(pixels().numpy())
+
+
+def test_labels_that_the_loss_ignores(served):
+    """Ignored labels, or those of kept positions, taken for ids outside the vocabulary."""
+    ids = token_ids()
+    labels = ids.clone()
+    labels[:, :3] = -1
+    expected = served(ids, labels=labels.masked_fill(labels == -1, -100)).loss
+    assert torch.equal(served(ids, labels=labels, ignore_index=-1).loss, expected)
+    assert served(ids, labels=ids[:, -3:], logits_to_keep=3).loss.isfinite()
 
 
 def test_images_need_a_way_in():

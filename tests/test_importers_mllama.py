@@ -375,7 +375,7 @@ def test_wrong_pixels():
     for change, message in (
         ({"pixel_values": good["pixel_values"][:, :, 0]}, "max_num_tiles=4"),
         ({"aspect_ratio_ids": None}, "`aspect_ratio_ids` is required"),
-        ({"aspect_ratio_mask": good["aspect_ratio_mask"][..., :2]}, "`aspect_ratio_mask` must have shape"),
+        ({"aspect_ratio_mask": good["aspect_ratio_mask"][..., :2]}, "Expected `aspect_ratio_mask` of shape"),
         ({"cross_attention_mask": torch.ones(1, 6, 1, 3)}, r"\(1, 6, 1, tiles\).*got \(1, 6, 1, 3\)"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,119 @@
+"""Vision towers: which models can be one, and which image sizes they read."""
+
+import pytest
+import torch
+from conftest import make_text, pixels, token_ids, vision_config
+from transformers import (
+    Aimv2VisionConfig,
+    AutoModel,
+    BeitConfig,
+    CLIPVisionConfig,
+    ConvNextConfig,
+    Dinov2Config,
+    DPTConfig,
+    IJepaConfig,
+    ResNetConfig,
+    SwinConfig,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
+
+
+SMALL = {
+    "hidden_size": 24,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+ONE_SIZE = {
+    "siglip": vision_config,
+    "clip": lambda: CLIPVisionConfig(**SMALL),
+    "vit": lambda: ViTConfig(**SMALL),
+    "ijepa": lambda: IJepaConfig(**SMALL),
+    "aimv2": lambda: Aimv2VisionConfig(**SMALL),
+    "swin_absolute": lambda: SwinConfig(
+        image_size=32,
+        patch_size=4,
+        embed_dim=12,
+        depths=[1],
+        num_heads=[2],
+        window_size=4,
+        use_absolute_embeddings=True,
+    ),
+}
+ANY_SIZE = {
+    "dinov2": lambda: Dinov2Config(**{**SMALL, "mlp_ratio": 2}),
+    "dpt": lambda: DPTConfig(**SMALL, backbone_out_indices=[0, 0, 0, 0]),
+    "beit": lambda: BeitConfig(**{**SMALL, "num_hidden_layers": 4}, out_indices=[1, 2, 3, 4]),
+    "swin": lambda: SwinConfig(image_size=32, patch_size=4, embed_dim=12, depths=[1], num_heads=[2], window_size=4),
+    "convnext": lambda: ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+    "resnet": lambda: ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
+}
+SIZES = [(33, 32), (40, 32), (64, 16), (64, 64)]
+
+
+def model_with(config):
+    text = make_text()
+    return XAttnForConditionalGeneration(XAttnConfig(text_config=text.config, vision_config=config), text).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ONE_SIZE)
+def test_images_of_the_only_size(name):
+    """A larger image whose border is left out without a word, or an error from inside the tower."""
+    model = model_with(ONE_SIZE[name]())
+    assert model(token_ids(), pixel_values=pixels()).logits.isfinite().all()
+    for height, width in SIZES:
+        message = rf"`pixel_values` with images of \(32, 32\).*{name.split('_')[0]}.*\(2, 1, 3, {height}, {width}\)"
+        with pytest.raises(ValueError, match=message):
+            model(token_ids(), pixel_values=torch.zeros(2, 1, 3, height, width))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_images_of_any_size(name):
+    """A tower that reads every size, kept from it."""
+    model = model_with(ANY_SIZE[name]())
+    for height, width in SIZES:
+        features = model.get_image_features(torch.randn(2, 1, 3, height, width))
+        features = features if isinstance(features, torch.Tensor) else features.pooler_output
+        assert features.isfinite().all()
+
+
+@torch.no_grad()
+def test_sizes_that_the_tower_refuses_itself():
+    """An error from inside a tower that names no argument."""
+    model = model_with(ANY_SIZE["convnext"]())
+    with pytest.raises(ValueError, match=r"cannot read `pixel_values` of shape \(2, 1, 3, 2, 2\): "):
+        model(token_ids(), pixel_values=torch.zeros(2, 1, 3, 2, 2))
+
+
+def test_models_that_are_no_towers(tmp_path):
+    """A language model, or one that needs more than pixels, found out at the first image."""
+    text = make_text()
+    with pytest.raises(
+        ValueError, match="`vision` to be a vision model, which takes `pixel_values`, got a LlamaForCausalLM"
+    ):
+        retrofit(text, make_text())
+    assert not any("cross_attention_block" in name for name, _ in text.named_modules()), "changed all the same"
+    text.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`vision` to be a vision model.*LlamaModel"):
+        retrofit(text, tmp_path)
+    with pytest.raises(ValueError, match="`vision_config` to be a vision model.*LlamaModel"):
+        XAttnForConditionalGeneration(XAttnConfig(text_config=text.config, vision_config=make_text().config))
+    with pytest.raises(ValueError, match="`vision_tower` to be a vision model.*LlamaForCausalLM"):
+        config = XAttnConfig(text_config=text.config, vision_config=vision_config())
+        XAttnForConditionalGeneration(config, text, make_text())
+
+
+@torch.no_grad()
+def test_a_tower_with_a_head():
+    """`AttributeError: 'ImageClassifierOutput' object has no attribute 'last_hidden_state'`."""
+    model = retrofit(make_text(), ViTForImageClassification(ViTConfig(**SMALL)))
+    with pytest.raises(ValueError, match="`last_hidden_state`, got a ViTForImageClassification.*base_model"):
+        model(token_ids(), pixel_values=pixels())
+    retrofit(make_text(), AutoModel.from_config(ViTConfig(**SMALL)))(token_ids(), pixel_values=pixels())
