@@ -31,12 +31,14 @@ from .gradients import give_gradient, only_images_learn
 from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
+from .loss import LabelMask, LossInputs, loss_over_all_logits
 from .model_identity import ModelIdentity
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .pretrained import XAttnPreTrainedModel, keep_weights
 from .rollback import whole_or_not_at_all
 from .text_inputs import check_labels, check_text
 from .tower import check_tower_class
+from .trainer_labels import mask_labels_in_trainer
 from .vision import build_tower, follow_tower, is_tiled
 from .vocabulary import extend_vocabulary
 from .xattn_cache import XAttnCache
@@ -319,6 +321,11 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         Args:
             labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, ids to predict, -100 = ignored. Image markers
                 are ignored too: they need no row in the head.
+            shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are shifted already, in place of
+                `labels`.
+            num_items_in_batch (`int` or `torch.Tensor`, *optional*): the loss is the sum over the labels divided by this number,
+                for gradient accumulation; a mean otherwise. It counts the labels of all micro-batches that are not ignored, see
+                [`~XAttnForConditionalGeneration.mask_labels`].
             logits_to_keep (`int` or `torch.Tensor`): logits of the last positions only; 0 = all.
             others: as in [`XAttnModel.forward`].
         """
@@ -334,13 +341,12 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             image_attention_mask=image_attention_mask,
         )
         text_model = self.model.text_model
-        own_loss = (
-            labels is not None and self.config.additional_vocab_in_head
-        )  # wider than the decoder's own loss expects
         if labels is not None:
             ignored = kwargs.get("ignore_index", -100)
             check_labels(labels, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
-            labels = self._readable_labels(labels)
+        targets = LossInputs.take_from(self._label_mask(), labels, kwargs)
+        # A decoder's own loss expects no more logits than its vocabulary has, and does not look at `shift_labels` alone.
+        own_loss = targets.has_labels and (self.config.additional_vocab_in_head or labels is None)
         outputs, cache, cross_attentions = self.model._run(
             text_model,
             {
@@ -348,10 +354,10 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
                 "inputs_embeds": inputs_embeds,
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
-                "labels": None if own_loss else labels,
                 "logits_to_keep": logits_to_keep
                 if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep
                 else None,
+                **({} if own_loss else targets.given),
                 **kwargs,
             },
             images,
@@ -361,9 +367,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         )
         loss = outputs.get("loss")
         if own_loss:
-            vocab_size = outputs.logits.shape[-1]
-            items = kwargs.get("num_items_in_batch")
-            loss = text_model.loss_function(outputs.logits, labels, vocab_size, num_items_in_batch=items)
+            loss = loss_over_all_logits(text_model, outputs, targets)
         fields = {
             "loss": loss,
             "logits": outputs.logits,
@@ -378,14 +382,26 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             return_dict = self.config.return_dict
         return result if return_dict else result.to_tuple()
 
-    def _readable_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels without the tokens that the head has no row for, or that nobody should learn to write."""
-        if self.config.image_token_id is not None:
-            labels = labels.masked_fill(labels == self.config.image_token_id, -100)
-        if self.config.additional_vocab_size and not self.config.additional_vocab_in_head:
-            vocab_size: Any = self.get_input_embeddings().num_embeddings
-            labels = labels.masked_fill(labels >= vocab_size, -100)
-        return labels
+    def _label_mask(self) -> LabelMask:
+        without_rows = self.config.additional_vocab_size and not self.config.additional_vocab_in_head
+        vocab_size: Any = self.get_input_embeddings().num_embeddings if without_rows else None
+        return LabelMask(self.config.image_token_id, vocab_size)
+
+    def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels as the loss counts them: -100 in place of image markers and of ids that the head has no row for.
+
+        `forward` does this too. Call it in a training loop of your own, before you count labels for `num_items_in_batch`.
+
+        Args:
+            labels (`torch.LongTensor`): of any shape; not changed.
+        """
+        return self._label_mask()(labels)
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """`forward` takes `num_items_in_batch`. `Trainer` asks when it is built, which is the time to make it count right."""
+        mask_labels_in_trainer()
+        return True
 
 
 __all__ = ["XAttnForConditionalGeneration", "XAttnModel", "XAttnPreTrainedModel"]

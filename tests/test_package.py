@@ -38,6 +38,19 @@ def test_registered_with_the_auto_classes():
             assert auto_class._model_mapping[config] is hf_xattn.XAttnForConditionalGeneration
 
 
+def test_registered_under_the_names_that_transformers_looks_up():
+    """A class that `Trainer` takes for one whose labels are not shifted, that pipelines warn of, and that `serve` refuses."""
+    from transformers.models.auto import modeling_auto
+
+    from hf_xattn.architectures import causal_model_types
+
+    for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
+        assert names["xattn"] == "XAttnForConditionalGeneration"
+        assert len(list(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING"))) > 10  # the lazy tables still load
+    assert "xattn" not in causal_model_types()
+
+
 def test_no_file_is_too_long():
     """A room that holds more than one concept."""
     long = {

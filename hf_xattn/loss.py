@@ -1,0 +1,99 @@
+"""The loss: the mean over the labels that count.
+
+Some labels do not count: -100, as everywhere in transformers, and the image markers, which nobody should learn to write and which may have
+no row in the head. `num_items_in_batch` is the number of labels that count, in all micro-batches of an optimizer step. `Trainer` takes it
+before the model sees the labels, see `trainer_labels.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+IGNORED = -100
+
+
+class LabelMask(NamedTuple):
+    """Which labels count.
+
+    Attributes:
+        image_token_id (`int`, *optional*): image marker, ignored.
+        vocab_size (`int`, *optional*): ids from here on have no row in the head and are ignored.
+    """
+
+    image_token_id: int | None
+    vocab_size: int | None
+
+    def __call__(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels with -100 in place of those that do not count. The caller's tensor is not changed."""
+        if self.image_token_id is not None:
+            labels = labels.masked_fill(labels == self.image_token_id, IGNORED)
+        if self.vocab_size is not None:
+            labels = labels.masked_fill(labels >= self.vocab_size, IGNORED)
+        return labels
+
+
+class LossInputs(NamedTuple):
+    """What a loss is computed from.
+
+    Attributes:
+        labels (`torch.LongTensor`, *optional*): `(batch, text_len)`; the token at a place is predicted by the place before.
+        shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are shifted already; used in place of `labels`.
+        num_items_in_batch (`int` or `torch.Tensor`, *optional*): divides the sum; None takes the mean of this call.
+    """
+
+    labels: torch.Tensor | None
+    shift_labels: torch.Tensor | None
+    num_items_in_batch: int | torch.Tensor | None
+
+    @classmethod
+    def take_from(cls, mask: LabelMask, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
+        """Takes the arguments of a loss out of `kwargs`, and masks the labels."""
+        given, items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
+        masked, shifted = (None if each is None else mask(each) for each in (labels, given))
+        if items is not None:
+            if given is not None and shifted is not None:
+                items = _items_that_count(items, given, shifted)
+            elif labels is not None and masked is not None:
+                items = _items_that_count(items, labels[..., 1:], masked[..., 1:])
+        return cls(masked, shifted, items)
+
+    @property
+    def has_labels(self) -> bool:
+        return self.labels is not None or self.shift_labels is not None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments that are not None."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def _items_that_count(items: int | torch.Tensor, given: torch.Tensor, masked: torch.Tensor) -> int | torch.Tensor:
+    """The number of labels that count, where `items` counts the labels of this call as they were given, image markers among them.
+
+    The labels of other micro-batches are not known here: a number that covers them is taken as it is.
+    """
+    counted, left = given.ne(IGNORED).sum(), masked.ne(IGNORED).sum()
+    items = torch.as_tensor(items, device=counted.device)
+    of_this_call = items == counted
+    if not torch.compiler.is_compiling() and bool(((counted != left) & ~of_this_call).any()):
+        logger.warning_once(
+            "`labels` hold image markers, which do not count in the loss, and `num_items_in_batch` must not count them either. Where it "
+            "does, the loss is too small: mask the labels before you count them, with `labels = model.mask_labels(labels)`."
+        )
+    return torch.where(of_this_call, left.clamp(min=1), items)
+
+
+def loss_over_all_logits(text_model: PreTrainedModel, outputs: Any, inputs: LossInputs) -> torch.Tensor:
+    """The loss over logits with more columns than the decoder's own loss expects, with the decoder's balancing loss of experts."""
+    loss = text_model.loss_function(
+        outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given}
+    )
+    balance, weight = outputs.get("aux_loss"), getattr(text_model, "router_aux_loss_coef", None)
+    return loss if balance is None or weight is None else loss + weight * balance.to(loss.device)

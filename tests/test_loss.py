@@ -1,0 +1,181 @@
+"""The loss is the mean over the labels that count, in `forward` and through `Trainer`."""
+
+import logging
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, make_model, make_text, pixels, token_ids
+from conversation_helpers import MARKER
+from test_training import arguments
+from torch.nn.functional import cross_entropy
+from transformers import Trainer
+
+from hf_xattn import freeze_base
+from hf_xattn import loss as room
+
+
+class Marked(torch.utils.data.Dataset):
+    """Texts with image markers and other numbers of labels that count; each row is a micro-batch."""
+
+    def __init__(self, rows=4, with_images=True):
+        self.ids, self.pixels, self.with_images = token_ids(rows, 8), pixels(rows), with_images
+        self.labels = self.ids.clone()
+        for row in range(rows):
+            self.ids[row, 1 : 2 + row] = MARKER
+            self.labels[row] = self.ids[row]
+            self.labels[row, 7 - row % 3 :] = -100
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        row = {"input_ids": self.ids[index], "labels": self.labels[index]}
+        return row | ({"pixel_values": self.pixels[index]} if self.with_images else {})
+
+    def batch(self, *rows):
+        rows = list(rows)
+        return {"input_ids": self.ids[rows], "labels": self.labels[rows], "pixel_values": self.pixels[rows]}
+
+
+def mean_by_hand(model, data, rows):
+    """The mean over all labels of `rows` but -100 and markers, in one number."""
+    losses = []
+    for row in rows:
+        batch = data.batch(row)
+        labels = batch.pop("labels")[:, 1:]
+        logits = model(**batch, use_cache=False).logits[:, :-1]
+        counts = (labels != -100) & (labels != MARKER)
+        losses.append(cross_entropy(logits[counts], labels[counts], reduction="none"))
+    return torch.cat(losses).mean()
+
+
+def train(model, data, folder, **options):
+    options = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4, "max_steps": 1} | options
+    options |= {"learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    trainer = Trainer(
+        model, arguments(folder, train_sampling_strategy="sequential", **options), train_dataset=data, eval_dataset=data
+    )
+    trainer.train()
+    return trainer, next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 1e-9])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_gradient_accumulation(tmp_path, steps, smoothing):
+    """A sum that is divided by the number of all labels, markers among them; a mean of means; labels that are not shifted."""
+    data = Marked()
+    twin = freeze_base(make_model(image_token_id=MARKER))
+    expected = mean_by_hand(twin, data, range(steps))
+    expected.backward()
+
+    model = freeze_base(make_model(image_token_id=MARKER))
+    options = {"gradient_accumulation_steps": steps, "label_smoothing_factor": smoothing}
+    trainer, found = train(model, data, tmp_path, **options)
+    assert found == pytest.approx(expected.item(), abs=1e-4)
+    for (name, weight), start in zip(model.named_parameters(), twin.parameters()):
+        moved = 0.0 if start.grad is None else 0.1 * start.grad
+        assert torch.allclose(weight, start - moved, atol=1e-5), name
+
+    expected = mean_by_hand(model.eval(), data, range(4)).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_other_models_are_left_alone(tmp_path):
+    """A text model whose id for a marker is a word like any other."""
+    data, model = Marked(with_images=False), make_text()
+    Trainer(make_model(image_token_id=MARKER), arguments(tmp_path))
+    labels = data.batch(0)["labels"]
+    expected = model(data.batch(0)["input_ids"], labels=labels).loss.item()
+    _, found = train(model, data, tmp_path)
+    assert found == pytest.approx(expected, abs=1e-4) and (labels == MARKER).any()
+
+
+def test_labels_of_the_data_set_are_not_changed(tmp_path):
+    """Labels masked in the caller's tensors."""
+    data = Marked()
+    before = data.labels.clone()
+    train(freeze_base(make_model(image_token_id=MARKER)), data, tmp_path)
+    assert torch.equal(data.labels, before)
+    model = make_model(image_token_id=MARKER)
+    assert torch.equal(model.mask_labels(before), before.masked_fill(before == MARKER, -100))
+    assert torch.equal(data.labels, before)
+
+
+# --- `forward`
+
+
+OPTIONS = {
+    "decoder": {},
+    "added_rows": {"additional_vocab_size": 3, "additional_vocab_in_head": True},
+    "added_inputs": {"additional_vocab_size": 3, "image_token_id": VOCAB_SIZE + 1},
+}
+
+
+def shifted(labels):
+    return torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_argument_of_the_loss(options):
+    """`shift_labels` with markers in them, or that the loss over added rows does not look at; a number of items that is lost."""
+    model = make_model(**{"image_token_id": MARKER} | options)
+    marker, ids = model.config.image_token_id, token_ids(2, 8)
+    ids[:, 2:4] = marker
+    labels = ids.clone()
+    labels[0, 5:] = -100
+    other = shifted(labels).roll(1, dims=0)  # says something else than `labels`
+    logits = model(ids, pixel_values=pixels()).logits.flatten(0, 1)
+
+    def expected(labels, items=None):
+        labels = labels.masked_fill(labels == marker, -100).flatten()
+        mean = cross_entropy(logits, labels)
+        return mean if items is None else mean * labels.ne(-100).sum() / items
+
+    for given, used in (
+        ({"labels": labels}, shifted(labels)),
+        ({"labels": labels, "shift_labels": other}, other),
+        ({"shift_labels": other}, other),
+    ):
+        for items in (None, 40, torch.tensor(40), torch.tensor([40.0])):
+            more = {} if items is None else {"num_items_in_batch": items}
+            found = model(ids, pixel_values=pixels(), **given, **more).loss
+            assert torch.allclose(found, expected(used, items), atol=1e-5)
+        # Counted as `Trainer` counts, with the markers.
+        items = used.ne(-100).sum()
+        found = model(ids, pixel_values=pixels(), **given, num_items_in_batch=items).loss
+        assert torch.allclose(found, expected(used), atol=1e-5)
+    assert model(ids, pixel_values=pixels()).loss is None
+    assert model(ids, pixel_values=pixels(), num_items_in_batch=4).loss is None
+
+
+def test_only_markers():
+    """Zero divided by zero, where no label of a micro-batch counts."""
+    model, ids = make_model(image_token_id=MARKER).train(), token_ids()
+    labels = torch.full_like(ids, MARKER)
+    loss = model(ids, pixel_values=pixels(), labels=labels, num_items_in_batch=labels[:, 1:].numel()).loss
+    assert loss == 0
+    loss.backward()
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
+
+
+def test_balancing_loss_of_experts_stays():
+    """A loss over added rows without the balancing loss that the decoder adds to its own."""
+    ids, images = token_ids(), pixels()
+    model = make_model("mixtral", additional_vocab_size=3, additional_vocab_in_head=True)
+    plain = model(ids, pixel_values=images, labels=ids).loss
+    outputs = model(ids, pixel_values=images, labels=ids, output_router_logits=True)
+    assert torch.allclose(outputs.loss, plain + 0.001 * outputs.aux_loss, atol=1e-6) and outputs.aux_loss > 0
+
+
+def test_a_count_with_markers_is_told(caplog, monkeypatch):
+    """A training loop that counts markers of several micro-batches: its loss is too small, which no micro-batch can tell."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    room.logger.warning_once.cache_clear()
+    model, data = make_model(image_token_id=MARKER), Marked()
+    items = data.labels[:2, 1:].ne(-100).sum()
+    masked = data.batch(0) | {"labels": model.mask_labels(data.batch(0)["labels"])}
+    model(**masked, num_items_in_batch=items)
+    model(**data.batch(0), num_items_in_batch=data.batch(0)["labels"][:, 1:].ne(-100).sum())
+    assert "num_items_in_batch" not in caplog.text
+    model(**data.batch(0), num_items_in_batch=items)
+    assert "`labels = model.mask_labels(labels)`" in caplog.text
