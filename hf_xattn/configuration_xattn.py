@@ -7,13 +7,25 @@ allocated. The model code below this file may take the values for granted.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.configuration_utils import SubConfigSpec
 
+from .config_checks import (
+    CheckedConfig,
+    check_activation,
+    check_bool_fields,
+    check_choice,
+    check_number,
+    check_parts,
+    check_positive_int,
+    check_positive_number,
+    check_probability,
+    check_token_id,
+    refuse_misspelt,
+)
+from .keywords import suggestion
 from .sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 
 
@@ -23,6 +35,7 @@ MLP_TYPES = ("gated", "plain")
 GATES = ("tanh", "none")
 GATE_GRANULARITIES = ("scalar", "channel")
 CONNECTOR_TYPES = ("identity", "linear", "mlp", "perceiver")
+FEATURE_STRATEGIES = ("full", "default")
 IMAGE_VISIBILITIES = ("all", "previous", "latest", "latest_group")
 
 # Default of a field that `__post_init__` fills in. Such a field is declared twice: transformers reads the annotation of what may be
@@ -36,38 +49,7 @@ def _is_left_out(value: object) -> bool:
     )  # not in place: type checkers would skip what follows, because they know the field as filled in
 
 
-def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{field}` must be one of {list(choices)}, got {value!r}.")
-
-
-def _check_positive_int(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"`{field}` must be a positive integer, got {value!r}.")
-
-
-def _check_number(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"`{field}` must be a finite number, got {value!r}.")
-
-
-def _check_positive_number(field: str, value: Any) -> None:
-    _check_number(field, value)
-    if value <= 0:
-        raise ValueError(f"`{field}` must be positive, got {value!r}.")
-
-
-def _check_activation(field: str, value: Any) -> None:
-    if value not in ACT2FN:
-        raise ValueError(f"`{field}` must be an activation of transformers (one of {sorted(ACT2FN)}), got {value!r}.")
-
-
-def _check_probability(field: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
-        raise ValueError(f"`{field}` must be in [0, 1), got {value!r}.")
-
-
-class CrossAttentionConfig(PreTrainedConfig):
+class CrossAttentionConfig(CheckedConfig):
     r"""Configuration of one gated cross-attention block: text queries, image keys and values.
 
     Args:
@@ -139,8 +121,9 @@ class CrossAttentionConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs):
+        refuse_misspelt(type(self), kwargs)
         for field in ("hidden_size", "num_attention_heads"):
-            _check_positive_int(field, getattr(self, field))
+            check_positive_int(field, getattr(self, field))
         if _is_left_out(self.context_size):
             self.context_size = self.hidden_size
         if _is_left_out(self.num_key_value_heads):
@@ -158,7 +141,10 @@ class CrossAttentionConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check_fields(self) -> None:
+        check_bool_fields(self)
         for field in (
+            "hidden_size",
+            "num_attention_heads",
             "context_size",
             "num_key_value_heads",
             "head_dim",
@@ -166,21 +152,21 @@ class CrossAttentionConfig(PreTrainedConfig):
             "position_bias_num_buckets",
             "position_bias_max_distance",
         ):
-            _check_positive_int(field, getattr(self, field))
+            check_positive_int(field, getattr(self, field))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_key_value_heads` ({self.num_key_value_heads}) must divide `num_attention_heads` "
                 f"({self.num_attention_heads})."
             )
-        _check_activation("hidden_act", self.hidden_act)
-        _check_choice("mlp_type", self.mlp_type, MLP_TYPES)
-        _check_choice("norm_type", self.norm_type, NORM_TYPES)
-        _check_choice("gate", self.gate, GATES)
-        _check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
-        _check_probability("attention_dropout", self.attention_dropout)
-        _check_positive_number("norm_eps", self.norm_eps)
-        _check_number("gate_init", self.gate_init)
-        _check_number("initializer_range", self.initializer_range)
+        check_activation("hidden_act", self.hidden_act)
+        check_choice("mlp_type", self.mlp_type, MLP_TYPES)
+        check_choice("norm_type", self.norm_type, NORM_TYPES)
+        check_choice("gate", self.gate, GATES)
+        check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
+        check_probability("attention_dropout", self.attention_dropout)
+        check_positive_number("norm_eps", self.norm_eps)
+        check_number("gate_init", self.gate_init)
+        check_number("initializer_range", self.initializer_range)
         if self.initializer_range < 0:
             raise ValueError(f"`initializer_range` must not be negative, got {self.initializer_range!r}.")
         if self.position_bias and (self.position_bias_num_buckets < 4 or self.position_bias_num_buckets % 2):
@@ -206,7 +192,7 @@ class CrossAttentionConfig(PreTrainedConfig):
         return self.zero_init or (self.gate == "tanh" and self.gate_init == 0.0)
 
 
-class PerceiverConfig(PreTrainedConfig):
+class PerceiverConfig(CheckedConfig):
     r"""Configuration of the perceiver resampler (see `perceiver.py`).
 
     Args:
@@ -241,19 +227,25 @@ class PerceiverConfig(PreTrainedConfig):
     norm_eps: float = 1e-5
 
     def __post_init__(self, **kwargs):
+        refuse_misspelt(type(self), kwargs)
         if not _is_left_out(self.hidden_size) and _is_left_out(self.intermediate_size):
+            check_positive_int("hidden_size", self.hidden_size)
             self.intermediate_size = 4 * self.hidden_size
-        for field in ("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"):
-            _check_positive_int(field, getattr(self, field))
-        for field in ("hidden_size", "intermediate_size"):
-            if getattr(self, field) is not None:
-                _check_positive_int(field, getattr(self, field))
-        _check_activation("hidden_act", self.hidden_act)
-        _check_positive_number("norm_eps", self.norm_eps)
+        self._check_fields()
         super().__post_init__(**kwargs)
 
+    def _check_fields(self) -> None:
+        check_bool_fields(self)
+        for field in ("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"):
+            check_positive_int(field, getattr(self, field))
+        for field in ("hidden_size", "intermediate_size"):
+            if getattr(self, field) is not None:
+                check_positive_int(field, getattr(self, field))
+        check_activation("hidden_act", self.hidden_act)
+        check_positive_number("norm_eps", self.norm_eps)
 
-class XAttnConfig(PreTrainedConfig):
+
+class XAttnConfig(CheckedConfig):
     r"""Configuration of a text decoder with gated cross-attention blocks, and optionally a vision tower.
 
     Args:
@@ -315,6 +307,7 @@ class XAttnConfig(PreTrainedConfig):
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
+        refuse_misspelt(type(self), kwargs)
         # A live sub-config has its kernels chosen already. The parent's setter would reset them to None, and with
         # None the causal mask of some decoders silently vanishes, so they are read before and put back after.
         live = {
@@ -323,6 +316,8 @@ class XAttnConfig(PreTrainedConfig):
             if isinstance(config := getattr(self, name), PreTrainedConfig)
         }
         asked_attn, asked_experts = kwargs.get("attn_implementation"), kwargs.get("experts_implementation")
+        check_parts("attn_implementation", asked_attn, self.sub_configs)
+        check_parts("experts_implementation", asked_experts, self.sub_configs)
         if not isinstance(self.text_config, (dict, PreTrainedConfig)):
             raise ValueError(
                 "`text_config` must be the configuration of a text-only causal language model, got "
@@ -335,22 +330,27 @@ class XAttnConfig(PreTrainedConfig):
         for name, (config, attn, experts) in live.items():
             if asked_attn is None:
                 config._attn_implementation = attn
-                if name == "text_config":
-                    self._attn_implementation_internal = attn
-                    if block._attn_implementation is None:
-                        block._attn_implementation = attn
             if asked_experts is None:
                 config._experts_implementation = experts
-                if name == "text_config":
+            if name == "text_config":
+                if _says_nothing_of("", asked_attn):
+                    self._attn_implementation_internal = attn
+                if _says_nothing_of("", asked_experts):
                     self._experts_implementation_internal = experts
-        if isinstance(asked_attn, str):
-            block._attn_implementation = asked_attn
+        if not _says_nothing_of("cross_attention_config", asked_attn):
+            block._attn_implementation = (
+                asked_attn["cross_attention_config"] if isinstance(asked_attn, dict) else asked_attn
+            )
+        elif block._attn_implementation is None and "text_config" in live:
+            block._attn_implementation = live["text_config"][1]
         self._check_fields()
 
     def _check_fields(self) -> None:
-        _check_choice("connector_type", self.connector_type, CONNECTOR_TYPES)
-        _check_choice("image_visibility", self.image_visibility, IMAGE_VISIBILITIES)
-        _check_activation("connector_hidden_act", self.connector_hidden_act)
+        check_bool_fields(self)
+        check_choice("connector_type", self.connector_type, CONNECTOR_TYPES)
+        check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, FEATURE_STRATEGIES)
+        check_choice("image_visibility", self.image_visibility, IMAGE_VISIBILITIES)
+        check_activation("connector_hidden_act", self.connector_hidden_act)
         num_layers = text_num_hidden_layers(self.text_config)
         if _is_left_out(self.cross_attention_layers):
             self.cross_attention_layers = every_nth_layer(4, num_layers)
@@ -381,11 +381,9 @@ class XAttnConfig(PreTrainedConfig):
             raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
         vocab_size = getattr(self.text_config.get_text_config(), "vocab_size", None)
         vocab_size = None if vocab_size is None else vocab_size + added
-        if self.image_token_id is not None and vocab_size is not None and not 0 <= self.image_token_id < vocab_size:
-            raise ValueError(
-                f"`image_token_id` ({self.image_token_id}) must be an id of the text vocabulary, which has "
-                f"{vocab_size} entries."
-            )
+        check_token_id("image_token_id", self.image_token_id, vocab_size)
+        if self.source_config is not None and not isinstance(self.source_config, dict):
+            raise ValueError(f"`source_config` must be a dict or None, got {type(self.source_config).__name__}.")
 
     def _check_perceiver(self) -> None:
         if self.connector_type != "perceiver":
@@ -398,6 +396,10 @@ class XAttnConfig(PreTrainedConfig):
             raise ValueError("`connector_type='perceiver'` resamples vision features: it needs a `vision_config`.")
         width = vision_hidden_size(self.vision_config)
         perceiver = self.perceiver_config
+        if perceiver is not None and not isinstance(perceiver, PerceiverConfig):
+            raise ValueError(
+                f"`perceiver_config` must be a PerceiverConfig or a dict of its fields, got {type(perceiver).__name__}."
+            )
         if perceiver is None:
             self.perceiver_config = PerceiverConfig(hidden_size=width)
         elif _is_left_out(perceiver.hidden_size):
@@ -408,10 +410,15 @@ class XAttnConfig(PreTrainedConfig):
             )
 
 
+def _says_nothing_of(part: str, asked: str | dict | None) -> bool:
+    """Whether `attn_implementation` or its like leaves a part of the model (`""`: the whole) as it is."""
+    return asked is None or (isinstance(asked, dict) and part not in asked)
+
+
 def _block_config(given: dict | PreTrainedConfig | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:
     if isinstance(given, CrossAttentionConfig):
         return given
-    if isinstance(given, PreTrainedConfig):
+    if given is not None and not isinstance(given, dict):
         raise ValueError(
             f"`cross_attention_config` must be a CrossAttentionConfig or a dict of its fields, got {type(given).__name__}."
         )
@@ -420,7 +427,7 @@ def _block_config(given: dict | PreTrainedConfig | None, text_config: PreTrained
 
 def every_nth_layer(every: int, num_layers: int) -> list[int]:
     """Layers `every - 1`, `2 * every - 1`, ...; a decoder with fewer layers gets one block, before its last layer."""
-    _check_positive_int("every", every)
+    check_positive_int("every", every)
     step = min(every, num_layers)
     return list(range(step - 1, num_layers, step))
 
@@ -458,12 +465,17 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
     decoder = text_config.get_text_config(decoder=True)
     fields = dict(partial or {})
     if "model_type" in fields:  # saved by `to_dict`: complete already
-        return CrossAttentionConfig(**fields)
+        return CrossAttentionConfig.from_dict(fields)
     known = {field.name for field in dataclasses.fields(CrossAttentionConfig)}
     unknown = [name for name in fields if name not in known and not name.startswith("_")]
     if unknown:
-        raise ValueError(f"`cross_attention` has unknown fields {unknown}; known are {sorted(known)}.")
+        raise ValueError(
+            f"`cross_attention` has unknown fields {unknown}.{suggestion(unknown[0], known)} Known are {sorted(known)}."
+        )
     fields.setdefault("hidden_size", text_hidden_size(text_config))
+    for name in ("hidden_size", "num_attention_heads"):
+        if name in fields:
+            check_positive_int(name, fields[name])
     if "num_attention_heads" not in fields:
         heads = shared_size(decoder, "num_attention_heads") or max(1, fields["hidden_size"] // 64)
         fields["num_attention_heads"] = heads

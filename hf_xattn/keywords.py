@@ -31,6 +31,9 @@ ELSEWHERE = {
     "pixel_attention_mask": "image_mask",
     "pixel_mask": "image_mask",
     "cache_params": "past_key_values",
+    "layers": "cross_attention_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
 }
 
 
@@ -73,10 +76,10 @@ def refuse_unknown(
             raise TypeError(f"{caller.__qualname__}() got an unexpected keyword argument `{name}`.{meant}")
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """` Did you mean ...?`, or nothing where no known name is near."""
+def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """` Did you mean ...?`, or nothing where no known name is near (`cutoff`: of `difflib`, 1 = the same name)."""
     candidates = sorted(set(known))
     if ELSEWHERE.get(name) in candidates:
         return f" Did you mean `{ELSEWHERE[name]}`?"
-    near = difflib.get_close_matches(name, candidates, n=1)
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)
     return f" Did you mean `{near[0]}`?" if near else ""

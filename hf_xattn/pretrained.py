@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
 from .insertion import BLOCKS
 
@@ -47,6 +48,15 @@ class XAttnPreTrainedModel(PreTrainedModel):
         tree of a custom model, but decoders of transformers need that call: Falcon-H1 fills buffers in modules without weights.
         """
         _initialize(self, self)
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """`PreTrainedModel.set_attn_implementation`.
+
+        Raises:
+            ValueError: for a `dict` that names a part which the model does not have.
+        """
+        check_parts("attn_implementation", attn_implementation, self.config.sub_configs)
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs) -> None:
         """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.

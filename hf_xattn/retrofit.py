@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from .architectures import architecture
+from .config_checks import check_parts
 from .configuration_xattn import (
     CrossAttentionConfig,
+    PerceiverConfig,
     XAttnConfig,
     complete_cross_attention_config,
     every_nth_layer,
 )
 from .insertion import check_kind
+from .keywords import refuse_unknown
 from .modeling_xattn import XAttnForConditionalGeneration
 from .sizes import TILED_VISION_TYPES, text_num_hidden_layers, vision_hidden_size
 from .text_half import composite_class, is_composite, text_half, text_half_config
@@ -24,6 +28,27 @@ from .tower import check_tower_class, check_tower_config
 
 
 logger = logging.get_logger(__name__)
+
+# Keywords of `from_pretrained` that say where a checkpoint is, and so are for its configuration as well.
+CONFIG_KEYWORDS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+# All that reach it. Not `config`, `state_dict`, `gguf_file` and `output_loading_info`: `retrofit` reads a checkpoint as it is, and
+# returns a model.
+LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
+    """adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap distributed_config dtype
+experts_implementation fusion_config generation_config ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
+offload_buffers offload_folder quantization_config torch_dtype tp_plan tp_size tqdm_class use_kernels use_safetensors variant
+weights_only""".split()
+)
 
 
 def retrofit(
@@ -35,7 +60,13 @@ def retrofit(
     cross_attention: CrossAttentionConfig | dict[str, Any] | None = None,
     image_token_id: int | None = None,
     image_visibility: str = "all",
+    additional_vocab_size: int = 0,
+    additional_vocab_in_head: bool = False,
     connector_type: str = "mlp",
+    connector_hidden_act: str = "gelu",
+    connector_bias: bool = True,
+    vision_feature_select_strategy: str = "full",
+    perceiver_config: PerceiverConfig | dict[str, Any] | None = None,
     **load_kwargs,
 ) -> XAttnForConditionalGeneration:
     """Puts gated cross-attention blocks into a text-only causal language model.
@@ -52,13 +83,22 @@ def retrofit(
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): the blocks' options; sizes that are not given
             follow the decoder's.
-        image_token_id (`int`, *optional*), image_visibility (`str`), connector_type (`str`): see [`XAttnConfig`].
-        load_kwargs: for `from_pretrained` of both checkpoints: `dtype`, `revision`, `trust_remote_code`, ...
+        image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type, connector_hidden_act,
+            connector_bias, vision_feature_select_strategy, perceiver_config: fields of [`XAttnConfig`].
+        load_kwargs: for `from_pretrained` of the checkpoints: `dtype`, `revision`, `trust_remote_code`, ... Without a checkpoint
+            to load there is no use for them. `attn_implementation` may name the parts: `{"text_config": ..., "vision_config":
+            ..., "cross_attention_config": ...}`.
 
     Raises:
+        TypeError: for an unknown keyword, and anything but models and checkpoints as `text` and `vision`.
         ValueError: for a checkpoint without safetensors, a model that is no decoder or has blocks already, a wrong layer,
             or options that contradict one another. All of these before a weight is loaded, where a configuration tells.
     """
+    _check_load_kwargs(retrofit, load_kwargs, text, vision)
+    attn_implementation = load_kwargs.get("attn_implementation")
+    if isinstance(attn_implementation, dict):
+        check_parts("attn_implementation", attn_implementation, XAttnConfig.sub_configs)
+        del load_kwargs["attn_implementation"]
     if isinstance(text, PreTrainedModel):
         text = text_half(text)
     text_config = _text_config(text, load_kwargs)
@@ -82,7 +122,13 @@ def retrofit(
         "cross_attention_layers": cross_attention_layers,
         "image_token_id": image_token_id,
         "image_visibility": image_visibility,
+        "additional_vocab_size": additional_vocab_size,
+        "additional_vocab_in_head": additional_vocab_in_head,
         "connector_type": connector_type,
+        "connector_hidden_act": connector_hidden_act,
+        "connector_bias": connector_bias,
+        "vision_feature_select_strategy": vision_feature_select_strategy,
+        "perceiver_config": perceiver_config,
     }
     XAttnConfig(text_config=text_config, vision_config=vision_config, **options)  # every check, before a weight is read
 
@@ -94,6 +140,8 @@ def retrofit(
         text_config=text.config, vision_config=None if vision is None else vision.config, **options, dtype=text.dtype
     )
     model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=vision)
+    if isinstance(attn_implementation, dict):
+        model.set_attn_implementation(attn_implementation)
     model.train(text.training)
     return model
 
@@ -101,6 +149,7 @@ def retrofit(
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
     """The causal language model of a checkpoint: itself, or the text half of a larger one. Arguments and errors as of
     [`retrofit`]."""
+    _check_load_kwargs(load_text, load_kwargs, text)
     _text_config(text, load_kwargs)
     source = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
     loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
@@ -109,6 +158,7 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
 
 def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
     """The vision tower of a checkpoint. Arguments and errors as of [`retrofit`]."""
+    _check_load_kwargs(load_vision, load_kwargs, vision)
     return _load(AutoModel, vision, load_kwargs, config=_vision_config(vision, load_kwargs))
 
 
@@ -133,7 +183,7 @@ def _text_config(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, which cannot take blocks: {reason}.")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
-    _check_safetensors("text", text)
+    _check_safetensors("text", text, load_kwargs.get("subfolder") or "")
     return config
 
 
@@ -155,18 +205,31 @@ def _vision_config(vision: str | Path | PreTrainedModel, load_kwargs: dict[str, 
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # its pooled output is not used, so it would never get a gradient
     check_tower_config("vision", config)
-    _check_safetensors("vision", vision)
+    _check_safetensors("vision", vision, load_kwargs.get("subfolder") or "")
     return config
 
 
+def _check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *sources: Any) -> None:
+    """Raises where a keyword is none of `from_pretrained`, or nothing would read it."""
+    refuse_unknown(caller, load_kwargs, LOAD_KEYWORDS)
+    if load_kwargs and all(source is None or isinstance(source, PreTrainedModel) for source in sources):
+        raise ValueError(
+            f"`{next(iter(load_kwargs))}` is for loading a checkpoint, but the models are loaded already: pass it to their "
+            "`from_pretrained`."
+        )
+    if load_kwargs.get("use_safetensors") is False:
+        raise ValueError(
+            "`use_safetensors=False` would read pickled weights, which may run code: only safetensors are read."
+        )
+
+
 def _config_kwargs(load_kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only")
-    return {name: load_kwargs[name] for name in names if name in load_kwargs}
+    return {name: load_kwargs[name] for name in CONFIG_KEYWORDS if name in load_kwargs}
 
 
-def _check_safetensors(name: str, source: str | Path) -> None:
+def _check_safetensors(name: str, source: str | Path, subfolder: str = "") -> None:
     """A local folder must hold safetensors: nothing pickled is ever read."""
-    folder = Path(source)
+    folder = Path(source) / subfolder
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         others = sorted(path.name for path in folder.glob("*.bin"))
         hint = f" It holds {others}: load them where you trust them, and `save_pretrained` again." if others else ""

@@ -116,6 +116,14 @@ def make_model(
     return randomize(model) if random else model
 
 
+def kernels_of(model: XAttnForConditionalGeneration) -> dict[str, str]:
+    """Attention kernels of the parts of a model, as their configurations name them."""
+    config = model.config
+    names = {name: getattr(config, name) for name in ("text_config", "vision_config", "cross_attention_config")}
+    kernels = {name: part._attn_implementation for name, part in names.items() if part is not None}
+    return {**kernels, "": config._attn_implementation, "block": model.blocks[0].attn.config._attn_implementation}
+
+
 def token_ids(batch: int = 2, length: int = 7, seed: int = 3) -> torch.Tensor:
     """Ids without special tokens."""
     return torch.randint(4, VOCAB_SIZE, (batch, length), generator=torch.Generator().manual_seed(seed))

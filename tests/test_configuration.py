@@ -5,6 +5,7 @@ from conftest import TEXT_CONFIGS, vision_config
 from transformers import AutoConfig, LlamaConfig
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig
+from hf_xattn.configuration_xattn import PerceiverConfig
 
 
 def xattn_config(**fields) -> XAttnConfig:
@@ -157,6 +158,57 @@ def test_double_zero_is_refused():
 def test_starts_at_identity(fields, identity):
     """Rules out a block that is announced as the identity and is none, or the other way round."""
     assert CrossAttentionConfig(**fields).starts_at_identity is identity
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "nearest"),
+    [
+        (CrossAttentionConfig, "num_heads", "num_attention_heads"),
+        (CrossAttentionConfig, "gate_inti", "gate_init"),
+        (PerceiverConfig, "num_latent", "num_latents"),
+        (xattn_config, "image_visibilty", "image_visibility"),
+        (xattn_config, "vision_conifg", "vision_config"),
+    ],
+)
+def test_misspelt_fields_are_refused(make, name, nearest):
+    """A field that silently keeps its default, because its misspelt name became an attribute."""
+    with pytest.raises(TypeError, match=f"has no field `{name}`. Did you mean `{nearest}`"):
+        make(**{name: 3})
+    # What transformers lets every configuration have.
+    config = make(note="mine", num_labels=3, _name_or_path="here", use_cache=True, tie_word_embeddings=False)
+    assert config.note == "mine" and config.num_labels == 3
+
+
+@pytest.mark.parametrize("value", [1, "True", None])
+@pytest.mark.parametrize("field", ["zero_init", "qk_norm", "attention_bias", "quiet_softmax", "position_bias"])
+def test_switches_are_refused(field, value):
+    """`"False"`, which is true."""
+    with pytest.raises(ValueError, match=f"`{field}` must be True or False, got {value!r}"):
+        CrossAttentionConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"connector_bias": "no"}, "`connector_bias` must be True or False, got 'no'"),
+        ({"vision_feature_select_strategy": "cls"}, "`vision_feature_select_strategy` must be one of.*'cls'"),
+        ({"image_token_id": "<image>"}, "`image_token_id` must be a token id or None, got '<image>'"),
+        ({"image_token_id": 3.0}, "`image_token_id` must be a token id"),
+        ({"source_config": "mllama"}, "`source_config` must be a dict or None, got str"),
+        ({"cross_attention_config": 3}, "`cross_attention_config` must be a CrossAttentionConfig or a dict.*got int"),
+        (
+            {"cross_attention_config": {"num_attention_heads": 0}},
+            "`num_attention_heads` must be a positive integer, got 0",
+        ),
+        ({"cross_attention_config": {"hidden_size": "32"}}, "`hidden_size` must be a positive integer, got '32'"),
+        ({"connector_hidden_act": ["gelu"]}, "`connector_hidden_act` must be an activation"),
+    ],
+    ids=str,
+)
+def test_types_are_refused(fields, message):
+    """A wrong type that fails somewhere else, or nowhere."""
+    with pytest.raises(ValueError, match=message):
+        xattn_config(**fields)
 
 
 def test_text_config_is_required():

@@ -1,12 +1,15 @@
 """`retrofit`: from checkpoints and from loaded models, and what it refuses."""
 
+import inspect
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
-from conftest import SIZES, VOCAB_SIZE, make_text, pixels, token_ids, vision_config
+from conftest import SIZES, VOCAB_SIZE, kernels_of, make_text, pixels, token_ids, vision_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -18,12 +21,15 @@ from transformers import (
     CLIPVisionConfig,
     Dinov2Config,
     LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
 )
 
-from hf_xattn import CrossAttentionConfig, freeze_base, insertion, retrofit
+from hf_xattn import CrossAttentionConfig, XAttnConfig, freeze_base, insertion, retrofit
+from hf_xattn.retrofit import LOAD_KEYWORDS
 
 
 TOWERS = {
@@ -164,6 +170,83 @@ def test_wrong_options_are_refused_before_loading(folders, monkeypatch, argument
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match=message):
         retrofit(folders / "text", **arguments)
+
+
+@torch.no_grad()
+def test_options_reach_the_configuration(folders):
+    """An option that ends in `from_pretrained` of the decoder, which blames its own `__init__`."""
+    parameters = set(inspect.signature(retrofit).parameters)
+    own = {field.name for field in fields(XAttnConfig)} - {field.name for field in fields(PreTrainedConfig)}
+    assert own - parameters == {"text_config", "vision_config", "cross_attention_config", "source_config"}
+    resampled = retrofit(
+        folders / "text",
+        folders / "vision",
+        every=2,
+        connector_type="perceiver",
+        perceiver_config={"num_latents": 3, "num_hidden_layers": 1},
+        vision_feature_select_strategy="default",
+    )
+    assert resampled.encode_images(pixel_values=pixels()).cross_attention_cache.layers[0].keys.shape[2] == 3
+    assert resampled.config.vision_feature_select_strategy == "default"
+    mlp = retrofit(folders / "text", folders / "vision", connector_hidden_act="relu", connector_bias=False)
+    assert all("bias" not in name for name, _ in mlp.model.connector.named_parameters())
+    assert type(mlp.model.connector.layers[1]) is torch.nn.ReLU
+    base = AutoModelForCausalLM.from_pretrained(folders / "text")
+    for source in (folders / "text", make_text()):
+        wider = retrofit(source, additional_vocab_size=2, additional_vocab_in_head=True, image_token_id=VOCAB_SIZE + 1)
+        logits = wider(token_ids()).logits
+        assert logits.shape[-1] == VOCAB_SIZE + 2 and torch.equal(logits[..., :-2], base(token_ids()).logits)
+        assert wider.get_input_embeddings().additional.weight.std() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("dtpye", "dtype"),
+        ("layers", "cross_attention_layers"),
+        ("cross_attention_config", "cross_attention"),
+        ("perceiver", "perceiver_config"),
+        ("attn_implementations", "attn_implementation"),
+        ("bogus", None),
+        ("config", None),
+    ],
+)
+def test_unknown_keywords_are_refused_before_loading(folders, monkeypatch, name, nearest):
+    """`LlamaForCausalLM.__init__() got an unexpected keyword argument`, after minutes of loading; or no word at all."""
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    message = rf"retrofit\(\) got an unexpected keyword argument `{name}`\."
+    for text in (folders / "text", make_text()):
+        with pytest.raises(TypeError, match=message + (rf" Did you mean `{nearest}`\?" if nearest else "")):
+            retrofit(text, **{name: "float32"})
+
+
+def test_keywords_of_from_pretrained(folders):
+    """A keyword of `from_pretrained` that is refused, one that it does not have any more, and one without an effect."""
+    source = inspect.getsource(PreTrainedModel.from_pretrained)
+    known = set(re.findall(r'kwargs\.pop\("(\w+)"', source)) | set(
+        re.findall(r'"(\w+)"', source.split("Not used anymore")[1])
+    )
+    known |= set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {"code_revision"}
+    known |= {"attn_implementation", "experts_implementation"}  # of the configuration
+    assert LOAD_KEYWORDS <= known
+    assert {name for name in known - LOAD_KEYWORDS if not name.startswith("_")} >= {"config", "output_loading_info"}
+    with pytest.raises(ValueError, match="`dtype` is for loading a checkpoint.*loaded already"):
+        retrofit(make_text(), AutoModel.from_config(vision_config()), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="use_safetensors=False"):
+        retrofit(folders / "text", use_safetensors=False)
+    assert retrofit(make_text(), folders / "vision", dtype=torch.bfloat16).model.vision_tower.dtype == torch.bfloat16
+
+
+def test_kernels_of_the_parts(folders):
+    """A kernel that was asked for and that nobody calls."""
+    model = retrofit(folders / "text", folders / "vision", attn_implementation={"cross_attention_config": "eager"})
+    assert [kernels_of(model)[name] for name in ("text_config", "vision_config", "block")] == ["sdpa", "sdpa", "eager"]
+    model = retrofit(folders / "text", folders / "vision", attn_implementation={"vision_config": "eager"})
+    assert [kernels_of(model)[name] for name in ("text_config", "vision_config", "block")] == ["sdpa", "eager", "sdpa"]
+    model = retrofit(folders / "text", folders / "vision", attn_implementation="eager")
+    assert set(kernels_of(model).values()) == {"eager"}
+    with pytest.raises(ValueError, match="`attn_implementation` names 'blocks'.*cross_attention_config"):
+        retrofit(folders / "text", attn_implementation={"blocks": "eager"})
 
 
 @pytest.mark.parametrize("loaded", [True, False])

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids, vision_config
+from conftest import TEXT_CONFIGS, kernels_of, make_model, make_text, pixels, token_ids, vision_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -120,6 +120,73 @@ def test_configuration_survives(tmp_path):
         assert {**ours, "dtype": None} == {**theirs, "dtype": None}
     loaded = load(AutoModelForCausalLM, tmp_path)
     assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForImageTextToText, XAttnForConditionalGeneration])
+def test_kernels_of_the_parts(auto_class, tmp_path):
+    """A kernel that was asked for and that nobody calls."""
+    make_model().save_pretrained(tmp_path)
+    for asked in ({"cross_attention_config": "eager"}, {"text_config": "eager", "vision_config": "eager"}):
+        kernels = kernels_of(auto_class.from_pretrained(tmp_path, attn_implementation=asked))
+        expected = {name: asked.get(name, "sdpa") for name in kernels if name != "block"}
+        assert kernels == {**expected, "block": expected["cross_attention_config"]}
+    model = auto_class.from_pretrained(tmp_path)
+    model.set_attn_implementation({"cross_attention_config": "eager"})
+    assert kernels_of(model)["block"] == "eager"
+    for change in (
+        lambda: auto_class.from_pretrained(tmp_path, attn_implementation={"block": "eager"}),
+        lambda: model.set_attn_implementation({"block": "eager"}),
+    ):
+        with pytest.raises(ValueError, match="`attn_implementation` names 'block'.*'cross_attention_config'"):
+            change()
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForImageTextToText, XAttnForConditionalGeneration])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"image_visibility": "latest"}, "image_visibility='latest'.*`image_token_id` must be set"),
+        ({"image_visibility": "first"}, "`image_visibility` must be one of.*'first'"),
+        ({"image_token_id": 1000}, "`image_token_id` \\(1000\\).*96"),
+        ({"image_token_id": "<image>"}, "`image_token_id` must be a token id or None, got '<image>'"),
+        ({"cross_attention_layers": [9]}, "`cross_attention_layers` holds \\[9\\].*4 layers"),
+        ({"connector_type": "conv"}, "`connector_type` must be one of.*'conv'"),
+        ({"perceiver_config": {"num_latents": 3}}, "`perceiver_config` was given.*'mlp'"),
+        ({"cross_attention_config": {"hidden_size": 8}}, "`cross_attention_config.hidden_size` \\(8\\).*32"),
+    ],
+    ids=str,
+)
+def test_overrides_are_checked(auto_class, override, message, tmp_path):
+    """A setting that `from_pretrained` puts over the saved one, and that fails in the middle of a forward, or never."""
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        auto_class.from_pretrained(tmp_path, **override)
+
+
+def test_overrides_act(tmp_path):
+    """A setting that `from_pretrained` puts over the saved one, and that is lost."""
+    make_model().save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, image_visibility="latest", image_token_id=3, connector_bias=False)
+    assert (config.image_visibility, config.image_token_id, config.connector_bias) == ("latest", 3, False)
+    config = AutoConfig.from_pretrained(
+        tmp_path,
+        connector_type="perceiver",
+        perceiver_config={"num_latents": 3},
+        cross_attention_config={"context_size": 24},
+    )
+    assert (config.perceiver_config.num_latents, config.perceiver_config.hidden_size) == (3, 24)
+    with pytest.raises(TypeError, match="image_visibilty"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path, image_visibilty="latest")
+
+
+def test_attributes_of_a_later_version_survive(tmp_path):
+    """A file that cannot be read because it says more than this version knows."""
+    make_model().save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["image_visibility_window"] = saved["cross_attention_config"]["gate_inits"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.image_visibility_window, config.cross_attention_config.gate_inits) == (3, 3)
 
 
 def test_without_vision_tower(tmp_path):
