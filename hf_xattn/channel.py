@@ -1,11 +1,12 @@
-"""A way around decoders that do not hand keyword arguments to their layers.
+"""Brings the context to the layers of decoders that do not pass keyword arguments to their layers.
 
-The model lays the context of one forward down here, and the layer's `__call__` takes it up and passes it to the layer's
-`forward` as the same keyword that other decoders hand on themselves. Activation checkpointing wraps `forward`, so the
-recomputation sees an argument and not the channel, which would be empty by then and leave the image without a gradient.
+The model stores the context of one forward in the channel. A layer's `__call__` reads the channel and passes the context to
+the layer's `forward` as a keyword argument, the same keyword that other decoders pass on. Activation checkpointing wraps
+`forward`, so the recomputation gets the context as an argument. By then the channel is empty: a `forward` that read the
+channel would lose the image's gradient.
 
-The channel belongs to a thread and to one call. So nothing stays on modules that DDP, deepcopy or a replica in another
-thread could lose or mix up.
+The channel belongs to one thread and one call. Nothing is stored on modules, where DDP, deepcopy or a replica in another
+thread could lose the context or mix contexts up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _channel = _Channel()
 
 @contextlib.contextmanager
 def carrying(context: CrossAttentionContext) -> Iterator[None]:
-    """Layers that are called inside get `context`."""
+    """Gives `context` to all layers that are called inside the `with` statement."""
     before, _channel.context = _channel.context, context
     try:
         yield
@@ -35,5 +36,5 @@ def carrying(context: CrossAttentionContext) -> Iterator[None]:
 
 
 def carried_context() -> CrossAttentionContext | None:
-    """The context of the call that is under way in this thread."""
+    """Returns the context of the call that runs in this thread."""
     return _channel.context

@@ -1,4 +1,4 @@
-"""Vision features to K/V source."""
+"""Maps the features of the vision tower to image tokens, the input of the K/V projections."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from .sizes import vision_hidden_size
 
 
 class XAttnConnector(PreTrainedModel):
-    """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`: not at all, by one layer, by two with an
-    activation, or by a perceiver resampler to fewer tokens.
+    """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
 
-    A `PreTrainedModel`, so that it is initialised by its own rule wherever it sits (see [`GatedCrossAttentionBlock`]).
+    `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
+    `"perceiver"` is a perceiver resampler, which returns fewer tokens.
+
+    The connector is a `PreTrainedModel`, so that its own `_init_weights` initialises it inside any model (see
+    [`GatedCrossAttentionBlock`]).
 
     Args:
         config ([`XAttnConfig`]): `connector_type` and sizes.
@@ -26,16 +29,16 @@ class XAttnConnector(PreTrainedModel):
 
     config_class = XAttnConfig
     main_input_name = "features"
-    # No attention here, but the configuration is the whole model's, whichever kernels it names.
+    # The connector has no such attention, but it gets the configuration of the whole model, which may name any kernel.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # no experts here, but a decoder's choice reaches every part's configuration
+        return True  # the connector has no experts, but transformers sets the decoder's choice on every part
 
     def __init__(self, config: XAttnConfig):
         super().__init__(config)
-        assert config.vision_config is not None  # without a tower there is nothing to connect
+        assert config.vision_config is not None  # a model without a tower has no connector
         features, context = vision_hidden_size(config.vision_config), config.cross_attention_config.context_size
         bias = config.connector_bias
         if config.connector_type == "identity":

@@ -1,6 +1,6 @@
-"""What is learned by looking at a text decoder: where its layers are, how it is called, and how images reach its layers.
+"""Inspects a text decoder: finds its layers, its arguments, and the way images reach its layers.
 
-How blocks get in is in `insertion.py`.
+`insertion.py` puts the blocks in.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .memo import memoized
 from .sizes import text_num_hidden_layers
 
 
-# Names under which causal language models take their cache.
+# Argument names of the cache in causal language models.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
-# Where decoders keep their stack of layers.
+# Attribute names of the stack of layers in decoders.
 LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
 
 
 def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
-    """The module that runs the decoder's layers, and the layers.
+    """Finds the module that runs the decoder's layers, and the layers.
 
     Raises:
-        ValueError: where the model has no stack of `num_hidden_layers` layers.
+        ValueError: if the model has no stack of `num_hidden_layers` layers.
     """
     num_layers = text_num_hidden_layers(language_model.config)
     candidates = []
@@ -56,7 +56,7 @@ def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.M
 
 
 def may_skip_layers(language_model: PreTrainedModel) -> bool:
-    """Whether a forward may leave layers out at random (LayerDrop), as OPT, XGLM and BioGPT do in training."""
+    """Whether a forward may skip layers at random (LayerDrop), as OPT, XGLM and BioGPT do in training."""
     if not language_model.training or getattr(language_model.config, "layerdrop", None) is None:
         return False
     decoder, _ = find_decoder(language_model)
@@ -64,25 +64,25 @@ def may_skip_layers(language_model: PreTrainedModel) -> bool:
 
 
 def find_cache_argument(language_model: PreTrainedModel) -> str:
-    """Name under which the model takes its cache; state-space models have one of their own.
+    """Returns the argument name of the model's cache. Some state-space models use another name than `past_key_values`.
 
     Raises:
-        ValueError: where the model takes no `Cache`.
+        ValueError: if the model takes no `Cache`.
     """
     arguments = inspect.signature(language_model.forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in arguments:
             return name
     raise ValueError(
-        f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) takes no cache of transformers "
-        f"(none of {list(CACHE_ARGUMENTS)}), so it cannot generate beside a cache of images."
+        f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) takes no cache of transformers: "
+        f"expected one of {list(CACHE_ARGUMENTS)} among the arguments of its `forward`."
     )
 
 
 def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
     """Whether the `**kwargs` of a model's `forward` reach the layers of its decoder, through every model in between.
 
-    Read off the source, because a model may be too large to be run for it, or have no weights yet.
+    Reads the source code instead of running the model: the model may be too large, or have no weights yet.
     """
     decoder, _ = find_decoder(language_model)
     path = next(name for name, module in language_model.named_modules() if module is decoder)
@@ -96,7 +96,8 @@ def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
 
 @memoized
 def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
-    """Whether `forward` calls `self.<child>` with its own `**kwargs`; without a name, what a loop of it runs over."""
+    """Whether `forward` passes its own `**kwargs` to `self.<child>`. `child=None` stands for the layers: the variables of
+    the `for` loops in `forward`."""
     forward = inspect.unwrap(model_class.forward)
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
@@ -127,14 +128,14 @@ def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
 
 
 class DecoderInterface(NamedTuple):
-    """What has to be known of a decoder to call it.
+    """How to call a decoder.
 
     Attributes:
-        arguments (`frozenset[str]`): names of the arguments of its `forward`.
-        cache_argument (`str`): name under which it takes its cache.
-        receives_keywords (`bool`): whether its layers get the keyword arguments of its `forward`.
-        keywords, body_keywords (`frozenset[str]`): names that it reads, with its head and without.
-        is_custom_code (`bool`): its code may read other names as well.
+        arguments (`frozenset[str]`): argument names of the decoder's `forward`.
+        cache_argument (`str`): argument name of the cache.
+        receives_keywords (`bool`): whether the layers get the keyword arguments of `forward`.
+        keywords, body_keywords (`frozenset[str]`): keyword names that the decoder reads, with its head and without.
+        is_custom_code (`bool`): whether the decoder is custom code, which may read further keyword names.
     """
 
     arguments: frozenset[str]
@@ -177,8 +178,10 @@ class DecoderInterface(NamedTuple):
         cache: Cache | None,
         use_cache: bool,
     ) -> Any:
-        """Calls the decoder (`runner`: with or without its head) with the context as a keyword, or beside it where it
-        would not hand keywords on."""
+        """Calls the decoder with the context. `runner` is the decoder with or without its head.
+
+        The context goes in as a keyword argument, or through the channel if the decoder does not pass keywords to its layers.
+        """
         arguments = {name: value for name, value in arguments.items() if self._passes(name, value)}
         beside: contextlib.AbstractContextManager = contextlib.nullcontext()
         if context is not None and self.receives_keywords:
@@ -189,11 +192,11 @@ class DecoderInterface(NamedTuple):
             return runner(**arguments, **{self.cache_argument: cache}, use_cache=use_cache, return_dict=True)
 
     def _passes(self, name: str, value: Any) -> bool:
-        """Arguments that `generate` makes for every model, but not every decoder takes."""
+        """Whether an argument goes to the decoder. `generate` makes some arguments that not every decoder takes."""
         return value is not None and (name in self.arguments or name not in ("position_ids", "logits_to_keep"))
 
 
 def headless(text_model: PreTrainedModel) -> nn.Module:
-    """The part of a causal language model that gives hidden states."""
+    """Returns the part of a causal language model that computes hidden states, without the head."""
     base = text_model.base_model
     return base if base is not text_model else find_decoder(text_model)[0]

@@ -1,8 +1,8 @@
-"""Classes made at run time for modules that stay the objects they were.
+"""Derived classes, made at run time, for the existing modules of a decoder.
 
-A decoder's layer, embedding or head gets one more submodule and a class that derives from its own. No parameter changes its
-name, `isinstance` and device maps see what they saw, and pickle and deepcopy get the recipe of the class instead of a name
-that no module holds.
+A layer, embedding or head of the decoder gets one more submodule and a class that derives from its original class. No
+parameter changes its name, and `isinstance` checks against the original class still hold. No Python module holds a derived
+class, so pickle and deepcopy store a function call that makes the class again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Base = TypeVar("Base", bound=nn.Module)
 
 
 def derive(base: type[Base], prefix: str, members: dict[str, Any], recipe: tuple[Any, ...]) -> type[Base]:
-    """A subclass `<prefix><name of base>`.
+    """Makes a subclass named `<prefix><name of base>`.
 
     Args:
         base (`type`): class of the module.
-        prefix (`str`): in front of its name.
-        members (`dict[str, Any]`): methods and properties of the subclass, `forward` among them.
-        recipe (`tuple`): a function of a module and its arguments, which give this class again in another process.
+        prefix (`str`): prefix of the subclass's name.
+        members (`dict[str, Any]`): methods and properties of the subclass, including `forward`.
+        recipe (`tuple`): an importable function, then its arguments. The call returns this subclass in any process.
     """
 
     def __reduce_ex__(self, protocol):
@@ -49,5 +49,5 @@ def _rebuild(make: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module
 
 
 def is_derived(module: nn.Module, prefix: str) -> bool:
-    """Whether the class of a module was made here, with this prefix."""
+    """Whether [`derive`] made the class of a module, with this prefix."""
     return type(module).__module__ == __name__ and type(module).__name__.startswith(prefix)

@@ -1,9 +1,9 @@
-"""Puts blocks into a decoder's own layers.
+"""Puts cross-attention blocks into the layers of a decoder.
 
-A layer keeps being the object it was: it gets one submodule, `cross_attention_block`, and a class that derives from its
-own. The derived `forward` takes one keyword, runs the block, and calls the layer's own `forward`. So no parameter of the
-decoder changes its name, and whatever follows the layer (device maps, FSDP units, activation checkpointing, compile)
-follows the block.
+A layer stays the same Python object. The layer gets one submodule, `cross_attention_block`, and a class that derives from the
+layer's class. The derived `forward` takes one more keyword argument, runs the block, and calls the layer's own `forward`.
+So no parameter of the decoder changes its name. Everything that treats the layer as one unit (device maps, FSDP, activation
+checkpointing, compile) treats the block as a part of the layer.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .derived import derive, is_derived
 from .memo import memoized
 
 
-# In front of the name of a layer's class: FSDP policies and device maps find layers by class name.
+# Prefix of a derived class's name. FSDP policies and device maps find layers by this name.
 PREFIX = "CrossAttending"
 
-# Submodules of a layer: the block in front of it and, of the last layer, the one that follows.
+# Submodules of a layer: the block in front of the layer and, in the last layer only, the block after the layer.
 BLOCKS = ("cross_attention_block", "cross_attention_block_after")
 
 
 def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
-    """The class a decoder layer gets: its own, plus a block in front. One class a layer class, with a name of its own.
+    """Derives the class of a decoder layer with a block in front. The same arguments give the same class.
 
     Args:
         layer_class (`type`): class of a decoder layer.
-        receives_keywords (`bool`): whether the decoder hands keyword arguments to the layer; where it does not, the
-            layer's `__call__` fetches the context (see `channel.py`).
+        receives_keywords (`bool`): whether the decoder passes keyword arguments to the layer. If not, the layer's
+            `__call__` fetches the context (see `channel.py`).
     """
     return _cross_attending_class(layer_class, receives_keywords)
 
@@ -52,7 +52,7 @@ def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool
         if context is None or (block is None and after is None):
             return layer_class.forward(self, *args, **kwargs)
         if context.encode_only:
-            # Returned, and not only reported: FSDP follows a layer's outputs to know when its weights are needed again.
+            # Return the encoded tensors: FSDP reads a layer's outputs to know when its weights are needed again.
             return tuple(each.encode(context) for each in (block, after) if each is not None)
         if block is not None and args:
             args = (block(args[0], cross_attention=context), *args[1:])
@@ -82,16 +82,16 @@ def is_cross_attending(layer: nn.Module) -> bool:
 
 
 def check_kind(language_model: PreTrainedModel) -> None:
-    """Raises for a model of the wrong kind. Its layers are not looked at: [`check_insertable`] does both.
+    """Checks the kind of a model, but not its layers. [`check_insertable`] checks both.
 
     Raises:
-        ValueError: for an encoder-decoder model, an architecture that is not served, a model that has blocks already, or
-            one without a head.
+        ValueError: for an encoder-decoder model, an architecture that is not supported, a model that already has blocks,
+            or a model without a head.
     """
     config, name = language_model.config, _name(language_model)
     if config.is_encoder_decoder:
         raise ValueError(
-            f"{name} is an encoder-decoder model: it has cross-attention of its own. Use a decoder-only model."
+            f"Expected a decoder-only model, got {name}, an encoder-decoder model with cross-attention of its own."
         )
     if reason := architecture(config.model_type).refused:
         raise ValueError(f"{name} cannot take cross-attention blocks: {reason}.")
@@ -104,16 +104,16 @@ def check_kind(language_model: PreTrainedModel) -> None:
 
 
 def check_insertable(language_model: PreTrainedModel) -> None:
-    """Raises where blocks cannot go into a model, before it is changed.
+    """Checks that blocks can be inserted into a model. Changes nothing.
 
     Raises:
-        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers or a
-            cache of transformers, or one that carries accelerate hooks.
+        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers, a model
+            without a transformers cache, or a model with accelerate hooks.
     """
     check_kind(language_model)
     config, name = language_model.config, _name(language_model)
     if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
-        # BERT and its kind attend in both directions unless `is_decoder=True`; GPT-2 has no such switch.
+        # BERT-like models attend in both directions unless `is_decoder=True`. GPT-2 has no such switch.
         decoder, _ = find_decoder(language_model)
         if type(decoder).__name__.endswith("Encoder"):
             raise ValueError(
@@ -124,8 +124,8 @@ def check_insertable(language_model: PreTrainedModel) -> None:
     hooked = [index for index, layer in enumerate(layers) if hasattr(layer, "_hf_hook")]
     if hooked:
         raise ValueError(
-            f"{name} was dispatched with a device map: accelerate's hooks sit on layers {hooked}. Retrofit the model "
-            "before it is dispatched, or retrofit, save, and load the result with `device_map`."
+            f"{name} was dispatched with a device map: layers {hooked} have accelerate hooks. Retrofit the model without a "
+            "device map, save it, and load the saved model with `device_map`."
         )
 
 
@@ -134,14 +134,14 @@ def _name(language_model: PreTrainedModel) -> str:
 
 
 def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
-    """Puts one block in front of each layer of `config.cross_attention_layers`; after the last layer, where their number
-    is named.
+    """Puts one block in front of each layer of `config.cross_attention_layers`.
 
-    All layers of the stack change their class, so that the keyword never leaks into a layer without a block.
+    An index equal to the number of layers places a block after the last layer. All layers of the stack get a derived class:
+    the original `forward` of a layer without a block would receive a keyword argument that it does not know.
 
     Args:
         language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`]; changed in place.
-        config ([`XAttnConfig`]): which layers, and the blocks' configuration.
+        config ([`XAttnConfig`]): the layer indices and the configuration of the blocks.
 
     Returns:
         `list[str]`: class names of layers that must not be split across devices.
@@ -167,7 +167,7 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
 
 @torch.no_grad()
 def _match(block: GatedCrossAttentionBlock, like: torch.Tensor) -> None:
-    """Device of a layer's weights, and their dtype but for gates and norms."""
+    """Moves a block to the device and dtype of a layer's weight. In half precision, gates and norms keep their dtype."""
     for name, parameter in block.named_parameters():
         keep = any(name.startswith(kept) for kept in block._keep_in_fp32_modules_strict)
         narrow = like.dtype in (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a model's blocks add: parameters, cache bytes, compute."""
+"""Reports what the blocks add to a model: parameters, cache bytes, compute."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from .vision import blank_image
 
 
 def tokens_per_image(model: XAttnForConditionalGeneration) -> int | None:
-    """Tokens the vision tower makes of one image; None without a tower. Runs the tower on shapes only, where the model is
-    on the meta device."""
+    """Returns the number of tokens that the vision tower makes of one image, or None without a tower.
+
+    Runs the tower on a blank image. On the meta device this computes shapes only.
+    """
     vision, tower = model.config.vision_config, model.model.vision_tower
     if vision is None or tower is None:
         return None
@@ -24,13 +26,15 @@ def tokens_per_image(model: XAttnForConditionalGeneration) -> int | None:
 
 
 def key_value_bytes_per_token(config: CrossAttentionConfig, num_blocks: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one image token in all blocks."""
+    """Returns the bytes of the keys and values of one image token, summed over all blocks."""
     return 2 * num_blocks * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
 def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_image_tokens: int) -> int:
-    """Floating point operations that the blocks add to one text token, 2 for a multiply-add; K/V projections, done once an
-    image, not counted."""
+    """Returns the floating point operations that the blocks add to one text token.
+
+    A multiply-add counts as 2 operations. The K/V projections are not counted: they run once for each image.
+    """
     query_size = config.num_attention_heads * config.head_dim
     projections = 2 * 2 * config.hidden_size * query_size
     attention = 2 * 2 * query_size * num_image_tokens
@@ -40,7 +44,7 @@ def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_imag
 
 
 def describe(model: XAttnForConditionalGeneration) -> dict[str, Any]:
-    """Figures of a model, ready to print."""
+    """Returns the figures of a model by name, ready to print."""
     config, block = model.config, model.config.cross_attention_config
     layers, tower = config.cross_attention_layers, config.vision_config
     added = sum(_num_parameters(block_) for block_ in model.blocks)
@@ -79,5 +83,5 @@ def _num_parameters(module: nn.Module | None) -> int:
 
 
 def block_dtype(model: XAttnForConditionalGeneration) -> torch.dtype:
-    """dtype of the keys and values: of the blocks' projections."""
+    """Returns the dtype of the keys and values, which is the dtype of the key projection."""
     return model.blocks[0].attn.k_proj.weight.dtype

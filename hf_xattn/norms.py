@@ -1,6 +1,6 @@
-"""Norms that compute in float32, with float32 weights, whatever the dtype of the model.
+"""Norms that compute in float32 with float32 weights, in a model of any dtype.
 
-Gates and norms have updates that bfloat16 would round to zero.
+The weights stay float32 because bfloat16 would round their small updates to zero.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class CrossAttentionRMSNorm(nn.Module):
-    """RMSNorm in float32, whatever the input's dtype; the weight stays float32 in half-precision models."""
+    """RMSNorm in float32 for an input of any dtype. The weight stays float32 in half-precision models."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -27,24 +27,24 @@ class CrossAttentionRMSNorm(nn.Module):
 
 
 class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
-    """RMSNorm of keys, whose weight acts on the queries.
+    """RMSNorm of the keys that multiplies its weight into the queries.
 
-    `q . (w * norm(k))` is `(w * q) . norm(k)`. An image has more tokens than the text, so this saves a product over all of them
-    and, in training, the copy that the product's gradient keeps.
+    `q . (w * norm(k))` equals `(w * q) . norm(k)`. An image usually has more tokens than the text, so weighting the queries
+    saves a product over all image tokens. In training it also saves the copy of the keys for that product's gradient.
     """
 
     def normalize(self, key: torch.Tensor) -> torch.Tensor:
-        """Keys without their weight."""
+        """Returns the normalized keys, not yet multiplied by the weight."""
         dtype = at_least_float32(key.dtype)
         return nn.functional.rms_norm(key.to(dtype), self.weight.shape, eps=self.eps).to(key.dtype)
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries with the keys' weight."""
+        """Returns the queries, multiplied by the weight of the key norm."""
         return query * self.weight.to(query.dtype)
 
 
 class CrossAttentionLayerNorm(nn.Module):
-    """LayerNorm in float32, whatever the input's dtype; weight and bias stay float32 in half-precision models."""
+    """LayerNorm in float32 for an input of any dtype. Weight and bias stay float32 in half-precision models."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -70,7 +70,7 @@ NORMS: dict[str, type[CrossAttentionRMSNorm] | type[CrossAttentionLayerNorm]] = 
 
 
 def _norm_dtype() -> torch.dtype:
-    """float32, or float64 where that is the default (gradient checks)."""
+    """Returns float32, or float64 if that is torch's default dtype (gradient checks)."""
     return at_least_float32(torch.get_default_dtype())
 
 

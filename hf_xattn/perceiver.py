@@ -1,8 +1,8 @@
-"""The perceiver resampler: any number of image tokens to a fixed, smaller number.
+"""The perceiver resampler: turns any number of image tokens into a fixed, smaller number.
 
-Learned latents attend to the image's tokens and to themselves (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each layer is
-`latents + attention(latents, [tokens; latents])`, then `latents + MLP(latents)`; a LayerNorm ends the stack. As in Perceiver,
-no projection has a bias.
+Learned latents attend to the image tokens and to the latents (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each layer is
+`latents + attention(latents, [tokens; latents])`, then `latents + MLP(latents)`. A LayerNorm follows the last layer. As in
+Perceiver, no projection has a bias.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .projection import ImageLinear
 
 
 class PerceiverAttention(nn.Module):
-    """Attention of the latents over an image's tokens and themselves."""
+    """Attention with the latents as queries, and the image tokens and the latents as keys and values."""
 
     def __init__(self, config: PerceiverConfig):
         super().__init__()
@@ -68,7 +68,7 @@ class PerceiverLayer(nn.Module):
 
 
 class PerceiverResampler(nn.Module):
-    """Image tokens to latents.
+    """Maps the tokens of each image to `num_latents` tokens.
 
     Args:
         config ([`PerceiverConfig`]): sizes and options.

@@ -1,8 +1,8 @@
-"""Linear layers over the tokens of images.
+"""Linear layers for image tokens.
 
-An image has thousands of tokens, all projected at once. On a CPU without arithmetic in half precision torch multiplies such a
-matrix row by row, several times slower than in float32 (`examples/benchmarks`, `projection`), so there the layer goes through
-float32, which also rounds only once.
+An image has thousands of tokens, and one call projects all of them. On a CPU without half-precision arithmetic, torch
+multiplies a half-precision matrix row by row. That is several times slower than float32 (`examples/benchmarks`, `projection`).
+On such a CPU the layer therefore computes in float32, which also rounds the result only once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 
-MIN_ROWS = 32  # from here on, widening the weights costs less than it saves
-ROWS_AT_ONCE = 4096  # bounds the copies in float32
+MIN_ROWS = 32  # with fewer rows, converting the weights to float32 costs more time than it saves
+ROWS_AT_ONCE = 4096  # limits the memory of the float32 copies
 
 
 @functools.cache
@@ -27,10 +27,10 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
 
 
 def to_dtype_of(projection: nn.Linear, states: torch.Tensor) -> torch.Tensor:
-    """`states` in the dtype that a projection computes in: that of its weight.
+    """Casts `states` to the dtype of a projection's weight.
 
-    The text stream or the image features may be wider than the model. Under autocast torch casts itself; a quantized weight, stored
-    in bytes, computes in the dtype of its input.
+    The hidden states or the image features may have a wider dtype than the weights, for example float32 beside bfloat16.
+    Autocast makes the cast itself. A quantized weight, stored as bytes, computes in the dtype of its input.
     """
     dtype = projection.weight.dtype
     if states.dtype == dtype or dtype.itemsize == 1 or torch.is_autocast_enabled(states.device.type):
@@ -39,7 +39,7 @@ def to_dtype_of(projection: nn.Linear, states: torch.Tensor) -> torch.Tensor:
 
 
 class ImageLinear(nn.Linear):
-    """`nn.Linear`, in inference by the fastest way there is for many rows."""
+    """`nn.Linear` that is faster in CPU inference: many half-precision rows are computed in float32."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` to `(..., out_features)`, in the dtype of `states`."""

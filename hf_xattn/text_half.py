@@ -1,7 +1,7 @@
-"""The text decoder of a larger model, as a causal language model of its own.
+"""Takes the text decoder out of a larger model, as a causal language model.
 
-Vision-language models hold an ordinary decoder (`text_config`) beside their own way of reading images. Retrofitting one
-means taking the decoder and its head, which are taken over, not copied, and leaving the rest.
+A vision-language model holds an ordinary decoder (`text_config`) beside its own modules for images. A retrofit uses the
+decoder and the head and drops the other modules. The weights are shared with the larger model, not copied.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 
 def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Configuration of the decoder in a larger model.
+    """Returns the configuration of the decoder in a larger model.
 
     Raises:
-        ValueError: where transformers has no causal language model for it.
+        ValueError: if transformers has no causal language model for this decoder.
     """
     text_config = config.get_text_config(decoder=True)
     if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            f"The text half of a {config.model_type!r} model is a {text_config.model_type!r} decoder, for which transformers "
-            "has no causal language model of its own."
+            f"The text half of a {config.model_type!r} model is a {text_config.model_type!r} decoder, and transformers has "
+            "no causal language model of that type."
         )
     return text_config
 
 
 def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that loads a checkpoint of a larger model, head included.
+    """Returns the class that loads a checkpoint of a larger model, including the head.
 
     Raises:
-        ValueError: where transformers registers none.
+        ValueError: if transformers registers no such class.
     """
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
@@ -53,10 +53,12 @@ def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def text_half(model: PreTrainedModel) -> PreTrainedModel:
-    """A causal language model around the decoder and the head of a larger model; a plain one is returned as it is.
+    """Returns a causal language model made of the decoder and the head of a larger model.
+
+    A model that is a causal language model already is returned unchanged.
 
     Raises:
-        ValueError: where the larger model holds no decoder of the class that its `text_config` names, or no head.
+        ValueError: if the larger model has no head, or no decoder of the class that its `text_config` names.
     """
     if not is_composite(model.config):
         return model
@@ -74,7 +76,7 @@ def text_half(model: PreTrainedModel) -> PreTrainedModel:
         missing = type(text.base_model).__name__ if body is None else "head"
         raise ValueError(
             f"{type(model).__name__} (model_type {model.config.model_type!r}) holds no {missing}, so its text half cannot "
-            "be taken out. Load the text decoder alone."
+            "be used. Load the checkpoint of a text-only decoder instead."
         )
     setattr(text, text.base_model_prefix, body)
     text.set_output_embeddings(head)

@@ -1,8 +1,8 @@
-"""Tokens beyond the decoder's vocabulary.
+"""Adds tokens behind the decoder's vocabulary.
 
-Llama-3.2-Vision and Idefics add tokens, the image marker among them, that the text decoder's tables do not hold. The
-decoder's embedding and head stay the objects they were, with their weights under their names, and get one submodule each,
-`additional`, that holds the added rows. Ids from `vocab_size` on are its rows.
+Llama-3.2-Vision and Idefics have additional tokens, such as the image marker, without a row in the text decoder's embedding
+and head. The embedding and the head keep their weights and parameter names. Each of them gets a submodule `additional` with
+the rows of the additional tokens. The ids of these tokens start at `vocab_size`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Part = TypeVar("Part", bound=nn.Module)
 
 @memoized
 def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Embedding]:
-    """The class of an embedding with rows in `additional`."""
+    """Derives the class of an embedding that also reads the rows of `additional`."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         first = self.num_embeddings
@@ -37,7 +37,7 @@ def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Emb
 
 @memoized
 def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
-    """The class of a head whose last logits come from `additional`."""
+    """Derives the class of a head that appends the logits of `additional`."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.cat([head_class.forward(self, hidden_states), self.additional(hidden_states)], dim=-1)
@@ -46,7 +46,7 @@ def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
 
 
 def vocabulary_size(embedding: nn.Module) -> int | None:
-    """Ids that an embedding has a row for, added ones included; None where it is of an unusual kind."""
+    """Returns the number of rows of an embedding, including `additional`. Returns None if it is not an `nn.Embedding`."""
     if not isinstance(embedding, nn.Embedding):
         return None
     additional = getattr(embedding, "additional", None)
@@ -59,11 +59,11 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
     Args:
         language_model (`PreTrainedModel`): causal language model.
         size (`int`): number of tokens.
-        in_head (`bool`): the model may also write them, not only read them. Where the decoder ties its head to its
-            embedding, these rows are tied too.
+        in_head (`bool`): whether the model can also generate the added tokens. If the decoder ties its head to its
+            embedding, the added rows are tied too.
 
     Raises:
-        ValueError: where the embedding or the head is of an unusual kind.
+        ValueError: if the embedding is not an `nn.Embedding`, or the head not an `nn.Linear`.
     """
     embedding = _usual(language_model.get_input_embeddings(), nn.Embedding, language_model)
     head = _usual(language_model.get_output_embeddings(), nn.Linear, language_model)
@@ -83,6 +83,7 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
 def _usual(part: nn.Module | None, kind: type[Part], language_model: PreTrainedModel) -> Part:
     if not isinstance(part, kind):
         raise ValueError(
-            f"`additional_vocab_size` needs an {kind.__name__}, {type(language_model).__name__} has a {type(part).__name__}."
+            f"`additional_vocab_size`: expected {type(language_model).__name__} to have an `nn.{kind.__name__}`, got "
+            f"{type(part).__name__}."
         )
     return part
