@@ -30,12 +30,12 @@ class LabelMask(NamedTuple):
     image_token_id: int | None
     vocab_size: int | None
 
-    def __call__(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels with -100 in place of those that do not count. The caller's tensor is not changed."""
+    def __call__(self, labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
+        """Labels with `ignored` in place of those that do not count. The caller's tensor is not changed."""
         if self.image_token_id is not None:
-            labels = labels.masked_fill(labels == self.image_token_id, IGNORED)
+            labels = labels.masked_fill(labels == self.image_token_id, ignored)
         if self.vocab_size is not None:
-            labels = labels.masked_fill(labels >= self.vocab_size, IGNORED)
+            labels = labels.masked_fill(labels >= self.vocab_size, ignored)
         return labels
 
 
@@ -46,23 +46,27 @@ class LossInputs(NamedTuple):
         labels (`torch.LongTensor`, *optional*): `(batch, text_len)`; the token at a place is predicted by the place before.
         shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are shifted already; used in place of `labels`.
         num_items_in_batch (`int` or `torch.Tensor`, *optional*): divides the sum; None takes the mean of this call.
+        ignore_index (`int`, *optional*): stands for no label, -100 where it is None.
     """
 
     labels: torch.Tensor | None
     shift_labels: torch.Tensor | None
     num_items_in_batch: int | torch.Tensor | None
+    ignore_index: int | None
 
     @classmethod
     def take_from(cls, mask: LabelMask, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
         """Takes the arguments of a loss out of `kwargs`, and masks the labels."""
         given, items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
-        masked, shifted = (None if each is None else mask(each) for each in (labels, given))
+        index: int | None = kwargs.pop("ignore_index", None)
+        ignored = IGNORED if index is None else index
+        masked, shifted = (None if each is None else mask(each, ignored) for each in (labels, given))
         if items is not None:
             if given is not None and shifted is not None:
-                items = _items_that_count(items, given, shifted)
+                items = _items_that_count(items, given, shifted, ignored)
             elif labels is not None and masked is not None:
-                items = _items_that_count(items, labels[..., 1:], masked[..., 1:])
-        return cls(masked, shifted, items)
+                items = _items_that_count(items, labels[..., 1:], masked[..., 1:], ignored)
+        return cls(masked, shifted, items, index)
 
     @property
     def has_labels(self) -> bool:
@@ -74,12 +78,14 @@ class LossInputs(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-def _items_that_count(items: int | torch.Tensor, given: torch.Tensor, masked: torch.Tensor) -> int | torch.Tensor:
+def _items_that_count(
+    items: int | torch.Tensor, given: torch.Tensor, masked: torch.Tensor, ignored: int
+) -> int | torch.Tensor:
     """The number of labels that count, where `items` counts the labels of this call as they were given, image markers among them.
 
     The labels of other micro-batches are not known here: a number that covers them is taken as it is.
     """
-    counted, left = given.ne(IGNORED).sum(), masked.ne(IGNORED).sum()
+    counted, left = given.ne(ignored).sum(), masked.ne(ignored).sum()
     items = torch.as_tensor(items, device=counted.device)
     of_this_call = items == counted
     if not torch.compiler.is_compiling() and bool(((counted != left) & ~of_this_call).any()):

@@ -31,7 +31,7 @@ from .gradients import give_gradient, only_images_learn
 from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
-from .loss import LabelMask, LossInputs, loss_over_all_logits
+from .loss import IGNORED, LabelMask, LossInputs, loss_over_all_logits
 from .model_identity import ModelIdentity
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .pretrained import XAttnPreTrainedModel, keep_weights
@@ -341,9 +341,10 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             image_attention_mask=image_attention_mask,
         )
         text_model = self.model.text_model
-        if labels is not None:
-            ignored = kwargs.get("ignore_index", -100)
-            check_labels(labels, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
+        for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
+            if given is not None:
+                ignored = kwargs.get("ignore_index", IGNORED)
+                check_labels(name, given, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
         targets = LossInputs.take_from(self._label_mask(), labels, kwargs)
         # A decoder's own loss expects no more logits than its vocabulary has, and does not look at `shift_labels` alone.
         own_loss = targets.has_labels and (self.config.additional_vocab_in_head or labels is None)

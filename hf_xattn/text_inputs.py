@@ -120,6 +120,7 @@ def _check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> No
 
 
 def check_labels(
+    name: str,
     labels: Any,
     input_ids: Any,
     inputs_embeds: Any,
@@ -127,14 +128,14 @@ def check_labels(
     find_embedding: Callable[[], nn.Module],
     ignored: int = -100,
 ) -> None:
-    """Checks labels against the text, or against the positions whose logits are kept; `ignored` stands for no label.
+    """Checks `labels` or `shift_labels` against the text, or against the positions whose logits are kept; `ignored` stands for no label.
 
     Raises:
         TypeError: for anything but integers.
         ValueError: for another shape, or labels outside the vocabulary.
     """
-    check_tensor("labels", labels)
-    check_integers("labels", labels, (torch.int64,))
+    check_tensor(name, labels)
+    check_integers(name, labels, (torch.int64,))
     text = input_ids if input_ids is not None else inputs_embeds
     if torch.compiler.is_compiling() or not isinstance(text, torch.Tensor) or text.dim() < 2:
         return
@@ -145,7 +146,7 @@ def check_labels(
         length = min(length, logits_to_keep)
     if tuple(labels.shape) != (rows, length):
         raise ValueError(
-            f"Expected `labels` of shape {(rows, length)} (batch, text_len), got {tuple(labels.shape)}. A position that has no label "
+            f"Expected `{name}` of shape {(rows, length)} (batch, text_len), got {tuple(labels.shape)}. A position that has no label "
             f"takes {ignored}."
         )
-    check_in_vocabulary("labels", labels, find_embedding(), ignored)
+    check_in_vocabulary(name, labels, find_embedding(), ignored)

@@ -148,6 +148,26 @@ def test_every_argument_of_the_loss(options):
     assert model(ids, pixel_values=pixels(), num_items_in_batch=4).loss is None
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_another_index_that_is_ignored(options):
+    """Markers that become -100 where another number stands for no label: an index outside of the logits."""
+    model, ids = make_model(**{"image_token_id": MARKER} | options), token_ids(2, 8)
+    ids[:, 2] = model.config.image_token_id
+    labels = ids.clone()
+    labels[0, 5:] = 0
+    found = model(ids, pixel_values=pixels(), labels=labels, ignore_index=0).loss
+    expected = model(ids, pixel_values=pixels(), labels=labels.masked_fill(labels == 0, -100)).loss
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_shift_labels_are_checked():
+    """Labels of another text, or outside of the vocabulary, with an error from inside torch."""
+    model, ids = make_model(image_token_id=MARKER), token_ids()
+    for wrong in (ids[:, 1:], ids + VOCAB_SIZE):
+        with pytest.raises(ValueError, match="Expected `shift_labels`"):
+            model(ids, pixel_values=pixels(), labels=ids, shift_labels=wrong)
+
+
 def test_only_markers():
     """Zero divided by zero, where no label of a micro-batch counts."""
     model, ids = make_model(image_token_id=MARKER).train(), token_ids()
