@@ -121,9 +121,8 @@ def read_call(
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
     continues = past_key_values is not None or bool(use_cache)
-    text_config = config.get_text_config(decoder=True)
     if use_cache is None:
-        use_cache = getattr(text_config, "use_cache", True)
+        use_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
     uncached = RECOMPUTES if recomputes else SKIPS_LAYERS if skips_layers else None
     use_cache = bool(use_cache) and uncached is None
     cache: XAttnCache | None = None
@@ -131,7 +130,7 @@ def read_call(
         cache = XAttnCache.adopt(past_key_values)
         cache.check_usable(given.shape[0])
     elif past_key_values is None and use_cache:
-        cache = XAttnCache(DynamicCache(config=text_config))
+        cache = XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)))
     elif past_key_values is not None and (isinstance(images, PreparedImages) or images.images is not None):
         raise ValueError(
             f"`past_key_values` is a {type(past_key_values).__name__}, which has no place for images: pass "
