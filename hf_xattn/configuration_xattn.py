@@ -1,7 +1,7 @@
-"""Configurations of the cross-attention block and of a decoder that carries such blocks.
+"""Configurations of the cross-attention block, the perceiver resampler and the whole model.
 
-Every constraint between fields is checked here, once, so that a wrong value fails before a weight is
-allocated. The model code below this file may take the values for granted.
+This file checks every constraint between fields, so that a wrong value fails before weights are allocated. The model code
+does not check the values again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .keywords import suggestion
 from .sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 
 
-# Looked up by the checks below and named in their messages; the layer code has one branch for each.
+# Allowed values, for the checks below and their messages. The model code has one branch for each value.
 NORM_TYPES = ("rmsnorm", "layernorm")
 MLP_TYPES = ("gated", "plain")
 GATES = ("tanh", "none")
@@ -38,28 +38,28 @@ CONNECTOR_TYPES = ("identity", "linear", "mlp", "perceiver")
 FEATURE_STRATEGIES = ("full", "default")
 IMAGE_VISIBILITIES = ("all", "previous", "latest", "latest_group")
 
-# Default of a field that `__post_init__` fills in. Such a field is declared twice: transformers reads the annotation of what may be
-# given, which may be nothing or a `dict`, and type checkers that of what everybody reads afterwards.
+# Default of a field that `__post_init__` fills in. Such a field has two declarations. transformers reads the type that a caller
+# may give, for example None or a `dict`. Type checkers read the type that the field has after `__post_init__`.
 TO_BE_FILLED_IN: Any = None
 
 
 def _is_left_out(value: object) -> bool:
     return (
         value is None
-    )  # not in place: type checkers would skip what follows, because they know the field as filled in
+    )  # a function, because type checkers would take an inline check as always false and skip the branch
 
 
 class CrossAttentionConfig(CheckedConfig):
-    r"""Configuration of one gated cross-attention block: text queries, image keys and values.
+    r"""Configuration of one gated cross-attention block: queries from the text, keys and values from the images.
 
     Args:
-        hidden_size (`int`, defaults to 768): width of the text stream, of queries' input and of the block's output.
-        context_size (`int`, *optional*): width of the K/V source; defaults to `hidden_size`.
+        hidden_size (`int`, defaults to 768): width of the text decoder's hidden states.
+        context_size (`int`, *optional*): width of the image tokens; defaults to `hidden_size`.
         num_attention_heads (`int`, defaults to 12): number of query heads.
-        num_key_value_heads (`int`, *optional*): number of K/V heads; 1 is MQA, `num_attention_heads` (the default)
-            is MHA, a divisor in between is GQA.
-        head_dim (`int`, *optional*): width of one head, free of `hidden_size`; defaults to
-            `hidden_size // num_attention_heads`.
+        num_key_value_heads (`int`, *optional*): number of K/V heads: 1 for MQA, `num_attention_heads` (the default) for
+            MHA, any other divisor of `num_attention_heads` for GQA.
+        head_dim (`int`, *optional*): width of one head; defaults to `hidden_size // num_attention_heads`. The product of
+            `head_dim` and `num_attention_heads` may differ from `hidden_size`.
         intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
         hidden_act (`str`, defaults to `"silu"`): any activation of transformers.
         mlp_type (`"gated"` or `"plain"`, defaults to `"gated"`): `down(act(gate(x)) * up(x))` (SwiGLU with `silu`),
@@ -68,23 +68,23 @@ class CrossAttentionConfig(CheckedConfig):
         norm_eps (`float`, defaults to 1e-6).
         attention_bias (`bool`, defaults to `False`): biases on q/k/v/o projections.
         mlp_bias (`bool`, defaults to `False`): biases in the MLP.
-        attention_dropout (`float`, defaults to 0.0): dropout on the attention weights, in training.
-        gate (`"tanh"` or `"none"`, defaults to `"tanh"`): each branch is multiplied by `tanh(gate)`, or by nothing.
+        attention_dropout (`float`, defaults to 0.0): dropout on the attention weights in training.
+        gate (`"tanh"` or `"none"`, defaults to `"tanh"`): multiply each branch by `tanh(gate)`, or use no gate.
         gate_granularity (`"scalar"` or `"channel"`, defaults to `"scalar"`): gate of shape `(1,)` or `(hidden_size,)`.
-        gate_init (`float`, defaults to 1.0): value of the gates before `tanh`.
-        zero_init (`bool`, defaults to `True`): start `o_proj` and the MLP's `down_proj` at zero.
+        gate_init (`float`, defaults to 1.0): initial value of the gates, before `tanh`.
+        zero_init (`bool`, defaults to `True`): initialise `o_proj` and the MLP's `down_proj` to zero.
         qk_norm (`bool`, defaults to `False`): RMSNorm over `head_dim` on queries and keys.
-        quiet_softmax (`bool`, defaults to `False`): `exp(x) / (1 + sum(exp(x)))`, so that a head may attend to nothing
+        quiet_softmax (`bool`, defaults to `False`): use `exp(x) / (1 + sum(exp(x)))`, which lets a head attend to nothing
             (E. Miller, "Attention Is Off By One", 2023).
-        position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias, for a context that has an
-            order (audio, video). Images have none.
+        position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias. Use it for a context with an
+            order (audio, video), not for images.
         position_bias_num_buckets (`int`, defaults to 32), position_bias_max_distance (`int`, defaults to 128):
             as in T5 (bidirectional buckets).
-        initializer_range (`float`, defaults to 0.02): standard deviation of the random weights.
+        initializer_range (`float`, defaults to 0.02): standard deviation of the random initial weights.
 
     Raises:
-        ValueError: where a field is outside its range, where heads do not divide, or where gate and projection would
-            both start at zero: the gradient of each is the other's value, so neither would ever move.
+        ValueError: if a field is outside its range, if `num_key_value_heads` does not divide `num_attention_heads`, or if
+            gate and projection both start at zero. Each gradient is proportional to the other factor, so neither learns.
     """
 
     model_type = "xattn_block"
@@ -132,7 +132,7 @@ class CrossAttentionConfig(CheckedConfig):
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"`num_attention_heads` ({self.num_attention_heads}) does not divide `hidden_size` "
-                    f"({self.hidden_size}): set `head_dim` explicitly or choose a divisor."
+                    f"({self.hidden_size}). Set `head_dim`, or set `num_attention_heads` to a divisor of `hidden_size`."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if _is_left_out(self.intermediate_size):
@@ -182,13 +182,13 @@ class CrossAttentionConfig(CheckedConfig):
         if self.gate == "tanh" and self.gate_init == 0.0 and self.zero_init:
             raise ValueError(
                 "`gate_init=0.0` together with `zero_init=True` starts both factors of each branch at zero. The "
-                "gradient of each factor is the other's value, so neither would ever learn. Use `gate_init=0.0` with "
-                "`zero_init=False` (Flamingo's way), or `zero_init=True` with a non-zero `gate_init` or `gate='none'`."
+                "gradient of each factor is proportional to the other, so neither would learn. Set `zero_init=False` (as in "
+                "Flamingo), a non-zero `gate_init`, or `gate='none'`."
             )
 
     @property
     def starts_at_identity(self) -> bool:
-        """Whether a fresh block leaves the text stream exactly as it was: one factor of each branch is zero."""
+        """Whether a fresh block leaves the hidden states unchanged, because one factor of each branch is zero."""
         return self.zero_init or (self.gate == "tanh" and self.gate_init == 0.0)
 
 
@@ -196,8 +196,9 @@ class PerceiverConfig(CheckedConfig):
     r"""Configuration of the perceiver resampler (see `perceiver.py`).
 
     Args:
-        hidden_size (`int`, *optional*): width of latents and image tokens; in a [`XAttnConfig`] that of the vision tower.
-        num_latents (`int`, defaults to 64): tokens that an image becomes.
+        hidden_size (`int`, *optional*): width of latents and image tokens. Inside an [`XAttnConfig`] it defaults to the
+            vision tower's width.
+        num_latents (`int`, defaults to 64): number of tokens that the resampler makes of an image.
         num_hidden_layers (`int`, defaults to 6).
         num_attention_heads (`int`, defaults to 8), head_dim (`int`, defaults to 64).
         intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
@@ -206,14 +207,14 @@ class PerceiverConfig(CheckedConfig):
         norm_eps (`float`, defaults to 1e-5).
 
     Raises:
-        ValueError: where a field is outside its range.
+        ValueError: if a field is outside its range.
     """
 
     model_type = "xattn_perceiver"
     base_config_key = "perceiver_config"
 
     if TYPE_CHECKING:
-        hidden_size: int = TO_BE_FILLED_IN  # at the latest by the [`XAttnConfig`] around it
+        hidden_size: int = TO_BE_FILLED_IN  # [`XAttnConfig`] fills it in if `__post_init__` does not
         intermediate_size: int = TO_BE_FILLED_IN
     else:
         hidden_size: int | None = None
@@ -251,29 +252,32 @@ class XAttnConfig(CheckedConfig):
     Args:
         text_config (`PreTrainedConfig` or `dict`): configuration of the text-only causal language model.
         vision_config (`PreTrainedConfig` or `dict`, *optional*): configuration of a vision model of transformers whose
-            output has `last_hidden_state`. Without one the model takes `cross_attention_states` only.
-        cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): sizes that are not given follow the
-            text configuration.
-        cross_attention_layers (`list[int]`, *optional*): decoder layers that get a block in front of them, counted from
-            0; their number itself is a block after the last. Defaults to every 4th: 3, 7, 11, ...
-        image_token_id (`int`, *optional*): id of the token that marks an image's place in the text.
+            output has `last_hidden_state`. Without `vision_config` the model has no vision tower and takes
+            `cross_attention_states` instead of pixels.
+        cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
+            `dict` leaves out follow the text configuration.
+        cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in front.
+            An index equal to the number of layers places a block after the last layer. Defaults to every 4th layer:
+            3, 7, 11, ...
+        image_token_id (`int`, *optional*): id of the image marker, the token that marks an image's place in the text.
         image_visibility (`"all"`, `"previous"`, `"latest"` or `"latest_group"`, defaults to `"all"`): which images a text
-            token may see: all of its row; those whose marker stands before it; only the last of those (Flamingo, Idefics);
-            or the last and those whose markers stand right before its own (Mllama).
-        additional_vocab_size (`int`, defaults to 0): tokens behind the decoder's vocabulary that the model reads.
-        additional_vocab_in_head (`bool`, defaults to `False`): it also writes them.
+            token sees. `"all"`: every image of the token's row. `"previous"`: the images whose markers stand before the
+            token. `"latest"`: the last of the previous images (Flamingo, Idefics). `"latest_group"`: the last of the
+            previous images and the images whose markers directly precede the last marker (Mllama).
+        additional_vocab_size (`int`, defaults to 0): number of tokens added behind the decoder's vocabulary.
+        additional_vocab_in_head (`bool`, defaults to `False`): whether the model can also generate the added tokens.
         source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
-        connector_type (`"identity"`, `"linear"`, `"mlp"` or `"perceiver"`, defaults to `"mlp"`): vision features to K/V
-            source.
-        vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): all tokens of the vision tower, or, as
-            in Llava, all but the first, the class token.
-        perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): of the `"perceiver"` connector.
+        connector_type (`"identity"`, `"linear"`, `"mlp"` or `"perceiver"`, defaults to `"mlp"`): the module that maps vision
+            features to the width of the image tokens.
+        vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): use all tokens of the vision tower
+            (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
+        perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): configuration of the `"perceiver"` connector.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` connector.
-        connector_bias (`bool`, defaults to `True`).
+        connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors.
 
     Raises:
-        ValueError: where layers are out of range or repeated, where the block's width differs from the decoder's, or
-            where a setting needs another that is missing.
+        ValueError: if layers are out of range or repeated, if the hidden size of the blocks differs from the decoder's, or
+            if a setting requires another one that is missing.
     """
 
     model_type = "xattn"
@@ -308,8 +312,8 @@ class XAttnConfig(CheckedConfig):
 
     def __post_init__(self, **kwargs):
         refuse_misspelt(type(self), kwargs)
-        # A live sub-config has its kernels chosen already. The parent's setter would reset them to None, and with
-        # None the causal mask of some decoders silently vanishes, so they are read before and put back after.
+        # Keep the attention and experts implementations of sub-configs that are objects already. The parent's setter resets
+        # them to None, and with None some decoders silently lose their causal mask.
         live = {
             name: (config, config._attn_implementation, config._experts_implementation)
             for name in self.sub_configs
@@ -371,8 +375,8 @@ class XAttnConfig(CheckedConfig):
                 )
         if self.image_visibility != "all" and self.image_token_id is None:
             raise ValueError(
-                f"`image_visibility={self.image_visibility!r}` follows the image markers in the text, so "
-                "`image_token_id` must be set."
+                f"`image_visibility={self.image_visibility!r}` depends on the image markers in the text: expected "
+                "`image_token_id` to be set, got None."
             )
         added = self.additional_vocab_size
         if isinstance(added, bool) or not isinstance(added, int) or added < 0:
@@ -388,12 +392,10 @@ class XAttnConfig(CheckedConfig):
     def _check_perceiver(self) -> None:
         if self.connector_type != "perceiver":
             if self.perceiver_config is not None:
-                raise ValueError(
-                    f"`perceiver_config` was given, but `connector_type` is {self.connector_type!r}: use 'perceiver'."
-                )
+                raise ValueError(f"`perceiver_config` needs `connector_type='perceiver'`, got {self.connector_type!r}.")
             return
         if self.vision_config is None:
-            raise ValueError("`connector_type='perceiver'` resamples vision features: it needs a `vision_config`.")
+            raise ValueError("`connector_type='perceiver'` needs a `vision_config`, got None.")
         width = vision_hidden_size(self.vision_config)
         perceiver = self.perceiver_config
         if perceiver is not None and not isinstance(perceiver, PerceiverConfig):
@@ -426,17 +428,17 @@ def _block_config(given: dict | PreTrainedConfig | None, text_config: PreTrained
 
 
 def every_nth_layer(every: int, num_layers: int) -> list[int]:
-    """Layers `every - 1`, `2 * every - 1`, ...; a decoder with fewer layers gets one block, before its last layer."""
+    """Returns the layers `every - 1`, `2 * every - 1`, ... If the decoder has fewer layers, returns the last layer."""
     check_positive_int("every", every)
     step = min(every, num_layers)
     return list(range(step - 1, num_layers, step))
 
 
 def check_layers(layers: Any, num_layers: int) -> list[int]:
-    """Sorted layer indices.
+    """Checks layer indices and returns them sorted.
 
     Raises:
-        ValueError: for an empty list, indices outside `[0, num_layers]` or repeated ones.
+        ValueError: for an empty list, indices outside `[0, num_layers]`, or repeated indices.
     """
     if not isinstance(layers, (list, tuple, range, set)) or not all(type(index) is int for index in layers):
         raise ValueError(f"`cross_attention_layers` must be a list of integers, got {layers!r}.")
@@ -446,12 +448,12 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
     outside = [index for index in layers if not 0 <= index <= num_layers]
     if outside:
         raise ValueError(
-            f"`cross_attention_layers` holds {outside}, but the decoder has {num_layers} layers: indices go from 0 to "
-            f"{num_layers - 1}, and {num_layers} is a block after the last layer."
+            f"`cross_attention_layers`: the decoder has {num_layers} layers, so expected indices from 0 to {num_layers - 1} "
+            f"({num_layers} is a block after the last layer), got {outside}."
         )
     repeated = sorted({index for index in layers if layers.count(index) > 1})
     if repeated:
-        raise ValueError(f"`cross_attention_layers` names {repeated} more than once; a layer takes one block.")
+        raise ValueError(f"`cross_attention_layers` names {repeated} more than once, but a layer takes one block.")
     return sorted(layers)
 
 
@@ -459,7 +461,7 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
     """A [`CrossAttentionConfig`] whose missing sizes follow the text decoder's.
 
     Args:
-        partial (`dict`, *optional*): fields the caller decided on.
+        partial (`dict`, *optional*): fields that the caller sets.
         text_config (`PreTrainedConfig`): configuration of the decoder.
     """
     decoder = text_config.get_text_config(decoder=True)

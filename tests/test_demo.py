@@ -96,7 +96,7 @@ def test_wrong_output(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file"):
         demo.run(tmp_path / "file")
-    with pytest.raises(ValueError, match="other things"):
+    with pytest.raises(ValueError, match="other files"):
         demo.run(tmp_path)
 
 

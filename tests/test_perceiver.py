@@ -46,7 +46,7 @@ def test_every_part_learns():
         ({"perceiver_config": SMALL | {"hidden_act": "nope"}}, "`hidden_act`"),
         ({"perceiver_config": SMALL | {"norm_eps": 0.0}}, "`norm_eps` must be positive"),
         ({"perceiver_config": SMALL | {"hidden_size": 25}}, r"\(25\) must be the vision tower's width \(24\)"),
-        ({"perceiver_config": SMALL, "connector_type": "mlp"}, "`connector_type` is 'mlp'"),
+        ({"perceiver_config": SMALL, "connector_type": "mlp"}, "`connector_type='perceiver'`, got 'mlp'"),
         ({"vision_config": None}, "needs a `vision_config`"),
         ({"cross_attention_config": {"context_size": 32}}, r"`context_size` \(32\)|context_size` \(32\)"),
     ],

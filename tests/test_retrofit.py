@@ -151,7 +151,7 @@ def test_freeze_base_leaves_what_was_added():
     ("arguments", "message"),
     [
         ({"every": 0}, "`every`.*0"),
-        ({"cross_attention_layers": [5]}, r"\[5\].*4 layers"),
+        ({"cross_attention_layers": [5]}, r"4 layers.*\[5\]"),
         ({"cross_attention_layers": [-1]}, r"\[-1\]"),
         ({"cross_attention_layers": [1, 1]}, r"\[1\] more than once"),
         ({"cross_attention_layers": []}, "empty"),
@@ -162,7 +162,7 @@ def test_freeze_base_leaves_what_was_added():
         ({"connector_type": "conv"}, "connector_type.*conv"),
         ({"image_visibility": "first"}, "image_visibility.*first"),
         ({"image_visibility": "latest"}, "image_token_id"),
-        ({"image_token_id": 1000}, "1000.*96"),
+        ({"image_token_id": 1000}, "96.*1000"),
     ],
 )
 def test_wrong_options_are_refused_before_loading(folders, monkeypatch, arguments, message):

@@ -1,4 +1,4 @@
-"""The embedded default: a language model learns to read handwritten digits, offline, in minutes on two cores."""
+"""The demo: a language model learns to read handwritten digits, offline, in minutes on two CPU cores."""
 
 from .canvases import PROMPT
 from .run import example_images, run

@@ -1,6 +1,6 @@
 """The demo's data: real handwritten digits (scikit-learn's `load_digits`), one to three of them on a canvas.
 
-Digits are split before they are placed: a held-out canvas holds only digit images that no training canvas ever held.
+The digit images are split before they are placed: no digit image is in both a training canvas and a held-out canvas.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROMPT = "digits :"
 
 
 class Canvas(NamedTuple):
-    """An image and what stands on it.
+    """An image and the digits on it.
 
     Attributes:
         pixels (`np.ndarray`): `(20, 60)`, uint8, white on black.
@@ -33,14 +33,14 @@ class Canvas(NamedTuple):
 
 
 class DigitPool:
-    """The digit images of one side of the split.
+    """The digit images for training, or the held-out digit images.
 
     Args:
-        held_out (`bool`): the fifth that no training canvas holds, or the other four.
-        seed (`int`): of the split.
+        held_out (`bool`): whether to use the held-out fifth of the images, or the other four fifths.
+        seed (`int`): seed of the split.
 
     Raises:
-        ImportError: without scikit-learn.
+        ImportError: if scikit-learn is not installed.
     """
 
     def __init__(self, held_out: bool, seed: int = 0):
@@ -56,9 +56,10 @@ class DigitPool:
         self.labels = digits.target
 
     def canvas(self, rng: np.random.Generator) -> Canvas:
-        """One to three digits, each anywhere inside a cell of its own: two rows and six columns of cells, one patch each.
+        """Draws a canvas with one to three digits.
 
-        No two share a column of cells, so that they never overlap and left to right is never in doubt.
+        The canvas has two rows and six columns of cells, and a cell is one patch. A digit stands anywhere inside its cell.
+        No two digits share a column, so the digits have a clear order from left to right.
         """
         count = int(rng.integers(1, 4))
         chosen = rng.choice(self.indices, count, replace=False)
@@ -73,19 +74,22 @@ class DigitPool:
 
 
 def sentence(digits: list[int]) -> str:
-    """What a canvas says: `digits : first seven second two`."""
+    """Returns the sentence that describes a canvas, for example `digits : first seven second two`."""
     return " ".join([PROMPT, *(f"{PLACES[place]} {WORDS[digit]}" for place, digit in enumerate(digits))])
 
 
 def to_pixel_values(canvas: Canvas) -> torch.Tensor:
-    """`(1, 3, 20, 60)` in [-1, 1], what the demo's image processor makes of the picture."""
+    """Returns `(1, 3, 20, 60)` in [-1, 1], the same values as the demo's image processor."""
     pixels = torch.from_numpy(canvas.pixels.astype(np.float32)) / 255
     return ((pixels - 0.5) / 0.5).expand(1, 3, -1, -1)
 
 
 def patch_labels(canvas: Canvas) -> torch.Tensor:
-    """`(2, 12)`: for each patch of 10 by 10 pixels the digit it belongs to (10 for background), and that digit's place from
-    the left (3 for background)."""
+    """Returns labels `(2, 12)` for the patches of 10 by 10 pixels.
+
+    The first row holds the digit in each patch (10 for background). The second row holds the digit's place from the left (3
+    for background).
+    """
     labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
     for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):
         labels[:, row // PATCH, column // PATCH] = torch.tensor([digit, place])
@@ -93,9 +97,9 @@ def patch_labels(canvas: Canvas) -> torch.Tensor:
 
 
 class CanvasDataset(torch.utils.data.Dataset):
-    """Canvases with their sentences, tokenized; the same ones for the same seed, others for each index.
+    """Canvases with their tokenized sentences. The seed and the index determine the canvas.
 
-    The prompt's labels are -100: only what is to be read counts.
+    The labels of the prompt are -100, so the loss counts only the words after the prompt.
     """
 
     def __init__(self, pool: DigitPool, tokenizer, size: int, seed: int):

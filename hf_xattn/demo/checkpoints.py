@@ -1,4 +1,4 @@
-"""The demo's two ordinary checkpoints, made on the spot: a text-only decoder and a vision tower."""
+"""Trains the two checkpoints that the demo starts from: a text-only decoder and a vision tower."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _optimize(parameters, steps: int, rate: float, loss_of_step, name: str) -> f
 
 
 def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
-    """A Llama and its tokenizer, trained on sentences alone: it learns the language and can only guess the digits."""
+    """Trains a Llama and its tokenizer on sentences without images. The model can only guess the digits."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     rng = np.random.default_rng((seed, 1))
@@ -66,7 +66,7 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
-            initializer_range=0.1,  # at this width the usual 0.02 keeps the words' logits within one another's reach
+            initializer_range=0.1,  # at this width, the usual 0.02 makes the logits of all words almost equal
         )
     )
 
@@ -87,7 +87,7 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
 
 
 def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int) -> None:
-    """A small ViT, trained to tell of each patch its digit and the digit's place; the heads that told are thrown away."""
+    """Trains a small ViT to predict, for each patch, the digit and the digit's place. The classifier heads are not saved."""
     torch.manual_seed(seed + 1)
     config = ViTConfig(
         hidden_size=96,

@@ -25,28 +25,31 @@ from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, Digit
 from .checkpoints import make_text_checkpoint, make_vision_checkpoint
 
 
-MARK = "made-by-hf-xattn-demo"  # a file that says that the folder may be written over
+MARK = "made-by-hf-xattn-demo"  # a file that marks a folder of the demo, which a later run may overwrite
 
 
 def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False) -> dict[str, Any]:
-    """Trains a text-only model and a small vision tower, retrofits, trains what was added, reads held-out canvases.
+    """Runs the demo from a text-only model to a model that reads digits.
+
+    Trains a text-only model and a small vision tower, retrofits the text model, trains the added weights, and reads held-out
+    canvases.
 
     Args:
         output (`str` or `Path`): folder for the checkpoints `text`, `vision` and `model`, the examples and the picture.
-        seed (`int`): of data, weights and split.
-        quick (`bool`): a few steps of everything, to see that it runs; the accuracy means nothing.
+        seed (`int`): seed of the data, the weights and the split.
+        quick (`bool`): run only a few steps of each stage, as a test. The accuracy then means nothing.
 
     Returns:
-        `dict`: the table's figures, which also go to `results.json`.
+        `dict`: the figures of the printed table, which are also saved to `results.json`.
 
     Raises:
-        ValueError: where `output` is a file or a folder of something else.
-        ImportError: without scikit-learn.
+        ValueError: if `output` is a file, or a folder with files of something else.
+        ImportError: if scikit-learn is not installed.
     """
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
     output = _prepared(Path(output))
     threads = torch.get_num_threads()
-    # With tensors this small a second thread hardly helps, and where others use the cores it costs several times as much.
+    # Use one thread: with tensors this small a second thread hardly helps, and on busy cores it is several times slower.
     torch.set_num_threads(1)
     try:
         return _run(output, *pools, seed, quick)
@@ -67,7 +70,7 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
         output / "text",
         output / "vision",
         cross_attention_layers=[1, 2, 3],
-        # Weights of width 64 start larger than those of a large model would.
+        # A model of width 64 needs larger initial weights than a large model.
         cross_attention={"qk_norm": True, "initializer_range": 0.12},
         connector_type="linear",
     )
@@ -107,15 +110,17 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
 
 
 def example_images(output: str | Path) -> list[Path]:
-    """Held-out canvases that the demo left in its folder; their names say what stands on them."""
+    """Returns the held-out canvases that the demo saved. Each file name holds the digits on the canvas."""
     return sorted((Path(output) / "examples").glob("*.png"))
 
 
 def _prepared(output: Path) -> Path:
     if output.exists() and not output.is_dir():
-        raise ValueError(f"`output` ({output}) is a file; name a folder.")
+        raise ValueError(f"`output` ({output}) must be a folder, got a file.")
     if output.is_dir() and any(output.iterdir()) and not (output / MARK).exists():
-        raise ValueError(f"`output` ({output}) is a folder with other things in it; name a new one.")
+        raise ValueError(
+            f"`output` ({output}) must be a new folder, an empty one or one of the demo, got a folder with other files."
+        )
     output.mkdir(parents=True, exist_ok=True)
     (output / MARK).touch()
     return output
@@ -126,7 +131,7 @@ def _say(text: str) -> None:
 
 
 def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> None:
-    """Transformers' own `Trainer`; text model and tower are frozen, blocks and connector learn."""
+    """Trains the blocks and the connector with transformers' `Trainer`. Text model and tower are frozen."""
     freeze_base(model)
     arguments = TrainingArguments(
         output_dir=str(output / "trainer"),
@@ -165,7 +170,7 @@ def _picture(canvas: Canvas):
 
 
 def _read(model, processor, canvases: list[Canvas], pictures: list | None) -> list[list[str]]:
-    """The words a model says about each canvas, after the prompt."""
+    """Returns the words that a model generates for each canvas, without the prompt."""
     said = []
     for start in range(0, len(canvases), 100):
         texts = [PROMPT] * len(canvases[start : start + 100])
@@ -177,7 +182,7 @@ def _read(model, processor, canvases: list[Canvas], pictures: list | None) -> li
 
 
 def _accuracy(readings: list[list[str]], canvases: list[Canvas]) -> tuple[float, float]:
-    """Share of digits that were read right in their place, and share of canvases without a mistake."""
+    """Returns the share of digits that are right in their place, and the share of canvases without a mistake."""
     right = total = whole = 0
     for words, canvas in zip(readings, canvases):
         expected = [WORDS[digit] for digit in canvas.digits]
@@ -197,7 +202,7 @@ def _count_projections(model, processor, picture) -> dict[str, Any]:
 
 
 def _speed(model, processor, pictures: list, repeats: int) -> dict[str, float]:
-    """Tokens a second of the same call, with and without cache."""
+    """Measures the tokens a second of the same call, with and without a cache."""
     inputs = processor(text=[PROMPT] * len(pictures), images=pictures).to(model.device)
     times: dict[bool, float] = {}
     for use_cache in (True, False):
@@ -212,7 +217,7 @@ def _speed(model, processor, pictures: list, repeats: int) -> dict[str, float]:
 
 
 def _save_examples(output: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
-    """Eight canvases as files, and one picture of them with what the model said."""
+    """Saves eight canvases as files, and one picture of them with the model's answers."""
     from PIL import Image, ImageDraw
 
     folder = output / "examples"
