@@ -1,8 +1,8 @@
-"""What is known of each decoder architecture of transformers, as data.
+"""A table of what differs between the decoder architectures of transformers.
 
-Most architectures need no entry: where the layers are and how keyword arguments reach them is read off the model (see
-`decoder.py`). An entry says why an architecture is not served, or what differs. The test suite builds each one small, checks
-the promises of this package on it, and fails where this table and the outcome differ.
+Most architectures need no entry, because `decoder.py` finds the layers and the path of keyword arguments in the model. An
+entry says why an architecture is not supported, or how it differs. The test suite builds a small model of each architecture
+and tests it. A test fails if the result and this table differ.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Architecture:
     """One `model_type` of transformers' causal language models.
 
     Attributes:
-        refused (`str`, *optional*): why blocks cannot go in; None where they can.
-        via (`"keyword"` or `"call"`): how images reach the layers: as a keyword argument that the decoder hands on, or
-            fetched in the layer's `__call__` (see `channel.py`).
-        layer_count (`str`): field of the configuration that counts the layers of the stack.
+        refused (`str`, *optional*): why the architecture cannot take blocks, or None if it can.
+        via (`"keyword"` or `"call"`): how images reach the layers. `"keyword"`: the decoder passes a keyword argument on.
+            `"call"`: the layer's `__call__` fetches the images (see `channel.py`).
+        layer_count (`str`): configuration field with the number of layers.
     """
 
     refused: str | None = None
@@ -36,7 +36,7 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    # Served, but for something that has to be known.
+    # Supported, with a difference.
     "bloom": Architecture(via="call"),
     "codegen": Architecture(via="call"),
     "falcon": Architecture(via="call"),
@@ -50,7 +50,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "megatron-bert": Architecture(via="call"),
     "mpt": Architecture(via="call"),
     "rembert": Architecture(via="call"),
-    # Not served.
+    # Not supported.
     "bart": Architecture(HALF),
     "bigbird_pegasus": Architecture(HALF),
     "blenderbot": Architecture(HALF),
@@ -101,17 +101,17 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture(model_type: str) -> Architecture:
-    """What is known of a `model_type`; an unknown one is treated like any other."""
+    """Returns the entry of a `model_type`, or the default if the table has no entry."""
     return ARCHITECTURES.get(model_type, Architecture())
 
 
 def causal_model_types() -> list[str]:
-    """Every `model_type` for which transformers registers a causal language model."""
+    """Returns each `model_type` with a causal language model in transformers."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {"xattn"})
 
 
 def markdown_table() -> str:
-    """The table of `hf-xattn inspect --architectures`, and of the README."""
+    """Returns the table that `hf-xattn inspect --architectures` prints and the README shows."""
     served = [name for name in causal_model_types() if architecture(name).refused is None]
     keyword = [name for name in served if architecture(name).via == "keyword"]
     call = [name for name in served if architecture(name).via == "call"]

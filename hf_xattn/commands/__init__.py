@@ -1,4 +1,4 @@
-"""The command line, `hf-xattn COMMAND`: one file a command, which registers its parser and runs it.
+"""The command line, `hf-xattn COMMAND`. Each command has one file, which registers the command's parser and runs it.
 
-What is not of the standard library is imported where a command runs: `--help` and a wrong option need none of it.
+torch, transformers and the rest of this package are imported when a command runs: `--help` and wrong options answer at once.
 """

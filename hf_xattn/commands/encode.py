@@ -1,4 +1,4 @@
-"""`hf-xattn encode`: runs the vision tower and the K/V projections once, into a file."""
+"""`hf-xattn encode`: runs the vision tower and the K/V projections once, and saves keys and values to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .loading import add_model_and_images, load_model_and_images
 
 
 def register(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("encode", help="run the vision tower and the K/V projections once, into a file")
+    parser = commands.add_parser("encode", help="save the keys and values of images to a file")
     add_model_and_images(parser, images_required=True)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .safetensors file")
     parser.set_defaults(run=run)
@@ -18,14 +18,14 @@ def register(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     if output.exists():
-        raise ValueError(f"`--output` ({output}) exists already.")
+        raise ValueError(f"`--output` ({output}) must be a new file, but it exists already.")
     model, processor, images = load_model_and_images(arguments)
     import torch
 
     from ..image_cache import save_image_cache
     from ..processing_xattn import XAttnProcessor
 
-    if not isinstance(processor, XAttnProcessor):  # a processor that makes other inputs of images without a text
+    if not isinstance(processor, XAttnProcessor):  # other processors make other inputs of images without text
         processor = XAttnProcessor(processor.image_processor, processor.tokenizer)
     inputs = processor(images=[images])
     with torch.no_grad():

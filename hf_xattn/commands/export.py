@@ -1,4 +1,4 @@
-"""`hf-xattn export`: writes an imported Llama 3.2 Vision as the original has it."""
+"""`hf-xattn export`: writes an imported Llama 3.2 Vision in the original checkpoint format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .output import new_folder
 
 
 def register(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("export", help="write an imported Llama 3.2 Vision as the original has it")
+    parser = commands.add_parser("export", help="write an imported Llama 3.2 Vision in the original checkpoint format")
     parser.add_argument("model", metavar="DIR", help="an imported model: a folder or a Hub id")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the checkpoint goes")
     parser.set_defaults(run=run)

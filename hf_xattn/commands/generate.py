@@ -1,4 +1,4 @@
-"""`hf-xattn generate`: answers a prompt about images, or about a file of encoded ones."""
+"""`hf-xattn generate`: answers a prompt about images, or about a file of encoded images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("generate", help="answer a prompt about images")
     add_model_and_images(parser, images_required=False)
     parser.add_argument("--prompt", required=True, metavar="TEXT")
-    parser.add_argument("--image-cache", type=Path, metavar="FILE", help="images that `hf-xattn encode` wrote")
+    parser.add_argument(
+        "--image-cache", type=Path, metavar="FILE", help="encoded images, a file that `hf-xattn encode` wrote"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-beams", type=int, default=1)
     parser.set_defaults(run=run)
@@ -28,7 +30,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.image and arguments.image_cache:
-        raise ValueError("give --image or --image-cache, not both.")
+        raise ValueError("Expected --image or --image-cache, got both.")
     if arguments.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
     if arguments.image_cache is not None and not arguments.image_cache.is_file():
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         made = processor(text=arguments.prompt, images=images, return_tensors="pt")
     else:
         made = _inputs_without_pixels(processor, arguments.prompt, 0 if cache is None else _num_images(cache))
-    # Decoders take no token types, but some tokenizers make them.
+    # Drop token types: some tokenizers return them, but decoders do not take them.
     inputs: dict[str, Any] = {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
     prompt_length = inputs["input_ids"].shape[1]
     if cache is not None:
@@ -61,14 +63,14 @@ def _num_images(cache: ImageCache) -> int:
 
 
 def _inputs_without_pixels(processor: Any, prompt: str, num_images: int) -> Mapping[str, torch.Tensor]:
-    """A prompt without images, or about images in a cache, as the processor makes it beside images."""
+    """Tokenizes a prompt without pixels. The ids are those that the processor would make for `num_images` images."""
     from PIL import Image
 
     from ..processing_xattn import XAttnProcessor
 
     if isinstance(processor, XAttnProcessor) or not hasattr(processor, "image_processor"):
         return getattr(processor, "tokenizer", processor)(prompt, return_tensors="pt")
-    # Another model's processor rewrites a prompt by its images: as many blank ones stand for those in the cache.
+    # Processors of other models change the prompt according to the images. Blank images stand for those in the cache.
     blank = [Image.new("RGB", (32, 32))] * num_images
     made = processor(text=prompt, images=blank or None, return_tensors="pt")
     return {name: made[name] for name in ("input_ids", "attention_mask")}

@@ -1,4 +1,4 @@
-"""`hf-xattn import`: brings a vision-language checkpoint with cross-attention over."""
+"""`hf-xattn import`: brings a vision-language checkpoint with cross-attention to this package."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def register(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("import", help="bring a vision-language checkpoint with cross-attention over")
+    parser = commands.add_parser("import", help="convert a vision-language checkpoint with cross-attention")
     parser.add_argument(
         "source",
         metavar="SOURCE",
         help="Llama 3.2 Vision or Idefics: a folder or a Hub id; "
         "OpenFlamingo or KempnerForge: a file with a state dict",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the new model goes")
-    state = parser.add_argument_group("with a state dict")
-    state.add_argument("--text", metavar="TEXT", help="its language model: a folder or a Hub id")
-    state.add_argument("--vision", metavar="V", help="its vision tower (OpenFlamingo)")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
+    state = parser.add_argument_group("options for a state dict")
+    state.add_argument("--text", metavar="TEXT", help="language model of the state dict: a folder or a Hub id")
+    state.add_argument("--vision", metavar="V", help="vision tower (OpenFlamingo)")
     state.add_argument("--image-token-id", type=int, metavar="ID", help="id of <image> (OpenFlamingo)")
     state.add_argument("--head-dim", type=int, default=64, help="width of a head (OpenFlamingo; default: 64)")
     state.add_argument("--heads", type=int, metavar="H", help="query heads (KempnerForge)")
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
         from ..importers import convert_checkpoint
 
         convert_checkpoint(arguments.source, output)
-        print_report(load_shapes(str(output)))  # the weights went over file by file and may not fit into memory
+        print_report(load_shapes(str(output)))  # shapes only: the weights may not fit into memory
         return
     from ..importers.streaming import whole_folder
 
@@ -51,10 +51,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditionalGeneration:
-    """The language model of `--text` with the blocks of a file."""
+    """Builds a model from the language model of `--text` and the blocks in a file."""
     if arguments.text is None:
         raise ValueError(
-            f"{arguments.source} is a file: --text must name the language model that its blocks belong to."
+            f"{arguments.source} is a file with a state dict: --text is required, the language model that the blocks belong to."
         )
     from ..importers.blocks import read_state_dict
     from ..importers.kempnerforge import import_kempnerforge
@@ -67,7 +67,7 @@ def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditional
     for option in required:
         if getattr(arguments, option) is None:
             raise ValueError(
-                f"{arguments.source} is read as a state dict of {kind}: --{option.replace('_', '-')} is required."
+                f"{arguments.source} is read as a state dict of {kind}, which requires --{option.replace('_', '-')}."
             )
     text = load_text(arguments.text, dtype="auto")
     if not is_flamingo:

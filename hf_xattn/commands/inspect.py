@@ -1,4 +1,4 @@
-"""`hf-xattn inspect`: what a model's blocks add, or which decoders are served."""
+"""`hf-xattn inspect`: prints what a model's blocks add, or which decoders are supported."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from .output import print_report
 
 
 def register(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("inspect", help="what a model's blocks add: parameters, K/V bytes, compute")
+    parser = commands.add_parser("inspect", help="print what a model's blocks add: parameters, K/V bytes, compute")
     parser.add_argument("model", metavar="DIR", nargs="?", help="a retrofitted model: a folder or a Hub id")
-    parser.add_argument("--architectures", action="store_true", help="which decoders are served, how, or why not")
+    parser.add_argument(
+        "--architectures", action="store_true", help="print which decoders are supported, and why others are not"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.architectures == (arguments.model is not None):
-        raise ValueError("give a model (DIR) or --architectures, one of the two.")
+        raise ValueError(
+            f"Expected either a model (DIR) or --architectures, got {'both' if arguments.architectures else 'neither'}."
+        )
     if not arguments.architectures:
         print_report(load_shapes(arguments.model))
         return

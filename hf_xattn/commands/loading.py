@@ -1,4 +1,4 @@
-"""What commands read: a saved model, or its shapes alone, and with it a processor and images."""
+"""Loads what commands need: a saved model (or only its shapes), its processor, and images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_model_and_images(parser: argparse.ArgumentParser, images_required: bool) -> None:
-    """The options that `load_model_and_images` reads."""
+    """Adds the options that `load_model_and_images` reads."""
     parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
     parser.add_argument(
         "--image",
@@ -24,22 +24,24 @@ def add_model_and_images(parser: argparse.ArgumentParser, images_required: bool)
         type=Path,
         required=images_required,
         metavar="FILE",
-        help="may be given several times",
+        help="an image; repeat the option for several images",
     )
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
 
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
-    """A model, its processor (of a model that was saved without one, its tokenizer) and the images of `--image`.
+    """Loads a model, its processor and the images of `--image`.
+
+    A model that was saved without a processor gives its tokenizer instead.
 
     Raises:
-        ValueError: for a file that is missing, a model without blocks, or images without an image processor.
+        ValueError: for a missing file, a model without blocks, or images for a model without an image processor.
     """
     files: list[Path] = arguments.image or []
     for file in files:
         if not file.is_file():
-            raise ValueError(f"`--image` ({file}) is not a file.")
+            raise ValueError(f"`--image` must be a file, but {file} is not a file.")
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -49,12 +51,12 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
     model = model.to(arguments.device).eval()
     if images and getattr(processor, "image_processor", None) is None:
-        raise ValueError(f"{arguments.model} has no image processor, so `--image` cannot be read.")
+        raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
     return model, _with_images_at_markers(processor, model), images
 
 
 def load_shapes(name: str) -> XAttnForConditionalGeneration:
-    """A saved model on the meta device: nothing is read but its configuration.
+    """Builds a saved model on the meta device. Reads only the configuration.
 
     Raises:
         ValueError: for a model without blocks.
@@ -77,13 +79,16 @@ def check_model(name: str) -> None:
     config = AutoConfig.from_pretrained(name)
     if config.model_type != "xattn":
         raise ValueError(
-            f"{name} is a {config.model_type!r} model without cross-attention blocks: "
-            f"run `hf-xattn retrofit {name}` first."
+            f"Expected a model with cross-attention blocks, got {name}, a {config.model_type!r} model without "
+            f"cross-attention blocks. Run `hf-xattn retrofit {name}` first."
         )
 
 
 def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration) -> Any:
-    """The processor itself; for Idefics', which puts images where it likes, one that follows the prompt's markers."""
+    """Returns the processor, or for an `IdeficsProcessor` an [`XAttnProcessor`] with the same parts.
+
+    An `IdeficsProcessor` chooses the places of the images itself. An [`XAttnProcessor`] follows the markers in the prompt.
+    """
     if type(processor).__name__ != "IdeficsProcessor":
         return processor
     from ..processing_xattn import XAttnProcessor

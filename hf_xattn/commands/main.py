@@ -1,4 +1,4 @@
-"""The command line's parser, and the one place where a command's error becomes an exit status."""
+"""Parses the command line, runs a command, and turns the command's error into an exit status."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..version import __version__
 from . import demo, encode, export, generate, import_, inspect, retrofit
 
 
-COMMANDS = (retrofit, import_, export, inspect, generate, encode, demo)  # in the order that `--help` lists them
+COMMANDS = (retrofit, import_, export, inspect, generate, encode, demo)  # in the order of `--help`
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, or 2 with one line that says what is wrong."""
+    """Runs one command. Returns the exit status: 0, or 2 after an error, whose message goes to stderr."""
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)

@@ -1,4 +1,4 @@
-"""What commands write: a new folder, a processor in it, a report on the terminal."""
+"""Writes what commands produce: a new folder, a processor in the folder, a report on the terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def new_folder(folder: Path) -> Path:
-    """`folder` itself.
+    """Checks that `folder` is new or empty, and returns it.
 
     Raises:
-        ValueError: where it is a file, or a folder that holds something.
+        ValueError: if `folder` is a file or a folder that is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"`--output` ({folder}) exists and is not an empty folder.")
+        raise ValueError(f"`--output` ({folder}) must be new or empty, but it exists and is not an empty folder.")
     return folder
 
 
@@ -30,14 +30,14 @@ def save_processor(
     image_token_id: int | None = None,
     **load_kwargs: Any,
 ) -> None:
-    """Saves the tokenizer of a text model and the image processor of a vision model, as far as there are any.
+    """Saves the tokenizer of a text model and the image processor of a vision model. Either of them may be missing.
 
     Args:
         text (`str`), vision (`str`, *optional*): folders or Hub ids.
         folder (`Path`): where the files go.
-        output (`Path`, *optional*): the name that `folder` has in messages, where it is moved afterwards.
+        output (`Path`, *optional*): folder to name in messages, if `folder` is temporary and will be renamed to it.
         image_token_id (`int`, *optional*): id of the token that marks an image in a text.
-        load_kwargs: for `from_pretrained` of both: `revision`, `trust_remote_code`, ...
+        load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -67,14 +67,14 @@ def save_processor(
 
 
 def _token(tokenizer: Any, token_id: int | None) -> str | None:
-    """The token of an id; None without an id, or where the vocabulary ends before it."""
+    """Returns the token of an id. Returns None if the id is None or outside the vocabulary."""
     if token_id is None or token_id >= len(tokenizer):
         return None
     return tokenizer.convert_ids_to_tokens(token_id)
 
 
 def print_report(model: XAttnForConditionalGeneration) -> None:
-    """What the model's blocks add, a figure a line."""
+    """Prints what the model's blocks add, one figure a line."""
     from ..inspection import describe
 
     for name, value in describe(model).items():

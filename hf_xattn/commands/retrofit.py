@@ -14,13 +14,20 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("retrofit", help="put cross-attention blocks into a text-only checkpoint")
     parser.add_argument("text", metavar="TEXT", help="text-only causal language model: a folder or a Hub id")
     parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
-    parser.add_argument("--every", type=int, default=4, help="a block in front of every N-th layer (default: 4)")
-    parser.add_argument("--layers", type=_integers, metavar="I,J,...", help="these layers instead, counted from 0")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the new model goes")
+    parser.add_argument(
+        "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=_integers,
+        metavar="I,J,...",
+        help="put blocks in front of these layers instead, counted from 0",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--revision", help="revision of TEXT and V on the Hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a checkpoint brings")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default: 5GB)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
+    parser.add_argument("--max-shard-size", default="5GB", help="maximum size of a safetensors file (default: 5GB)")
     parser.set_defaults(run=run)
 
 
@@ -50,4 +57,4 @@ def _integers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be integers with commas between them, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
