@@ -208,12 +208,12 @@ def test_wrong_open_flamingo_checkpoints():
     name = "lang_encoder.model.layers.2.gated_cross_attn_layer.attn_gate"
     embedding = "lang_encoder.model.embed_tokens.weight"
     cases = [
-        ({key: value for key, value in good.items() if key != name}, "nothing becomes .*layers.2.*attn_gate"),
-        (good | {name: torch.zeros(3)}, r"attn_gate has shape \(3,\), expected \(1,\)"),
+        ({key: value for key, value in good.items() if key != name}, "no tensor for .*layers.2.*attn_gate"),
+        (good | {name: torch.zeros(3)}, r"expected shape \(1,\) for .*attn_gate, got \(3,\)"),
         (good | {f"{name[:-4]}bias": torch.zeros(3)}, "attn_bias, which OpenFlamingo"),
         (
             good | {embedding: torch.zeros(99, 31)},
-            r"embed_tokens.weight of shape \(99, 31\), `text` .*another language model",
+            r"embed_tokens.weight of shape \(99, 31\), but `text` .*another language model",
         ),
         (good | {embedding: torch.zeros(98, 32)}, r"embeddings and a head of \[98, 99\] tokens"),
         (
@@ -230,7 +230,7 @@ def test_wrong_open_flamingo_checkpoints():
     for state, message in cases:
         with pytest.raises(ValueError, match=message):
             import_open_flamingo(state, text, clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
-    for head_dim, message in ((7, "do not make the 16 query"), (0, "`head_dim` must be at least 1, got 0")):
+    for head_dim, message in ((7, "do not fit the 16 query"), (0, "`head_dim` must be at least 1, got 0")):
         with pytest.raises(ValueError, match=message):
             import_open_flamingo(good, text, clip(), image_token_id=MARKER, head_dim=head_dim)
     assert_untouched(text, before)
@@ -340,11 +340,11 @@ def test_wrong_kempnerforge_checkpoints():
     for state, changes, message in (
         ({}, {}, "holds no cross_attention_layers"),
         (good, {"every": 2}, r"blocks \[0\], but 4 layers with `every=2` have 2"),
-        (good, {"num_attention_heads": 3}, "do not make the 16 query"),
+        (good, {"num_attention_heads": 3}, "do not fit the 16 query"),
         (good, {"num_attention_heads": 0}, "`num_attention_heads` must be at least 1, got 0"),
         (good, {"every": 0}, "`every` must be at least 1, got 0"),
-        ({key: value for key, value in good.items() if "v_proj" not in key}, {}, "nothing becomes .*v_proj"),
-        (good | {"cross_attention_layers.0.attn.bias": torch.zeros(1)}, {}, "nothing is called .*attn.bias"),
+        ({key: value for key, value in good.items() if "v_proj" not in key}, {}, "no tensor for .*v_proj"),
+        (good | {"cross_attention_layers.0.attn.bias": torch.zeros(1)}, {}, "the model has no .*attn.bias"),
     ):
         with pytest.raises(ValueError, match=message):
             import_kempnerforge(state, text, **options | changes)

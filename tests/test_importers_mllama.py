@@ -358,12 +358,10 @@ def test_only_what_came_from_mllama_goes_back(tmp_path):
     changed.model.text_model.lm_head = torch.nn.Linear(32, VOCAB + 1, bias=False)
     changed.save_pretrained(tmp_path / "changed")
     for source in (changed, tmp_path / "changed"):
-        with pytest.raises(
-            ValueError, match=r"another shape .* would be \(97, 32\), its configuration says \(96, 32\)"
-        ):
+        with pytest.raises(ValueError, match=r"another shape .* expected \(96, 32\) for .*, got \(97, 32\)"):
             export_checkpoint(source, tmp_path / "out")
     del changed.model.text_model.model.layers[1].cross_attention_block
-    with pytest.raises(ValueError, match="not what was imported: it has no .*cross_attention_block"):
+    with pytest.raises(ValueError, match="not complete: expected .*cross_attention_block"):
         export_checkpoint(changed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

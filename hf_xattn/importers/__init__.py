@@ -1,4 +1,4 @@
-"""Checkpoints of other vision-language models with cross-attention, as models of this package, and back."""
+"""Converts checkpoints of other vision-language models with cross-attention to this package, and Mllama's back."""
 
 from .checkpoints import convert_checkpoint, export_checkpoint, import_checkpoint
 

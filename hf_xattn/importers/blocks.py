@@ -1,4 +1,4 @@
-"""State dicts of cross-attention blocks, for families whose text decoder and vision tower are checkpoints of their own."""
+"""Loads cross-attention blocks from a state dict that holds neither the whole text decoder nor the vision tower."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from .recipe import block_name, fits
 
 
 def shape_of(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...]:
-    """Shape of a tensor.
+    """Returns the shape of a tensor.
 
     Raises:
-        ValueError: where it is not there.
+        ValueError: if `state` has no tensor of that name.
     """
     if name not in state:
         raise ValueError(f"`state_dict` holds no {name}.")
     return tuple(state[name].shape)
 
 
-# What FSDP, DDP and activation checkpointing put into names.
+# Parts of names that FSDP, DDP, torch.compile and activation checkpointing add.
 WRAPPERS = r"^module\.|(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\."
-# Persistent buffers of layers, in older releases of transformers.
+# Buffers that older releases of transformers saved.
 OLD_BUFFERS = r".+\.(?:rotary_emb\.inv_freq|(?:attn|attention)\.(?:bias|masked_bias))"
 
 
 def unwrapped(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict under the names that its model had before it was wrapped."""
+    """Renames the tensors of a wrapped model (FSDP, DDP, ...) to the names of the model without the wrappers."""
     return {re.sub(WRAPPERS, "", name): tensor for name, tensor in state_dict.items()}
 
 
 def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
-    """A state dict from a .safetensors file, or from one that `torch.save` wrote. Runs no code from it.
+    """Reads a state dict from a .safetensors file or a file of `torch.save`. Runs no code from the file.
 
     Raises:
-        ValueError: where the file holds something else.
+        ValueError: if the file holds something else.
     """
     if Path(file).suffix == ".safetensors":
         try:
             return load_file(file)
         except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or no safetensors file ({error}).") from error
+            raise ValueError(f"{file} is truncated or not a safetensors file ({error}).") from error
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            f"{file} holds no state dict: it is truncated, no file of `torch.save`, or holds more than tensors and plain values."
+            f"{file} holds no state dict that can be read: expected a complete file of `torch.save` with tensors and plain values."
         ) from error
     while isinstance(state, dict):
         inner = next((state[key] for key in ("model_state_dict", "state_dict", "model") if key in state), None)
@@ -73,15 +73,16 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
 def language_weights(
     text: PreTrainedModel, state: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], PreTrainedConfig]:
-    """What a state dict holds of a language model, and the model's configuration with a vocabulary of the size of the
-    embeddings in it. The model itself stays as it is.
+    """Returns the weights of a language model in a state dict, and the model's configuration with the new vocabulary size.
+
+    The size of the vocabulary is the number of embeddings in the state dict. The model itself does not change.
 
     Args:
         text (`PreTrainedModel`): the language model.
-        state (`dict[str, torch.Tensor]`): some of its weights.
+        state (`dict[str, torch.Tensor]`): some weights of the language model.
 
     Raises:
-        ValueError: for names that the model does not have, or shapes that differ in more than the vocabulary.
+        ValueError: for names that the model does not have, or shapes that differ in more than the vocabulary size.
     """
     own, everything = dict(text.named_parameters()), text.state_dict()
     tables = {id(part.weight) for part in (text.get_input_embeddings(), text.get_output_embeddings())}
@@ -89,19 +90,19 @@ def language_weights(
     for name, tensor in state.items():
         if name not in everything and re.fullmatch(OLD_BUFFERS, name) is None:
             raise ValueError(f"`state_dict` holds {name}, which `text` ({type(text).__name__}) does not have.")
-        if name not in own:  # a buffer, or the other name of a tied table
+        if name not in own:  # a buffer, or the second name of tied weights
             continue
         grows = id(own[name]) in tables
         if tensor.shape[grows:] != own[name].shape[grows:]:
             raise ValueError(
-                f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, `text` ({type(text).__name__}) has it with shape "
-                f"{tuple(own[name].shape)}: it is another language model."
+                f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, but `text` ({type(text).__name__}) has shape "
+                f"{tuple(own[name].shape)}. The state dict belongs to another language model."
             )
         if grows:
             sizes.add(tensor.shape[0])
         taken[name] = tensor
     if len(sizes) > 1:
-        raise ValueError(f"`state_dict` holds embeddings and a head of {sorted(sizes)} tokens, one size is expected.")
+        raise ValueError(f"`state_dict` holds embeddings and a head of {sorted(sizes)} tokens, expected one size.")
     config = copy.deepcopy(text.config)
     if sizes:
         config.vocab_size = sizes.pop()
@@ -109,15 +110,17 @@ def language_weights(
 
 
 def check_parts(config: XAttnConfig, layers: str, num_layers: int, parts: dict[str, torch.Tensor]) -> None:
-    """Checks that a state dict gives all blocks and, with a tower, the connector. Builds nothing but shapes.
+    """Checks that a state dict holds all blocks and, for a model with a vision tower, the connector.
+
+    Compares names and shapes only, before the model is built.
 
     Args:
-        config ([`XAttnConfig`]): of the model that is to be built.
-        layers (`str`), num_layers (`int`): name and length of the decoder's stack, from [`stack_of`].
-        parts (`dict[str, torch.Tensor]`): by name in the model.
+        config ([`XAttnConfig`]): configuration of the model to build.
+        layers (`str`), num_layers (`int`): name and number of the decoder's layers, from [`stack_of`].
+        parts (`dict[str, torch.Tensor]`): the tensors, under their parameter names in the model.
 
     Raises:
-        ValueError: for missing, unknown or misshapen tensors.
+        ValueError: for missing tensors, unknown tensors, or tensors of a wrong shape.
     """
     with torch.device("meta"):
         block = GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=0)
@@ -133,19 +136,17 @@ def check_parts(config: XAttnConfig, layers: str, num_layers: int, parts: dict[s
         for name, parameter in module.named_parameters()
     }
     if unknown := sorted(parts.keys() - expected.keys()):
-        raise ValueError(f"`state_dict` holds more than the model takes: nothing is called {unknown[0]}.")
+        raise ValueError(f"`state_dict` holds unknown tensors: the model has no {unknown[0]} ({len(unknown)} unknown).")
     if missing := sorted(expected.keys() - parts.keys()):
-        raise ValueError(f"`state_dict` is not complete: nothing becomes {missing[0]} ({len(missing)} missing).")
+        raise ValueError(f"`state_dict` is not complete: no tensor for {missing[0]} ({len(missing)} missing).")
     for name, tensor in parts.items():
         if not fits(tuple(tensor.shape), expected[name]):
-            raise ValueError(
-                f"`state_dict`: what becomes {name} has shape {tuple(tensor.shape)}, expected {expected[name]}."
-            )
+            raise ValueError(f"`state_dict`: expected shape {expected[name]} for {name}, got {tuple(tensor.shape)}.")
 
 
 @torch.no_grad()
 def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tensor]) -> None:
-    """Puts tensors, by their names in the model, into it; shapes may differ by axes of size 1."""
+    """Copies tensors into the model, by parameter name. Shapes may differ by axes of size 1."""
     own = dict(model.named_parameters())
     for name, tensor in parts.items():
         own[name].copy_(tensor.reshape(own[name].shape))
@@ -154,23 +155,23 @@ def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tens
 def block_options(
     state: dict[str, torch.Tensor], names: dict[str, str], num_heads: int, head_dim: int, **options: Any
 ) -> CrossAttentionConfig:
-    """A [`CrossAttentionConfig`] from the shapes of one block's tensors.
+    """Makes a [`CrossAttentionConfig`] from the shapes of one block's tensors.
 
     Args:
         state (`dict[str, torch.Tensor]`): tensors of the block.
-        names (`dict[str, str]`): what its projections are called: `q`, `k`, `down`.
-        num_heads, head_dim (`int`): shapes tell only their product.
+        names (`dict[str, str]`): names of the block's projections, under the keys `q`, `k` and `down`.
+        num_heads, head_dim (`int`): number and width of the heads. The shapes give only their product.
         options: further fields.
 
     Raises:
-        ValueError: where heads and shapes do not agree.
+        ValueError: if the heads do not fit the shapes.
     """
     inner, hidden = shape_of(state, names["q"])
     keys, context = shape_of(state, names["k"])
     keys //= options.pop("keys_and_values", 1)
     if inner != num_heads * head_dim or keys % head_dim:
         raise ValueError(
-            f"`num_attention_heads` ({num_heads}) of width {head_dim} do not make the {inner} query and {keys} key rows of "
+            f"`num_attention_heads` ({num_heads}) of width {head_dim} do not fit the {inner} query rows and {keys} key rows of "
             "`state_dict`."
         )
     return CrossAttentionConfig(
@@ -185,6 +186,6 @@ def block_options(
 
 
 def stack_of(text: PreTrainedModel) -> tuple[str, int]:
-    """Name and length of the stack of layers."""
+    """Returns the name and the number of the decoder's layers."""
     _, layers = find_decoder(text)
     return next(name for name, module in text.named_modules() if module is layers), len(layers)

@@ -1,4 +1,4 @@
-"""Import and export of whole checkpoints."""
+"""Imports and exports whole checkpoints."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ SHARD_BYTES = 5 * 10**9
 
 
 def convert_checkpoint(source: str | Path, output: str | Path) -> None:
-    """Writes a vision-language checkpoint with cross-attention as one of this package.
+    """Converts a vision-language checkpoint with cross-attention to a checkpoint of this package.
 
-    Names, shapes and completeness are checked before anything is written. Then weights go over file by file, so that memory is
-    needed for one file of the source, not for the model.
+    Checks names, shapes and completeness before it writes anything. Then converts the weights file by file, so that one file
+    of the source has to fit into memory, not the model.
 
     Args:
         source (`str` or `Path`): a folder or a Hub id.
-        output (`str` or `Path`): a new or empty folder. It appears when it is complete.
+        output (`str` or `Path`): a new or empty folder, which gets all files at once, at the end.
 
     Raises:
-        ValueError: for a source of an unknown kind, with missing, unknown or truncated tensors or without safetensors, or
-            an `output` that is not empty.
+        ValueError: if the model type of `source` is not supported, if `source` has no safetensors or has missing, unknown
+            or truncated tensors, or if `output` is not empty.
     """
     check_folder(output)
     folder = _folder_of(source)
@@ -69,14 +69,14 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
 def import_checkpoint(
     source: str | Path | PreTrainedModel, output: str | Path | None = None
 ) -> XAttnForConditionalGeneration:
-    """A vision-language checkpoint with cross-attention, as a model of this package.
+    """Converts a vision-language checkpoint with cross-attention to a model of this package.
 
     Args:
         source (`str`, `Path` or `PreTrainedModel`): a folder, a Hub id or a loaded model.
         output (`str` or `Path`, *optional*): a new or empty folder for the result.
 
     Returns:
-        [`XAttnForConditionalGeneration`]: loaded, in the source's dtype. For a model that does not fit into memory, use
+        [`XAttnForConditionalGeneration`]: the model, in the source's dtype. If the model does not fit into memory, use
         [`convert_checkpoint`] and load the result with a `device_map`.
 
     Raises:
@@ -98,17 +98,18 @@ def import_checkpoint(
 
 
 def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
-    """The way back, for a model that came from an Mllama checkpoint: its folder, as transformers' own class reads it.
+    """Writes a model that was imported from Mllama as an Mllama checkpoint, which transformers' own class loads.
 
-    Of a folder, weights are read one by one: memory is needed for one file of the result (5 GB at most), not for the model.
+    Reads the weights of a folder one by one, so that one file of the result (5 GB at most) has to fit into memory, not the
+    model.
 
     Args:
         source (`str`, `Path` or [`XAttnForConditionalGeneration`]): a folder, a Hub id or a loaded model.
         output (`str` or `Path`): a new or empty folder.
 
     Raises:
-        ValueError: for a model that did not come from such a checkpoint or was given other shapes since, or an `output` that
-            is not empty.
+        ValueError: if the model did not come from an Mllama checkpoint, if its shapes changed after the import, or if
+            `output` is not empty.
     """
     check_folder(output)
     state: Mapping[str, torch.Tensor]
@@ -126,8 +127,8 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     original = getattr(changed, "source_config", None)
     if not original or original.get("model_type") not in EXPORTABLE:
         raise ValueError(
-            f"This model did not come from a checkpoint that can be written again ({', '.join(EXPORTABLE)}): its "
-            f"`source_config` is of type {(original or {}).get('model_type')!r}."
+            f"`source` did not come from a checkpoint that can be exported. Expected a `source_config` of type "
+            f"{', '.join(map(repr, EXPORTABLE))}, got {(original or {}).get('model_type')!r}."
         )
     config = AutoConfig.for_model(**original)
     recipe = _recipe(config)
@@ -152,24 +153,23 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
 
 
 def _check_parts(name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises a `ValueError` where the parts of a tensor that goes back are not there, or do not make its shape."""
+    """Raises a `ValueError` if parts of an exported tensor are missing, or do not give the tensor's shape."""
     if missing := [part for part in parts if part not in shapes]:
-        raise ValueError(f"`source` is not what was imported: it has no {missing[0]}, which becomes {name}.")
+        raise ValueError(f"`source` is not complete: expected {missing[0]}, which becomes {name}, but it is missing.")
     made = shapes[parts[0]]
     if len(parts) > 1:
         made = (sum(shapes[part][0] for part in parts), *made[1:])
     if not fits(made, shape):
         raise ValueError(
-            f"`source` was given another shape since it was imported: {name} would be {tuple(made)}, its configuration says "
-            f"{shape}."
+            f"`source` has another shape than the imported checkpoint: expected {shape} for {name}, got {tuple(made)}."
         )
 
 
 def _recipe(config: PreTrainedConfig) -> Recipe:
     if config.model_type not in RECIPES:
         raise ValueError(
-            f"`source` is a {config.model_type!r} model, which cannot be imported: known are {sorted(RECIPES)}. For a text-only "
-            "model use `retrofit`."
+            f"`source` must be a model of type {sorted(RECIPES)}, got a {config.model_type!r} model, which cannot be imported. For "
+            "a text-only model use `retrofit`."
         )
     return RECIPES[config.model_type](config)
 
@@ -190,13 +190,13 @@ def _folder_of(source: str | Path) -> Path:
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what a checkpoint of this model holds."""
+    """Returns the names and shapes of the tensors in a checkpoint of this model."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def _shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[list[str]]:
-    """Names in the order they come, in files of at most `SHARD_BYTES`."""
+    """Splits names into files of at most `SHARD_BYTES`, in the given order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -222,10 +222,10 @@ def _skeleton_of_source(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _plan(recipe: Recipe, headers: dict[str, Header]) -> dict[str, list]:
-    """For each tensor of the source its targets, with their shapes.
+    """Returns, for each tensor of the source, the target parameters and their shapes.
 
     Raises:
-        ValueError: where names or shapes are not those of the family, or something is missing.
+        ValueError: if names or shapes do not fit the model type, or if tensors are missing.
     """
     expected = _shapes(_skeleton(recipe.config))
     plan: dict[str, list] = {}
@@ -249,7 +249,7 @@ def _plan(recipe: Recipe, headers: dict[str, Header]) -> dict[str, list]:
     if unknown:
         raise ValueError(f"`source` holds tensors that its model type does not have: {_few(unknown)}.")
     if missing := sorted(expected.keys() - found):
-        raise ValueError(f"`source` is not complete: nothing in it becomes {_few(missing)}.")
+        raise ValueError(f"`source` is not complete: no tensor for {_few(missing)}.")
     return plan
 
 

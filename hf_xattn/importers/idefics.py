@@ -1,4 +1,4 @@
-"""Idefics, the first (`IdeficsForVisionText2Text`).
+"""Idefics, first version (`IdeficsForVisionText2Text`).
 
 Its text model is a Llama with a gated cross-attention layer in front of every `cross_layer_interval`-th layer. Its vision
 tower is CLIP's.
@@ -13,7 +13,7 @@ tower is CLIP's.
 | `model.vision_model` | `model.vision_tower` |
 | `model.perceiver_resampler` | `model.connector.layers.0` |
 
-One thing differs: at a text position that sees no image, Idefics lets the MLP branch through, here nothing passes.
+One difference: at a text position that sees no image, Idefics adds the MLP branch. This package adds nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ADDITIONAL_ROWS = {
 
 
 def recipe(config: IdeficsConfig) -> Recipe:
-    """How an Idefics checkpoint is brought over."""
+    """Returns the recipe that converts an Idefics checkpoint."""
     vision, resampler = config.vision_config, config.perceiver_config
     assert isinstance(vision, IdeficsVisionConfig) and isinstance(resampler, IdeficsPerceiverConfig)
     fields: dict[str, Any] = {name: getattr(config, name) for name in (*LLAMA_FIELDS, "num_hidden_layers")}
@@ -112,7 +112,7 @@ def recipe(config: IdeficsConfig) -> Recipe:
             initializer_range=config.initializer_range,
         ),
         cross_attention_layers=[interval * index for index in range(config.num_hidden_layers // interval)],
-        # The markers come first in the added tokens, <fake_token_around_image> and then <image>.
+        # The first two added tokens are <fake_token_around_image> and <image>.
         image_token_id=config.vocab_size + 1 if config.additional_vocab_size > 1 else None,
         image_visibility="latest" if config.additional_vocab_size > 1 else "all",
         connector_type="perceiver" if config.use_resampler else "identity",
@@ -137,7 +137,7 @@ def recipe(config: IdeficsConfig) -> Recipe:
             part = renamed(latents, PERCEIVER_RULES)
             return None if part is None else [Target(f"model.connector.layers.0.{part}")]
         if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
-            return []  # computed; older releases saved them
+            return []  # buffers that older releases saved; the model computes them
         new = renamed(name, RULES)
         return None if new is None else [Target(new)]
 

@@ -10,8 +10,9 @@ Names are this package's own; `D` width, `H` query heads, `K` K/V heads, `d` hea
 | `attn.o_proj.weight` | (D, H d) | the same |
 | `mlp.{gate_proj,up_proj}.weight`, `mlp.down_proj.weight` | (F, D), (D, F) | the same; no `gate_proj` but with SiLU |
 
-There is no gate. Block `k` follows the decoder's layer `(k + 1) * every - 1`, which is in front of layer `(k + 1) * every`, or
-after the last one. Image features have the text's width already (its adapter's output): `cross_attention_states`.
+There is no gate. Block `k` stands after the decoder's layer `(k + 1) * every - 1`, so its index here is `(k + 1) * every`.
+The image features are the output of KempnerForge's adapter, with the decoder's hidden size. Pass them as
+`cross_attention_states`.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ def import_kempnerforge(
     norm_type: str = "rmsnorm",
     norm_eps: float = 1e-5,
 ) -> XAttnForConditionalGeneration:
-    """A language model with KempnerForge's blocks.
+    """Puts KempnerForge's blocks into a language model.
 
     Args:
-        state_dict (`dict[str, torch.Tensor]`): of the trained model; what is not under `cross_attention_layers` is ignored.
-        text (`PreTrainedModel`): its decoder as a causal language model of transformers; taken over.
-        num_attention_heads (`int`): query heads of the blocks; shapes tell only their product with the head width.
-        every (`int`): `cross_attention_every_n_layers` of its configuration.
-        hidden_act, norm_type, norm_eps: of its configuration (`activation`, `norm_type`).
+        state_dict (`dict[str, torch.Tensor]`): state dict of the trained model. Only names under `cross_attention_layers`
+            are read.
+        text (`PreTrainedModel`): the decoder as a causal language model of transformers; changed in place.
+        num_attention_heads (`int`): number of query heads. The shapes give only its product with the head width.
+        every (`int`): `cross_attention_every_n_layers` of KempnerForge's configuration.
+        hidden_act, norm_type, norm_eps: `activation`, `norm_type` and norm epsilon of KempnerForge's configuration.
 
     Raises:
-        ValueError: for missing or misshapen tensors, or blocks that the decoder has no place for, before `text` is changed.
+        ValueError: for missing tensors, tensors of a wrong shape, or a number of blocks that does not fit the decoder. The
+            error comes before `text` is changed.
     """
     for option, value in (("num_attention_heads", num_attention_heads), ("every", every)):
         if value < 1:
@@ -61,7 +64,9 @@ def import_kempnerforge(
         if match is not None:
             blocks.setdefault(int(match[1]), {})[match[2]] = tensor
     if not blocks:
-        raise ValueError("`state_dict` holds no cross_attention_layers: it is no such KempnerForge model.")
+        raise ValueError(
+            "`state_dict` holds no cross_attention_layers: expected a KempnerForge model with cross-attention."
+        )
     layers_name, num_layers = stack_of(text)
     if sorted(blocks) != list(range(num_layers // every)):
         raise ValueError(
@@ -93,7 +98,7 @@ def kempnerforge_block_config(
     norm_type: str = "rmsnorm",
     norm_eps: float = 1e-5,
 ) -> CrossAttentionConfig:
-    """Configuration of the [`GatedCrossAttentionBlock`] that takes the state dict of one block as it is."""
+    """Returns the configuration of a [`GatedCrossAttentionBlock`] that loads the state dict of one block unchanged."""
     names = {"q": "attn.q_proj.weight", "k": "attn.k_proj.weight", "down": "mlp.down_proj.weight"}
     return block_options(
         state_dict,

@@ -1,8 +1,8 @@
 """Llama 3.2 Vision (`MllamaForConditionalGeneration`).
 
-Its text model is one list of layers, some of which do cross-attention instead of self-attention. The self-attention layers,
-counted without the others, are a Llama; each cross-attention layer becomes the block in front of the layer that followed it
-(after the last layer, where none did).
+Its text model is one list of layers. Some layers have cross-attention instead of self-attention. The self-attention layers
+alone are a Llama. Each cross-attention layer becomes the block in front of the next self-attention layer. A cross-attention
+layer at the end of the list becomes the block after the last layer.
 
 | Mllama (`language_model.`) | here (`model.text_model.`) |
 |---|---|
@@ -13,8 +13,8 @@ counted without the others, are a Llama; each cross-attention layer becomes the 
 | `layers.<cross>.{post_attention_layernorm,mlp,cross_attn_mlp_gate}` | `...block.{mlp_norm,mlp,mlp_gate}` |
 | `vision_model`, `multi_modal_projector` | `model.vision_tower`, `model.connector.layers.0` |
 
-One thing differs: at a text position that sees no image, Mllama lets the attention branch through (an average of all image
-tokens), here nothing passes.
+One difference: at a text position that sees no image, Mllama adds the attention branch (an average of all image tokens).
+This package adds nothing.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ LAYER = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
 
 
 def places(text_config: MllamaTextConfig) -> dict[int, int]:
-    """For each layer of the source, the decoder layer that it is, or whose block it is.
+    """Maps each layer of the source to a decoder layer.
+
+    A self-attention layer becomes the decoder layer. A cross-attention layer becomes the block in front of it.
 
     Raises:
-        ValueError: for two cross-attention layers without a self-attention layer in between.
+        ValueError: if two cross-attention layers have no self-attention layer in between.
     """
     cross = set(text_config.cross_attention_layers or ())
     result, count = {}, 0
@@ -67,7 +69,7 @@ def places(text_config: MllamaTextConfig) -> dict[int, int]:
 
 
 def recipe(config: MllamaConfig) -> Recipe:
-    """How an Mllama checkpoint is brought over."""
+    """Returns the recipe that converts an Mllama checkpoint."""
     text, vision = config.text_config, config.vision_config
     assert isinstance(text, MllamaTextConfig) and isinstance(vision, MllamaVisionConfig)
     where = places(text)
@@ -129,7 +131,7 @@ def recipe(config: MllamaConfig) -> Recipe:
 
 
 def original_name(name: str) -> str:
-    """The name on disk of a parameter of transformers' model, as the published checkpoints have it."""
+    """Returns the name that a parameter of transformers' model has in the published checkpoints."""
     rules = [
         (r"model\.language_model\.(.+)", r"language_model.model.\1"),
         (r"model\.((?:vision_model|multi_modal_projector)\..+)", r"\1"),

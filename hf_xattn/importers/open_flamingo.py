@@ -1,9 +1,11 @@
 """OpenFlamingo: its gated cross-attention blocks and its perceiver resampler.
 
-An OpenFlamingo checkpoint holds what was added to a language model and a CLIP tower, which are checkpoints of their own, and
-the language model's embeddings, which have rows for the added tokens. Names are those of its state dict; `D` text width, `V`
-vision width, `H` heads, `d` head width (8 and 64 in the published ones). `<block>` is `<layers>.<i>.gated_cross_attn_layer`, or
-`gated_cross_attn_layers.<i>` in a model that was saved whole.
+An OpenFlamingo checkpoint holds the modules that were added to a language model and a CLIP tower, and the embeddings of the
+language model with rows for the added tokens. The language model and the tower have checkpoints of their own.
+
+The table shows the names of the state dict. `D` is the text width, `V` the vision width, `H` the number of heads, `d` the head
+width (published checkpoints: `H` 8, `d` 64). `<block>` is `<layers>.<i>.gated_cross_attn_layer`. In a model that was saved whole,
+`<block>` is `gated_cross_attn_layers.<i>`.
 
 | OpenFlamingo | shape | here |
 |---|---|---|
@@ -19,9 +21,9 @@ vision width, `H` heads, `d` head width (8 and 64 in the published ones). `<bloc
 | `lang_encoder.<name>`, of a layer `<layers>.<i>.decoder_layer.<name>` | | the language model's own |
 | `lang_encoder.old_decoder_blocks`, `vision_encoder` | | not taken: copies, and the frozen tower |
 
-Block `i` stands in front of decoder layer `i`; layers without one have no tensors. Text sees the latest image; text before the
-first one is left alone by both branches (OpenFlamingo's MLP branch runs there). The resampler gets CLIP's patch tokens without
-the class token (`vision_feature_select_strategy="default"`).
+Block `i` stands in front of decoder layer `i`. Text sees the latest image. One difference: at text before the first image,
+OpenFlamingo adds the MLP branch. This package adds nothing. The resampler gets CLIP's patch tokens without the class token
+(`vision_feature_select_strategy="default"`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from .blocks import block_options, check_parts, language_weights, load_parts, sh
 from .recipe import block_name, renamed
 
 
-# Published checkpoints name a block in the layer that it was put into; a model that was saved whole names it twice.
+# Published checkpoints name a block by its layer. A model that was saved whole holds each block under both names.
 BLOCK = r"(?:.+\.)?(?:gated_cross_attn_layers\.(\d+)|(\d+)\.gated_cross_attn_layer)\.(.+)"
 NOT_TAKEN = r"(?:lang_encoder\.old_decoder_blocks|vision_encoder)\..+"
 BLOCK_RULES = [
@@ -73,19 +75,20 @@ def import_open_flamingo(
     image_token_id: int,
     head_dim: int = 64,
 ) -> XAttnForConditionalGeneration:
-    """A language model with OpenFlamingo's blocks, and with a tower its resampler.
+    """Puts OpenFlamingo's blocks into a language model and, with a vision tower, adds OpenFlamingo's resampler.
 
     Args:
-        state_dict (`dict[str, torch.Tensor]`): of an OpenFlamingo checkpoint (`torch.load(..., weights_only=True)`).
-        text (`PreTrainedModel`): the causal language model it was trained on; taken over. Its vocabulary grows to the size of
-            the embeddings in `state_dict`.
-        vision (`PreTrainedModel`, *optional*): the vision tower; without one the model takes resampled features as
-            `cross_attention_states`, and the resampler is not needed.
+        state_dict (`dict[str, torch.Tensor]`): an OpenFlamingo checkpoint (`torch.load(..., weights_only=True)`).
+        text (`PreTrainedModel`): the causal language model of the checkpoint; changed in place. The vocabulary grows to the
+            size of the embeddings in `state_dict`.
+        vision (`PreTrainedModel`, *optional*): the vision tower. Without it, the model has no resampler and takes resampled
+            features as `cross_attention_states`.
         image_token_id (`int`): id of `<image>`.
-        head_dim (`int`, defaults to 64): width of a head, in blocks and resampler.
+        head_dim (`int`, defaults to 64): width of a head in the blocks and the resampler.
 
     Raises:
-        ValueError: for unknown, missing or misshapen tensors, before `text` is changed.
+        ValueError: for unknown tensors, missing tensors or tensors of a wrong shape. The error comes before `text` is
+            changed.
     """
     if head_dim < 1:
         raise ValueError(f"`head_dim` must be at least 1, got {head_dim}.")
@@ -123,8 +126,10 @@ def import_open_flamingo(
 
 
 def open_flamingo_block(state_dict: dict[str, torch.Tensor], head_dim: int = 64) -> tuple[CrossAttentionConfig, dict]:
-    """Configuration and state dict of a [`GatedCrossAttentionBlock`] from those of one OpenFlamingo block (names without what
-    stands before `attn.` and `ff.`)."""
+    """Converts the state dict of one OpenFlamingo block, whose names start at `attn.` and `ff.`.
+
+    Returns the configuration and the state dict of a [`GatedCrossAttentionBlock`].
+    """
     names = {"q": "attn.to_q.weight", "k": "attn.to_kv.weight", "down": "ff.3.weight"}
     num_heads = shape_of(state_dict, names["q"])[0] // head_dim
     options: dict[str, Any] = {"norm_type": "layernorm", "norm_eps": 1e-5, "hidden_act": "gelu", "mlp_type": "plain"}
@@ -135,7 +140,7 @@ def open_flamingo_block(state_dict: dict[str, torch.Tensor], head_dim: int = 64)
 
 
 def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, torch.Tensor]], dict, dict]:
-    """Tensors of each block, of the resampler, and of the language model."""
+    """Splits a state dict into the tensors of each block, of the resampler, and of the language model."""
     blocks: dict[int, dict[str, torch.Tensor]] = {}
     perceiver, language = {}, {}
     for name, tensor in unwrapped(state_dict).items():
@@ -151,7 +156,7 @@ def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, tor
         else:
             raise ValueError(f"`state_dict` holds {name}, which OpenFlamingo does not have.")
     if not blocks:
-        raise ValueError("`state_dict` holds no gated_cross_attn_layer: it is not an OpenFlamingo checkpoint.")
+        raise ValueError("`state_dict` holds no gated_cross_attn_layer, so it is not an OpenFlamingo checkpoint.")
     return blocks, perceiver, language
 
 
@@ -179,7 +184,10 @@ def _connector(perceiver: dict[str, torch.Tensor], head_dim: int) -> dict[str, A
 def _renamed(
     state: dict[str, torch.Tensor], rules: list[tuple[str, str]], prefix: str, both: str, projection: str
 ) -> dict[str, torch.Tensor]:
-    """A state dict under this package's names; the matrix that `both` names holds keys' rows and then values'."""
+    """Renames a state dict to this package's names.
+
+    A matrix whose name matches `both` holds the rows of the keys, then the rows of the values. It is split into two.
+    """
     result = {}
     for name, tensor in state.items():
         match = re.fullmatch(both, name)

@@ -1,4 +1,4 @@
-"""What an importer knows of one family of checkpoints: a configuration, and where each tensor goes."""
+"""A recipe converts one family of checkpoints: it gives the new configuration and the target of each tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..configuration_xattn import XAttnConfig
 from ..insertion import BLOCKS
 
 
-# What the configuration of a decoder that is a Llama takes over as it is.
+# Fields that are copied to the configuration of a Llama decoder.
 LLAMA_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -33,11 +33,11 @@ LLAMA_FIELDS = (
 
 
 class Target(NamedTuple):
-    """Where a tensor of the source goes.
+    """The parameter that gets a tensor of the source, or some rows of the tensor.
 
     Attributes:
-        name (`str`): parameter of the [`XAttnForConditionalGeneration`].
-        rows (`slice`): which rows of the source's tensor.
+        name (`str`): name of the parameter in [`XAttnForConditionalGeneration`].
+        rows (`slice`): the rows of the source's tensor to copy.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one checkpoint is brought over.
+    """How to convert one checkpoint.
 
     Attributes:
-        config ([`XAttnConfig`]): of the model it becomes.
-        targets (`Callable`): the targets of a source tensor's name, in the order of their rows; an empty list for a tensor
-            that is not needed, None for a name that does not belong to the family.
+        config ([`XAttnConfig`]): configuration of the new model.
+        targets (`Callable`): maps the name of a source tensor to its targets, in the order of the rows. Returns an empty list
+            for a tensor that is not needed, and None for a name that the family does not have.
     """
 
     config: XAttnConfig
@@ -59,7 +59,7 @@ class Recipe:
 
 
 def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
-    """`name` after the first rule (pattern and replacement) that matches all of it; None where none does."""
+    """Applies the first rule (pattern, replacement) that matches the whole name. Returns None if no rule matches."""
     for pattern, replacement in rules:
         match = re.fullmatch(pattern, name)
         if match is not None:
@@ -68,16 +68,16 @@ def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
 
 
 def block_name(layers: str, place: int, num_layers: int) -> str:
-    """Name of the block in front of layer `place` of a stack; `num_layers` is the place after the last layer."""
+    """Returns the name of the block in front of layer `place`. If `place` is `num_layers`, the block after the last layer."""
     before, after = BLOCKS
     return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
 
 
 def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether shapes are the same but for axes of size 1."""
+    """Whether two shapes are equal when axes of size 1 are ignored."""
     return [size for size in source if size != 1] == [size for size in target if size != 1]
 
 
 def take(tensor: torch.Tensor, target: Target, shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a source tensor that a target gets, in the target's shape; not copied where that can be."""
+    """Returns the rows of a source tensor for a target, in the target's shape, as a view if possible."""
     return tensor[target.rows].reshape(shape)

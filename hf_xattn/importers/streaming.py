@@ -1,4 +1,4 @@
-"""Safetensors folders, one tensor at a time, and an output that appears whole or not at all."""
+"""Reads and writes safetensors folders one tensor at a time. An output folder appears complete, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 
 INDEX = "model.safetensors.index.json"
-# Weights and their index, the configuration, and what is never needed.
+# Files that are written anew (weights, index, configuration), and files that are not needed.
 NOT_COPIED = ("*.safetensors", "*.index.json", "config.json", "*.bin", "*.pt", "*.pth", "*.md", ".*")
 
 
@@ -28,19 +28,19 @@ class Header(NamedTuple):
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Name, file and shape of every tensor of a folder. Reads no weights.
+    """Returns the file and the shape of every tensor in a folder, by name. Reads no weights.
 
     Raises:
-        ValueError: where a file is missing or truncated, or a tensor is not where the index says.
+        ValueError: if a file is missing or truncated, or if a tensor is not in the file that the index names.
     """
     if (folder / INDEX).is_file():
         try:
             index = dict(json.loads((folder / INDEX).read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"`source` ({folder}): {INDEX} is damaged, it holds no `weight_map`.") from error
+            raise ValueError(f"`source` ({folder}): expected a `weight_map` in {INDEX}, got a damaged file.") from error
         files = sorted(set(index.values()))
         if strange := [file for file in files if Path(file).name != file]:
-            raise ValueError(f"`source` ({folder}): {INDEX} names {strange[0]!r}, which is no file in the folder.")
+            raise ValueError(f"`source` ({folder}): {INDEX} names {strange[0]!r}, which is not a file in the folder.")
     else:
         index, files = {}, sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
@@ -54,14 +54,16 @@ def read_headers(folder: Path) -> dict[str, Header]:
                 for name in opened.keys():
                     headers[name] = Header(file, tuple(opened.get_slice(name).get_shape()))
         except SafetensorError as error:
-            raise ValueError(f"`source` ({folder}): {file} is truncated or no safetensors file ({error}).") from error
+            raise ValueError(
+                f"`source` ({folder}): {file} is truncated or not a safetensors file ({error})."
+            ) from error
     if lost := [name for name, file in index.items() if name not in headers or headers[name].file != file]:
         raise ValueError(f"`source` ({folder}) is not complete: the index names {lost[0]}, which is not in its file.")
     return headers
 
 
 def read_tensors(folder: Path, headers: dict[str, Header]) -> Iterator[tuple[str, Iterator[tuple[str, torch.Tensor]]]]:
-    """The tensors of each file, read when they are asked for."""
+    """Yields the tensors of each file. A tensor is read when the iterator reaches it."""
 
     def tensors(file: str) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(folder / file, "pt") as opened:
@@ -74,7 +76,7 @@ def read_tensors(folder: Path, headers: dict[str, Header]) -> Iterator[tuple[str
 
 
 class FolderTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a folder by name, each read when it is asked for."""
+    """Maps names to the tensors of a folder. A tensor is read at each access."""
 
     def __init__(self, folder: Path, headers: dict[str, Header]):
         self.folder, self.headers = folder, headers
@@ -91,7 +93,7 @@ class FolderTensors(Mapping[str, torch.Tensor]):
 
 
 def check_folder(output: str | Path) -> None:
-    """Raises a `ValueError` where a folder cannot be made, or is not empty."""
+    """Raises a `ValueError` if `output` is a file, a folder that is not empty, or has no parent folder."""
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"`output` ({output}) exists and is not an empty folder.")
@@ -101,7 +103,7 @@ def check_folder(output: str | Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(output: str | Path) -> Iterator[Path]:
-    """A hidden folder beside `output`, which takes its name at the end; after an error nothing is left."""
+    """Yields a hidden folder beside `output` and renames it to `output` at the end. After an error, removes it."""
     output = Path(output).absolute()
     folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
@@ -116,7 +118,7 @@ def whole_folder(output: str | Path) -> Iterator[Path]:
 
 
 class FolderWriter:
-    """Writes files of weights into a folder, and at the end their index."""
+    """Writes files of weights into a folder, then the index of the files."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -124,13 +126,13 @@ class FolderWriter:
         self.size = 0
 
     def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
-        """One file of weights."""
+        """Writes one file of weights."""
         save_file(tensors, self.folder / file, metadata={"format": "pt"})
         self.files[file] = list(tensors)
         self.size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def finish(self) -> None:
-        """The index, or the one file under the name that needs none."""
+        """Writes the index. A single file needs no index and is renamed to `model.safetensors`."""
         if len(self.files) == 1:
             (self.folder / next(iter(self.files))).rename(self.folder / "model.safetensors")
             return
@@ -140,7 +142,7 @@ class FolderWriter:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Tokenizer, processor and generation settings."""
+    """Copies the files of the tokenizer, the processor and the generation settings."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED):
             shutil.copy(path, target / path.name)
