@@ -1,4 +1,6 @@
-"""Encodes a picture once and asks many questions about it: no vision tower, no K/V projection, one copy of K/V.
+"""Encodes a picture once and asks many questions about it.
+
+The questions run neither the vision tower nor the K/V projections, and all questions share one copy of keys and values.
 
 python examples/encode_once_ask_many.py [MODEL IMAGE]
 """

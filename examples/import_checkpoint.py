@@ -1,8 +1,8 @@
-"""Brings a vision-language checkpoint with cross-attention over, checks it against transformers' own model, and writes it back.
+"""Imports a vision-language checkpoint with cross-attention, compares it with transformers' own model, and exports it again.
 
 python examples/import_checkpoint.py [SOURCE OUTPUT]    # Llama 3.2 Vision or Idefics: a folder or a Hub id
 
-Without arguments: a Llama 3.2 Vision of a few thousand random weights.
+Without arguments, the example uses a small Llama 3.2 Vision with random weights.
 """
 
 import sys
@@ -30,7 +30,7 @@ def make_checkpoint(folder: Path) -> MllamaForConditionalGeneration:
     model = MllamaForConditionalGeneration(config).eval()
     for name, parameter in model.named_parameters():
         if "cross_attn_attn_gate" in name or "cross_attn_mlp_gate" in name:
-            torch.nn.init.ones_(parameter)  # zero in a fresh model: images would change nothing
+            torch.nn.init.ones_(parameter)  # a fresh gate is zero, so images would have no effect
     model.save_pretrained(folder)
     return model
 
@@ -43,7 +43,7 @@ def compare(theirs: MllamaForConditionalGeneration, folder: Path) -> None:
     pixels[:, :, 2:] = 0  # two tiles of four
     ratios, tiles = torch.tensor([[2]]), torch.tensor([[[1, 1, 0, 0]]])
     images = {"pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": tiles}
-    mask = tiles[:, None].expand(-1, ids.shape[1], -1, -1)  # the original wants it, ours reads it off the ids
+    mask = tiles[:, None].expand(-1, ids.shape[1], -1, -1)  # Mllama needs this mask, ours computes it from the ids
     expected = theirs(ids, cross_attention_mask=mask, **images).logits
     difference = (ours(ids, **images).logits - expected).abs().max().item()
     print(f"largest difference of a logit: {difference:.1e} (of {expected.abs().max().item():.1f})")

@@ -1,4 +1,4 @@
-"""Loads a model with the Auto classes and asks it about pictures: one, several, or none in a batch.
+"""Loads a model with the Auto classes and generates for a batch of prompts with one image, two images and no image.
 
 python examples/load_and_generate.py [MODEL IMAGE PROMPT]
 """

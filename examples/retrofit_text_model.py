@@ -1,4 +1,4 @@
-"""Gives a text-only checkpoint eyes, and shows that it changed nothing else.
+"""Adds cross-attention to a text-only checkpoint, and shows that the logits of text without images stay the same.
 
 python examples/retrofit_text_model.py [TEXT VISION OUTPUT]
 """

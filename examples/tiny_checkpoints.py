@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, made on the spot, so that the examples run anywhere without a download."""
+"""Makes small checkpoints with random weights, so that the examples run without a download."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def make_text_checkpoint(folder: Path) -> Path:
 
 
 def make_vision_checkpoint(folder: Path) -> Path:
-    """A SigLIP tower of two layers: 16 tokens from an image of 32 by 32."""
+    """A SigLIP tower of two layers, which makes 16 tokens of an image of 32 by 32 pixels."""
     torch.manual_seed(1)
     config = SiglipVisionConfig(
         hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
@@ -54,5 +54,5 @@ def make_vision_checkpoint(folder: Path) -> Path:
 
 
 def make_picture(seed: int = 0) -> Image.Image:
-    """Random pixels."""
+    """A picture of random pixels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (40, 40, 3), dtype=np.uint8))
