@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
+from .block_places import check_layers, every_nth_layer
 from .config_checks import (
     CheckedConfig,
     check_activation,
@@ -25,6 +26,7 @@ from .config_checks import (
     check_token_id,
     refuse_misspelt,
 )
+from .custom_code import UnreadConfig, read_config
 from .keywords import suggestion
 from .sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 
@@ -329,6 +331,7 @@ class XAttnConfig(CheckedConfig):
             )
         given = self.cross_attention_config
         self.cross_attention_config = TO_BE_FILLED_IN
+        self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)
         super().__post_init__(**kwargs)
         block = self.cross_attention_config = _block_config(given, self.text_config)
         for name, (config, attn, experts) in live.items():
@@ -349,12 +352,20 @@ class XAttnConfig(CheckedConfig):
             block._attn_implementation = live["text_config"][1]
         self._check_fields()
 
+    def read_custom_code(self) -> None:
+        """Reads configurations of custom code, where [`trusting`] allows it to be run."""
+        if isinstance(self.text_config, UnreadConfig) or isinstance(self.vision_config, UnreadConfig):
+            self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)
+            self._check_fields()
+
     def _check_fields(self) -> None:
         check_bool_fields(self)
         check_choice("connector_type", self.connector_type, CONNECTOR_TYPES)
         check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, FEATURE_STRATEGIES)
         check_choice("image_visibility", self.image_visibility, IMAGE_VISIBILITIES)
         check_activation("connector_hidden_act", self.connector_hidden_act)
+        if isinstance(self.text_config, UnreadConfig) or isinstance(self.vision_config, UnreadConfig):
+            return  # checked when their code is run: sizes may have other names there
         num_layers = text_num_hidden_layers(self.text_config)
         if _is_left_out(self.cross_attention_layers):
             self.cross_attention_layers = every_nth_layer(4, num_layers)
@@ -425,36 +436,6 @@ def _block_config(given: dict | PreTrainedConfig | None, text_config: PreTrained
             f"`cross_attention_config` must be a CrossAttentionConfig or a dict of its fields, got {type(given).__name__}."
         )
     return complete_cross_attention_config(given, text_config)
-
-
-def every_nth_layer(every: int, num_layers: int) -> list[int]:
-    """Returns the layers `every - 1`, `2 * every - 1`, ... If the decoder has fewer layers, returns the last layer."""
-    check_positive_int("every", every)
-    step = min(every, num_layers)
-    return list(range(step - 1, num_layers, step))
-
-
-def check_layers(layers: Any, num_layers: int) -> list[int]:
-    """Checks layer indices and returns them sorted.
-
-    Raises:
-        ValueError: for an empty list, indices outside `[0, num_layers]`, or repeated indices.
-    """
-    if not isinstance(layers, (list, tuple, range, set)) or not all(type(index) is int for index in layers):
-        raise ValueError(f"`cross_attention_layers` must be a list of integers, got {layers!r}.")
-    layers = list(layers)
-    if not layers:
-        raise ValueError("`cross_attention_layers` is empty: name at least one decoder layer.")
-    outside = [index for index in layers if not 0 <= index <= num_layers]
-    if outside:
-        raise ValueError(
-            f"`cross_attention_layers`: the decoder has {num_layers} layers, so expected indices from 0 to {num_layers - 1} "
-            f"({num_layers} is a block after the last layer), got {outside}."
-        )
-    repeated = sorted({index for index in layers if layers.count(index) > 1})
-    if repeated:
-        raise ValueError(f"`cross_attention_layers` names {repeated} more than once, but a layer takes one block.")
-    return sorted(layers)
 
 
 def complete_cross_attention_config(partial: dict | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:

@@ -25,6 +25,7 @@ from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .context import CrossAttentionContext
 from .conversation import PreparedImages
+from .custom_code import build_part
 from .decoder import DecoderInterface, find_decoder, headless, may_skip_layers
 from .generation_xattn import XAttnGenerationMixin
 from .gradients import give_gradient, only_images_learn
@@ -66,7 +67,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             if given is not None:
                 keep_weights(given)
         if text_model is None:
-            text_model = AutoModelForCausalLM.from_config(config.text_config)
+            text_model = build_part(AutoModelForCausalLM, config.text_config)
         if vision_tower is not None and not is_tiled(vision_tower.config):
             check_tower_class("vision_tower", type(vision_tower))
         check_insertable(text_model)

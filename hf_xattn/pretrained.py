@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import initialization as init
 
 from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
+from .custom_code import save_code, trusting
 from .insertion import BLOCKS
 
 
@@ -58,13 +60,33 @@ class XAttnPreTrainedModel(PreTrainedModel):
         check_parts("attn_implementation", attn_implementation, self.config.sub_configs)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
-    def save_pretrained(self, *args, **kwargs) -> None:
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args, config: Any = None, **kwargs) -> Any:
+        """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or vision tower."""
+        with trusting(pretrained_model_name_or_path, kwargs):
+            if isinstance(config, XAttnConfig):
+                config.read_custom_code()
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+
+    def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
+        """Asked for before `save_pretrained` uploads what has changed since. Code is in its place by then, and goes up as well."""
+        stamps = super()._get_files_timestamps(working_dir)
+        return {name: stamp for name, stamp in stamps.items() if not name.endswith(".py")}
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args, **kwargs) -> None:
         """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
+
+        The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`.
 
         An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
         patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
         """
-        super().save_pretrained(*args, **{"save_original_format": False, **kwargs})
+        if kwargs.get("is_main_process", True):
+            body: Any = self.base_model
+            config = self.config
+            parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
+            save_code([(part, own) for part, own in parts if part is not None and own is not None], save_directory)
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """`PreTrainedModel.resize_token_embeddings`.

@@ -11,13 +11,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from .architectures import architecture
+from .block_places import every_nth_layer
 from .config_checks import check_parts
 from .configuration_xattn import (
     CrossAttentionConfig,
     PerceiverConfig,
     XAttnConfig,
     complete_cross_attention_config,
-    every_nth_layer,
 )
 from .insertion import check_kind
 from .keywords import refuse_unknown

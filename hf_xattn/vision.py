@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from .custom_code import build_part
 from .sizes import TILED_VISION_TYPES
 from .tensor_checks import check_floating, check_integers
 from .tower import check_tower_config, image_size_of, only_image_size
@@ -48,7 +49,7 @@ def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
         from transformers import MllamaVisionModel
 
         return MllamaVisionModel._from_config(config)  # not registered with AutoModel
-    return AutoModel.from_config(config)
+    return build_part(AutoModel, config)
 
 
 def follow_tower(connector: torch.nn.Module, tower: PreTrainedModel) -> None:

@@ -1,12 +1,25 @@
 """Decoders whose code is not transformers' own."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import randomize, token_ids, vision_config
+from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
 from custom_decoder import CustomDecoderConfig, CustomDecoderForCausalLM
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from custom_tower import CustomTower, CustomTowerConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    dynamic_module_utils,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_xattn import retrofit
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, retrofit
+from hf_xattn.custom_code import UnreadConfig
 
 
 @pytest.fixture
@@ -14,6 +27,9 @@ def registered():
     """The decoder in transformers' Auto classes, as a user's session puts it there."""
     AutoConfig.register("custom_decoder", CustomDecoderConfig, exist_ok=True)
     AutoModelForCausalLM.register(CustomDecoderConfig, CustomDecoderForCausalLM, exist_ok=True)
+    yield
+    del CONFIG_MAPPING._extra_content["custom_decoder"]
+    del AutoModelForCausalLM._model_mapping._extra_content[CustomDecoderConfig]
 
 
 def make_custom():
@@ -45,3 +61,141 @@ def test_loaded_weights_stay(registered, tmp_path, base):
     loaded, info = auto_class.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["missing_keys"]
     same_state(loaded, model.model if base else model)
+
+
+def save_with_code(model, folder, **auto_map):
+    """A checkpoint that brings its code, as on the Hub."""
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
+    for reference in auto_map.values():
+        file = Path(__file__).parent / f"{reference.split('.')[0]}.py"
+        if file.is_file():
+            shutil.copy(file, folder)
+
+
+@pytest.fixture
+def checkpoints(tmp_path, monkeypatch):
+    """A text-only and a vision checkpoint that bring their code."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    save_with_code(
+        make_custom(),
+        tmp_path / "text",
+        AutoConfig="custom_decoder.CustomDecoderConfig",
+        AutoModelForCausalLM="custom_decoder.CustomDecoderForCausalLM",
+    )
+    torch.manual_seed(1)
+    save_with_code(
+        CustomTower(CustomTowerConfig()),
+        tmp_path / "vision",
+        AutoConfig="custom_tower.CustomTowerConfig",
+        AutoModel="custom_tower.CustomTower",
+    )
+    return tmp_path
+
+
+@torch.no_grad()
+def test_code_comes_along(checkpoints):
+    """A model that was retrofitted with `trust_remote_code=True` and saved, and that nobody can load."""
+    folder = checkpoints / "model"
+    made = randomize(retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)).eval()
+    made.save_pretrained(folder)
+    for name in ("text", "vision"):
+        shutil.rmtree(checkpoints / name)
+    assert {"custom_decoder.py", "custom_tower.py"} <= {file.name for file in folder.iterdir()}
+    expected = made(token_ids(), pixel_values=pixels()).logits
+    for auto_class in (AutoModelForImageTextToText, XAttnForConditionalGeneration):
+        loaded, info = auto_class.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        same_state(loaded, made)
+        assert torch.equal(loaded(token_ids(), pixel_values=pixels()).logits, expected)
+        assert type(loaded.config.text_config).__name__ == "CustomDecoderConfig"
+    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)) is XAttnModel
+    loaded.save_pretrained(checkpoints / "again")
+    again = AutoModelForImageTextToText.from_pretrained(checkpoints / "again", trust_remote_code=True)
+    same_state(again, made)
+
+
+def test_code_runs_only_where_it_may(checkpoints, monkeypatch):
+    """Code of a checkpoint that is run without a word, or a prompt in the middle of a job."""
+    folder = checkpoints / "model"
+    retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True).save_pretrained(folder)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    for file in folder.glob("*.py"):
+        file.write_text("raise RuntimeError('run')")
+    for auto_class in (AutoModelForImageTextToText, XAttnForConditionalGeneration):
+        for kwargs in ({}, {"trust_remote_code": False}):
+            with pytest.raises(ValueError, match="'custom_decoder' part.*`trust_remote_code=True`"):
+                auto_class.from_pretrained(folder, **kwargs)
+    with pytest.raises(RuntimeError, match="run"):
+        AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_configuration_without_its_code(checkpoints):
+    """A configuration that loses what it does not understand."""
+    folder = checkpoints / "model"
+    made = retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True)
+    made.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    assert isinstance(config.text_config, UnreadConfig) and isinstance(config.vision_config, UnreadConfig)
+    assert "custom_decoder" in repr(config)
+    config.save_pretrained(checkpoints / "config")
+    again = XAttnConfig.from_pretrained(checkpoints / "config")
+    assert again.text_config.to_dict() == config.text_config.to_dict()
+    assert again.cross_attention_config.hidden_size == 32
+    with pytest.raises(ValueError, match="`image_visibility` must be one of"):
+        AutoConfig.from_pretrained(folder, image_visibility="first")
+    with pytest.raises(ValueError, match=r"\[9\].*2 layers"):
+        AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True, cross_attention_layers=[9])
+
+
+def test_registered_classes_need_no_code(checkpoints, registered):
+    """A session that has its own classes for a checkpoint, asked for the code beside it."""
+    folder = checkpoints / "model"
+    retrofit(CustomDecoderForCausalLM(CustomDecoderConfig())).save_pretrained(folder)
+    assert not list(folder.glob("*.py"))
+    for trust in (None, True):
+        loaded = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=trust)
+        assert type(loaded.model.text_model) is CustomDecoderForCausalLM
+
+
+CUSTOM_LLAMA = """
+from transformers import LlamaForCausalLM
+
+
+class CustomLlama(LlamaForCausalLM):
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        outputs = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+        outputs.logits = outputs.logits * 2
+        return outputs
+"""
+
+
+@torch.no_grad()
+def test_custom_code_of_a_known_type(checkpoints):
+    """Transformers' own class in place of the one that came with the checkpoint, or the other way round."""
+    text = make_text()
+    save_with_code(text, checkpoints / "llama", AutoModelForCausalLM="custom_llama.CustomLlama")
+    (checkpoints / "llama" / "custom_llama.py").write_text(CUSTOM_LLAMA)
+    expected = text(token_ids()).logits
+    for trust in (True, False):
+        made = retrofit(checkpoints / "llama", trust_remote_code=trust)
+        assert torch.equal(made(token_ids()).logits, expected * (2 if trust else 1))
+        made.save_pretrained(checkpoints / f"model-{trust}")
+        loaded = AutoModelForImageTextToText.from_pretrained(checkpoints / f"model-{trust}", trust_remote_code=True)
+        assert torch.equal(loaded(token_ids()).logits, expected * (2 if trust else 1))
+
+
+def test_code_of_one_name(checkpoints):
+    """The code of one part written over that of the other."""
+    shutil.move(checkpoints / "vision" / "custom_tower.py", checkpoints / "vision" / "custom_decoder.py")
+    config = json.loads((checkpoints / "vision" / "config.json").read_text())
+    config["auto_map"] = {
+        name: ref.replace("custom_tower", "custom_decoder") for name, ref in config["auto_map"].items()
+    }
+    (checkpoints / "vision" / "config.json").write_text(json.dumps(config))
+    made = retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True)
+    with pytest.raises(ValueError, match="file of the name custom_decoder.py"):
+        made.save_pretrained(checkpoints / "model")
+    make_model().save_pretrained(checkpoints / "native")
+    assert not list((checkpoints / "native").glob("*.py"))

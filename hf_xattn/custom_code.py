@@ -1,0 +1,136 @@
+"""Decoders and vision towers whose code came with their checkpoint.
+
+Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves. For a part of a larger
+model it does neither, so both are done here. A configuration is read without running code: until a model is loaded with
+`trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+# Arguments of `from_pretrained` that say where code is.
+HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "code_revision")
+
+
+class UnreadConfig(PreTrainedConfig):
+    """The fields of a configuration whose class is custom code that has not been run."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "model_type": self.__dict__.get("model_type", "")}
+
+
+_trusted: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("trusted", default=None)
+
+
+@contextlib.contextmanager
+def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
+    """Inside, the code of a checkpoint may be run, where `load_kwargs` hold `trust_remote_code=True`."""
+    source = None
+    if load_kwargs.get("trust_remote_code") is True:
+        hub = {name: load_kwargs[name] for name in HUB_ARGUMENTS if load_kwargs.get(name) is not None}
+        source = {"pretrained_model_name_or_path": checkpoint, **hub}
+    token = _trusted.set(source)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def read_config(config: Any) -> Any:
+    """The configuration of a part: itself, but of custom code an [`UnreadConfig`], or, where its code may be run, one of its class.
+
+    Args:
+        config (`dict` or `PreTrainedConfig`): as in a file, or read already.
+    """
+    if isinstance(config, UnreadConfig):
+        fields = config.to_dict()
+    elif isinstance(config, dict) and config.get("model_type") not in CONFIG_MAPPING and _code_of(config, "AutoConfig"):
+        fields = dict(config)
+    else:
+        return config
+    source = _trusted.get()
+    if source is None:
+        return config if isinstance(config, UnreadConfig) else UnreadConfig(**fields)
+    config_class: Any = get_class_from_dynamic_module(fields["auto_map"]["AutoConfig"], **source)
+    config_class.register_for_auto_class()
+    read = config_class(**{name: value for name, value in fields.items() if name != "model_type"})
+    if isinstance(config, UnreadConfig):
+        read._attn_implementation = config._attn_implementation
+        read._experts_implementation = config._experts_implementation
+    return read
+
+
+def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model with random weights: `auto_class.from_config`, with custom code where it may be run.
+
+    Raises:
+        ValueError: where it may not, and there is no other.
+    """
+    source = _trusted.get()
+    ref = _code_of(config, auto_class.__name__)
+    if isinstance(config, UnreadConfig):
+        raise ValueError(
+            f"The code of the {config.__dict__['model_type']!r} part of this model came with its checkpoint. Load the model with "
+            "`trust_remote_code=True` to run it, or register its classes with the Auto classes before."
+        )
+    if ref is None or source is None or _is_registered_by_user(auto_class, config):
+        return auto_class.from_config(config)
+    model_class: Any = get_class_from_dynamic_module(ref, **source)
+    model_class.register_for_auto_class(auto_class.__name__)
+    return model_class._from_config(config)
+
+
+def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str | os.PathLike[str]) -> None:
+    """Copies the code of custom parts into a folder, and notes it in their configurations.
+
+    Args:
+        parts (`list[tuple]`): each part, and its configuration in that of the whole model.
+        folder (`str`): where the model is saved.
+
+    Raises:
+        ValueError: where two parts have different files of one name.
+    """
+    written: dict[Path, bytes] = {}
+    note: Any
+    for part, config in parts:
+        note = config
+        if not part.is_custom_code() and getattr(config, "auto_map", None):
+            del config.auto_map  # the weights are those of transformers' own class
+        if not part.is_remote_code():
+            continue
+        os.makedirs(folder, exist_ok=True)
+        for made_of_code in (part, config):
+            if type(made_of_code)._auto_class is None:
+                continue
+            for file in custom_object_save(made_of_code, folder, config=note) or []:
+                content = Path(file).read_bytes()
+                if written.setdefault(Path(file), content) != content:
+                    raise ValueError(
+                        f"Two parts of this model bring code in a file of the name {Path(file).name}, with different contents: rename "
+                        "one of them in its checkpoint."
+                    )
+
+
+def _code_of(config: Any, auto_class: str) -> str | None:
+    """Reference to the class that a configuration's `auto_map` names for an Auto class."""
+    auto_map = config.get("auto_map") if isinstance(config, dict) else getattr(config, "auto_map", None)
+    return (auto_map or {}).get(auto_class)
+
+
+def _is_registered_by_user(auto_class: Any, config: PreTrainedConfig) -> bool:
+    """Whether the Auto class knows a class for this configuration that is not transformers' own; it comes first there too."""
+    if type(config) not in auto_class._model_mapping:
+        return False
+    known = auto_class._model_mapping[type(config)]
+    return isinstance(known, type) and not known.__module__.startswith(("transformers.", "transformers_modules."))
