@@ -110,7 +110,9 @@ def check_token_id(field: str, value: Any, vocab_size: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"`{field}` must be a token id or None, got {value!r}.")
     if value < 0 or (vocab_size is not None and value >= vocab_size):
-        raise ValueError(f"`{field}` ({value}) must be an id of the text vocabulary, which has {vocab_size} entries.")
+        raise ValueError(
+            f"`{field}` must be an id of the text vocabulary, which has {vocab_size} entries, got {value}."
+        )
 
 
 def check_parts(name: str, value: Any, parts: dict[str, Any]) -> None:

@@ -145,13 +145,13 @@ def test_kernels_of_the_parts(auto_class, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"image_visibility": "latest"}, "image_visibility='latest'.*`image_token_id` must be set"),
+        ({"image_visibility": "latest"}, "image_visibility='latest'.*expected `image_token_id` to be set"),
         ({"image_visibility": "first"}, "`image_visibility` must be one of.*'first'"),
-        ({"image_token_id": 1000}, "`image_token_id` \\(1000\\).*96"),
+        ({"image_token_id": 1000}, "`image_token_id`.*96 entries, got 1000"),
         ({"image_token_id": "<image>"}, "`image_token_id` must be a token id or None, got '<image>'"),
-        ({"cross_attention_layers": [9]}, "`cross_attention_layers` holds \\[9\\].*4 layers"),
+        ({"cross_attention_layers": [9]}, "`cross_attention_layers`.*4 layers.*got \\[9\\]"),
         ({"connector_type": "conv"}, "`connector_type` must be one of.*'conv'"),
-        ({"perceiver_config": {"num_latents": 3}}, "`perceiver_config` was given.*'mlp'"),
+        ({"perceiver_config": {"num_latents": 3}}, "`perceiver_config` needs.*got 'mlp'"),
         ({"cross_attention_config": {"hidden_size": 8}}, "`cross_attention_config.hidden_size` \\(8\\).*32"),
     ],
     ids=str,
