@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .configuration_xattn import CrossAttentionConfig
-from .context import CrossAttentionContext, plain_context
+from .context import CrossAttentionContext, check_context, plain_context
 from .cross_cache import KeyValue
 from .image_layout import rows_to
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
@@ -145,6 +145,8 @@ class GatedCrossAttention(nn.Module):
             cross_attention = plain_context(
                 hidden_states, cross_attention_states, cross_attention_mask, self.config, output_attentions
             )
+        else:
+            check_context(cross_attention)
         key, value = self._keys_values(cross_attention)
         if hidden_states is None:
             return None, None

@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
 from .configuration_xattn import CrossAttentionConfig
-from .context import CrossAttentionContext, plain_context
+from .context import CrossAttentionContext, check_context, plain_context
 from .cross_cache import KeyValue
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 from .projection import to_dtype_of
@@ -141,6 +141,8 @@ class GatedCrossAttentionBlock(PreTrainedModel):
                 raise ValueError("`cross_attention_states` is required: (batch, num_image_tokens, context_size).")
             check_text_and_states(hidden_states, cross_attention_states, self.config)
             cross_attention = plain_context(hidden_states, cross_attention_states, cross_attention_mask, self.config)
+        else:
+            check_context(cross_attention)
         attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
         if cross_attention.recorder is not None:
             cross_attention.recorder.weights[self.layer_idx] = weights

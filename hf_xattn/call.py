@@ -256,6 +256,7 @@ def keep(call: Call, prepared: BlockInputs) -> None:
 def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
         return ImagesOfCall(call.images.new, call.images.new.layout, call.images.mask)
+    call.images.check_device(call.device, "text")
     # Digests cost a pass over the images. In training nobody asks again, and compiled code cannot compare them.
     record = call.cache is not None and not trains and not torch.compiler.is_compiling()
     return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length), record)

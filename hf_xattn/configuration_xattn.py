@@ -329,6 +329,10 @@ class XAttnConfig(CheckedConfig):
                 "`text_config` must be the configuration of a text-only causal language model, got "
                 f"{type(self.text_config).__name__}."
             )
+        for name in ("vision_config", "perceiver_config"):
+            part = getattr(self, name)
+            if part is not None and not isinstance(part, (dict, PreTrainedConfig)):
+                raise ValueError(f"`{name}` must be a configuration, a dict of its fields or None, got {part!r}.")
         given = self.cross_attention_config
         self.cross_attention_config = TO_BE_FILLED_IN
         self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)

@@ -8,6 +8,7 @@ or in hooks: those are missing under DDP, deepcopy and recomputation, where the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
@@ -15,7 +16,7 @@ from transformers.utils import ModelOutput
 from .configuration_xattn import CrossAttentionConfig
 from .cross_cache import CrossCache, KeyValue
 from .folded_mask import FoldedMask, fold_mask
-from .tensor_checks import check_bool, check_tensor
+from .tensor_checks import check_bool, check_tensor, type_name
 
 
 # The keyword under which it travels. No decoder of transformers has an argument of this name.
@@ -79,6 +80,15 @@ class CrossAttentionContext(ModelOutput):
         if self.cache is None or not self.cache.layers:
             return None
         return self.cache.layers[layer_idx].read()
+
+
+def check_context(context: Any) -> None:
+    """Raises a `TypeError` for anything but what a model makes."""
+    if not isinstance(context, CrossAttentionContext):
+        raise TypeError(
+            f"`cross_attention` is what a model hands to its blocks, a CrossAttentionContext, got {type_name(context)}: pass "
+            "`cross_attention_states` and `cross_attention_mask`."
+        )
 
 
 def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: int, num_tokens: int) -> None:

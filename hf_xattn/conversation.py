@@ -7,14 +7,16 @@ or for the whole text. Here they become three things: the images to encode, a la
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from .configuration_xattn import XAttnConfig
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .placement import check_known_mask
+from .tensor_checks import type_name
 from .text_progress import CallersMask, History, TextProgress
 from .visibility import look
 from .xattn_cache import XAttnCache
@@ -65,6 +67,8 @@ def read_images(
     if inputs.is_empty:
         return ImagesOfCall(None, cached, None)
     inputs.check_rows(text.rows, 0 if cross is None else cross.rows)
+    if inputs.images is not None:
+        inputs.check_device(inputs.images.device, "images")
     new, axes = encoder.read(inputs, cached, record_content)
     layout = cached
     if cached is not None and inputs.images is None:
@@ -162,3 +166,24 @@ class PreparedImages(NamedTuple):
 
     new: NewImages
     mask: CallersMask | None
+
+
+def given_images(
+    config: XAttnConfig, prepared: PreparedImages | None, **arguments: Any
+) -> ImageInputs | PreparedImages:
+    """The images of a forward: its image arguments, or those that `generate` prepared.
+
+    Raises:
+        TypeError, ValueError: as [`ImageInputs.of`]; for both of them, and for other things as `image_inputs`.
+    """
+    if prepared is None:
+        return ImageInputs.of(config, **arguments)
+    if not isinstance(prepared, PreparedImages):
+        raise TypeError(
+            f"`image_inputs` is for `generate` alone, which passes PreparedImages, got {type_name(prepared)}: pass `pixel_values` or "
+            "`cross_attention_states`."
+        )
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"Give `image_inputs` or `{name}`, not both.")
+    return prepared

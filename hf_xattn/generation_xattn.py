@@ -23,8 +23,7 @@ from .image_cache import ImageCache
 from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .outputs import StepAttentions
-from .tensor_checks import check_tensor
-from .text_inputs import check_ids, check_in_vocabulary
+from .text_inputs import check_embeds, check_ids, check_in_vocabulary
 from .xattn_cache import XAttnCache
 
 
@@ -55,8 +54,8 @@ class XAttnGenerationMixin:
 
         Raises:
             TypeError: for text that is no tensor or of a wrong dtype.
-            ValueError: for text of a wrong rank; where the text names images that were not given, or, with `image_visibility` other than `"all"`,
-                where their numbers differ; where batches or lengths of text, images, masks and cache differ.
+            ValueError: for text of a wrong rank; where the text names images that were not given, or, with `image_visibility` other
+                than `"all"`, where their numbers differ; where batches or lengths of text, images, masks and cache differ.
         """
         images = ImageInputs.take_from(self.config, kwargs)
         cache = kwargs.get("past_key_values")
@@ -72,7 +71,7 @@ class XAttnGenerationMixin:
         attentions = StepAttentions(1)
         if text is not None:
             if input_ids is None:
-                check_tensor("inputs_embeds", text)
+                check_embeds(text, self.model.text_model.get_input_embeddings())
             else:
                 name = "input_ids" if inputs is None else "inputs"
                 check_ids(name, input_ids)

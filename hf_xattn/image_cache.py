@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .block import GatedCrossAttentionBlock
 from .cross_cache import CrossCache
 from .digests import Digests
 from .image_layout import ImageLayout, rows_to
+from .paths import check_path
+from .tensor_checks import check_integers, type_name
 from .xattn_cache import XAttnCache
 
 
@@ -56,11 +59,13 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
     """The image rows `rows` of a cache, in that order; a row may come more than once.
 
     Raises:
+        TypeError: for anything but a cache and a list of integers.
+        ValueError: for a cache without images.
         IndexError: for a row that the cache does not have.
     """
-    cross, layout = _filled(cache)
+    cross, layout = _filled("cache", cache)
     count = cross.rows
-    rows = torch.as_tensor(rows, dtype=torch.long)
+    rows = _integers("rows", rows)
     if rows.dim() != 1 or rows.numel() == 0 or rows.min() < 0 or rows.max() >= count:
         raise IndexError(f"`rows` must be a non-empty list of rows from 0 to {count - 1}, got {rows.tolist()}.")
     chosen = cross.shared()
@@ -72,11 +77,14 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     """Image caches of several calls as one batch, the rows of the first cache first. Shorter rows are padded and masked.
 
     Raises:
-        ValueError: for no caches, or caches of different models.
+        TypeError: for anything but a list of caches.
+        ValueError: for no caches, caches without images, or caches of different models.
     """
+    if not isinstance(caches, Sequence):
+        raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
     if not caches:
-        raise ValueError("`caches` is empty.")
-    parts = [_filled(cache) for cache in caches]
+        raise ValueError("`caches` is empty: give one image cache or more.")
+    parts = [_filled(f"caches[{index}]", cache) for index, cache in enumerate(caches)]
     shapes = {(len(cross.layers), *cross.layers[0].keys.shape[1::2]) for cross, _ in parts}
     if len(shapes) > 1:
         raise ValueError(
@@ -110,9 +118,12 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
         model: the model that encoded them; its identity goes into the file.
 
     Raises:
-        ValueError: where another model, or other weights, encoded them.
+        TypeError: for anything but a cache, a path and a model of this package.
+        ValueError: for a cache without images, or where another model, or other weights, encoded them.
     """
-    cross, layout = _filled(cache)
+    cross, layout = _filled("cache", cache)
+    check_path("path", path)
+    _check_model(model)
     identity = model.image_identity()
     if cross.made_by not in (None, identity):
         raise ValueError(
@@ -143,9 +154,12 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
     Reads all weights that images pass, to compare them with those that made the file: see `model_identity.py` for what that costs.
 
     Raises:
+        TypeError: for anything but a path and a model of this package.
         FileNotFoundError: where there is no such file.
         ValueError: where the file is no image cache, is damaged, or was written with other weights.
     """
+    check_path("path", path)
+    _check_model(model)
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {path}.")
     try:
@@ -256,11 +270,32 @@ def _empty_like(cache: Cache) -> Cache:
     return empty
 
 
-def _filled(cache: XAttnCache) -> tuple[CrossCache, ImageLayout]:
-    cross = getattr(cache, "cross_attention_cache", None)
+def _filled(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
+    if not isinstance(cache, EncoderDecoderCache):
+        raise TypeError(f"Expected `{name}` to be a cache of `encode_images`, got {type_name(cache)}.")
+    cross = cache.cross_attention_cache
     if not isinstance(cross, CrossCache) or cross.layout is None:
-        raise ValueError("The cache holds no images: make it with `encode_images`.")
+        raise ValueError(
+            f"Expected `{name}` to be a cache of `encode_images`, got {type_name(cache)} that holds no images."
+        )
     return cross, cross.layout
+
+
+def _integers(name: str, values: Any) -> torch.Tensor:
+    """A tensor of integers, from one or from a list."""
+    if isinstance(values, torch.Tensor):
+        check_integers(name, values)
+        return values.long()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"Expected `{name}` to be a list of integers, got {type_name(values)}.")
+    if not all(isinstance(value, SupportsIndex) for value in values):
+        raise TypeError(f"Expected `{name}` to be a list of integers, got {list(values)!r}.")
+    return torch.tensor([operator.index(value) for value in values], dtype=torch.long)
+
+
+def _check_model(model: Any) -> None:
+    if not callable(getattr(model, "image_identity", None)):
+        raise TypeError(f"Expected `model` to be the model that encoded the images, got {type_name(model)}.")
 
 
 def _padded(states: torch.Tensor, length: int) -> torch.Tensor:

@@ -199,6 +199,17 @@ class ImageInputs:
             return self.tiles.aspect_ratio_ids > 0
         return self.image_mask
 
+    def check_device(self, device: torch.device, place: str) -> None:
+        """Raises a `ValueError` where images or masks are on another device than `place`: the text, or the images."""
+        for name, value in (
+            (self.name, self.images),
+            ("image_mask", self.image_mask),
+            ("cross_attention_mask", self.token_mask),
+            (self.text_mask_name, self.text_mask),
+        ):
+            if value is not None and value.device != device:
+                raise ValueError(f"Expected `{name}` on {device}, the device of the {place}, got it on {value.device}.")
+
     def check_rows(self, text_rows: int | None, cached_rows: int) -> None:
         """Raises a `ValueError` where batches do not fit one another.
 

@@ -101,8 +101,8 @@ class XAttnImagesMixin:
         output, features = self.image_encoder.outputs(
             inputs.pixel_values,
             inputs.tiles,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+            output_hidden_states=None if output_hidden_states is None else bool(output_hidden_states),
+            output_attentions=None if output_attentions is None else bool(output_attentions),
         )
         result = BaseModelOutputWithPooling(
             last_hidden_state=output.last_hidden_state,

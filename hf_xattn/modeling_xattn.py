@@ -24,7 +24,7 @@ from .call import keep, prepare_blocks, read_call
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .context import CrossAttentionContext
-from .conversation import PreparedImages
+from .conversation import PreparedImages, given_images
 from .custom_code import build_part
 from .decoder import DecoderInterface, find_decoder, headless, may_skip_layers
 from .generation_xattn import XAttnGenerationMixin
@@ -37,6 +37,7 @@ from .model_identity import ModelIdentity
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .pretrained import XAttnPreTrainedModel, keep_weights
 from .rollback import whole_or_not_at_all
+from .tensor_checks import check_integers, check_tensor
 from .text_inputs import check_labels, check_text
 from .tower import check_tower_class
 from .trainer_labels import mask_labels_in_trainer
@@ -200,8 +201,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 for the check), images without a vision tower, or contradicting arguments.
         """
         self._interface.check_keywords(self.forward, kwargs, body=True)
-        images = image_inputs or ImageInputs.of(
+        images = given_images(
             self.config,
+            image_inputs,
             pixel_values=pixel_values,
             image_mask=image_mask,
             cross_attention_states=cross_attention_states,
@@ -331,8 +333,9 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             others: as in [`XAttnModel.forward`].
         """
         self.model._interface.check_keywords(self.forward, kwargs)
-        images = image_inputs or ImageInputs.of(
+        images = given_images(
             self.config,
+            image_inputs,
             pixel_values=pixel_values,
             image_mask=image_mask,
             cross_attention_states=cross_attention_states,
@@ -396,7 +399,12 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
 
         Args:
             labels (`torch.LongTensor`): of any shape; not changed.
+
+        Raises:
+            TypeError: for anything but integers of 64 bits.
         """
+        check_tensor("labels", labels)
+        check_integers("labels", labels, (torch.int64,))
         return self._label_mask()(labels)
 
     @property

@@ -38,6 +38,10 @@ class XAttnProcessor(ProcessorMixin):
         for name, part in (("tokenizer", tokenizer), ("image_processor", image_processor)):
             if part is None:
                 raise ValueError(f"`{name}` is required. For text alone, the tokenizer is enough.")
+        for name, given, kinds in (("chat_template", chat_template, (str, dict)), ("image_token", image_token, (str,))):
+            if given is not None and not isinstance(given, kinds):
+                expected = " or a ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"Expected `{name}` to be a {expected}, got {type_name(given)}.")
         self.image_token = image_token
         self.image_token_id = None
         if image_token is not None:

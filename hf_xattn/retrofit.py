@@ -22,6 +22,7 @@ from .configuration_xattn import (
 from .insertion import check_kind
 from .keywords import refuse_unknown
 from .modeling_xattn import XAttnForConditionalGeneration
+from .paths import check_source
 from .sizes import TILED_VISION_TYPES, text_num_hidden_layers, vision_hidden_size
 from .text_half import composite_class, is_composite, text_half, text_half_config
 from .tower import check_tower_class, check_tower_config
@@ -108,7 +109,8 @@ def retrofit(
     if not isinstance(cross_attention, CrossAttentionConfig):
         if cross_attention is not None and not isinstance(cross_attention, dict):
             raise ValueError(
-                f"`cross_attention` must be a CrossAttentionConfig or a dict of its fields, got {type(cross_attention)}."
+                "`cross_attention` must be a CrossAttentionConfig or a dict of its fields, got "
+                f"{type(cross_attention).__name__}."
             )
         if vision_config is not None and connector_type in ("identity", "perceiver"):
             cross_attention = {"context_size": vision_hidden_size(vision_config), **(cross_attention or {})}
@@ -168,6 +170,7 @@ def _text_config(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]
         return text.config
     if not isinstance(text, (str, Path)):
         raise TypeError(f"`text` must be a Hub id, a folder or a PreTrainedModel, got {type(text).__name__}.")
+    check_source("text", text)
     config = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
     if config.model_type == "xattn":
         raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
@@ -200,6 +203,7 @@ def _vision_config(vision: str | Path | PreTrainedModel, load_kwargs: dict[str, 
         return config
     if not isinstance(vision, (str, Path)):
         raise TypeError(f"`vision` must be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}.")
+    check_source("vision", vision)
     config = AutoConfig.from_pretrained(vision, **_config_kwargs(load_kwargs))
     config = getattr(config, "vision_config", None) or config
     if hasattr(config, "vision_use_head"):

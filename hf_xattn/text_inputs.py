@@ -44,7 +44,7 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
         if length > 1 or starts:
             check_in_vocabulary("input_ids", input_ids, find_embedding())
     else:
-        rows, length = _check_embeds(inputs_embeds, find_embedding())
+        rows, length = check_embeds(inputs_embeds, find_embedding())
     if (mask := text.get("attention_mask")) is not None:
         _check_attention_mask(mask, rows, length, starts)
     if (positions := text.get("position_ids")) is not None:
@@ -82,7 +82,8 @@ def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, igno
         )
 
 
-def _check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
+def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
+    """Batch and length of embeddings that are floating point numbers of shape `(batch, text_len, width)`; raises for others."""
     check_tensor("inputs_embeds", embeds)
     check_floating("inputs_embeds", embeds)
     width = getattr(embedding, "embedding_dim", None)

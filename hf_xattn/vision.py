@@ -225,6 +225,12 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, asked
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
+        weight = next(tower.parameters())
+        if pixel_values.device != weight.device and not weight.is_meta:
+            raise ValueError(
+                f"Expected `pixel_values` on {weight.device}, the device of the vision tower, got them on "
+                f"{pixel_values.device}."
+            ) from error
         if shape[-2:] == image_size_of(tower.config):
             raise
         raise ValueError(

@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from .cross_cache import CrossCache, is_empty
+from .tensor_checks import type_name
 from .text_progress import TextProgress
 
 
@@ -53,6 +54,11 @@ class XAttnCache(EncoderDecoderCache):
         """
         if isinstance(cache, XAttnCache):
             return cache
+        if not isinstance(cache, EncoderDecoderCache):
+            raise TypeError(
+                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got {type_name(cache)}: pass "
+                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+            )
         if type(cache) is not EncoderDecoderCache:
             raise ValueError(
                 f"Expected `past_key_values` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}: pass "

@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..paths import check_path
+
 
 INDEX = "model.safetensors.index.json"
 # Files that are written anew (weights, index, configuration), and files that are not needed.
@@ -94,6 +96,7 @@ class FolderTensors(Mapping[str, torch.Tensor]):
 
 def check_folder(output: str | Path) -> None:
     """Raises a `ValueError` if `output` is a file, a folder that is not empty, or has no parent folder."""
+    check_path("output", output)
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"`output` ({output}) exists and is not an empty folder.")

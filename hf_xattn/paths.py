@@ -1,0 +1,26 @@
+"""Checks of paths, before anything is read or written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .tensor_checks import type_name
+
+
+def check_path(name: str, path: Any) -> None:
+    """Raises a `TypeError` for anything but a path."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"Expected `{name}` to be a path, got {type_name(path)}.")
+
+
+def check_source(name: str, source: str | Path) -> None:
+    """Raises a `ValueError` for a path without a folder. A name with at most one slash may be one of the Hub's.
+
+    Transformers would ask the Hub for it, and say that it is no valid name there.
+    """
+    text = str(source)
+    is_local = isinstance(source, Path) or text.startswith((".", "~", os.sep)) or text.count("/") > 1
+    if is_local and not Path(source).is_dir():
+        raise ValueError(f"Expected `{name}` to be a folder or a Hub id, got {text!r}, where there is no folder.")

@@ -1,0 +1,146 @@
+"""How the public surface is tested: for each argument of each function, what happens with something that does not fit.
+
+A table names every argument of a function and, for every kind of misfit, a value. The function must then raise a `ValueError` or
+`TypeError` that names the argument and what came, unless the table says that the value is fine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+# None; another type; another number of axes; another size; another dtype; another device; and, for every argument, a misspelt name.
+KINDS = ("none", "type", "rank", "size", "dtype", "device")
+
+
+class Fine(NamedTuple):
+    """A value that is taken."""
+
+    value: Any
+
+
+class Wrong(NamedTuple):
+    """A value that is refused with a message that holds `words`."""
+
+    value: Any
+    words: str
+
+
+# The kind does not apply: a number has no axes, a path no dtype.
+NOTHING = object()
+
+
+@dataclasses.dataclass
+class Surface:
+    """A public function and its table.
+
+    Attributes:
+        function (`Callable`): its signature is read.
+        call (`Callable`): calls it with the arguments that a case gives, beside those that it needs.
+        rows (`dict`): for each argument, a value for each of `KINDS`.
+        misspelt (`tuple[type, ...]`): what a misspelt name raises.
+        fields (`set[str]`, *optional*): names of the arguments, where no signature holds them.
+    """
+
+    function: Callable[..., Any]
+    call: Callable[..., Any]
+    rows: dict[str, dict[str, Any]]
+    misspelt: tuple[type[Exception], ...] = (TypeError,)
+    fields: set[str] | None = None
+
+    @property
+    def arguments(self) -> set[str]:
+        if self.fields is not None:
+            return self.fields
+        parameters = inspect.signature(self.function).parameters.values()
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return {parameter.name for parameter in parameters if parameter.kind not in kinds and parameter.name != "self"}
+
+
+def check_case(surface: Surface, argument: str, case: Any) -> None:
+    """Calls the function with a misfit, and reads what it says."""
+    if case is NOTHING:
+        return
+    if isinstance(case, Fine):
+        surface.call(**{argument: case.value})
+        return
+    value, words = case if isinstance(case, Wrong) else (case, None)
+    try:
+        surface.call(**{argument: value})
+    except (ValueError, TypeError) as error:
+        message = str(error)
+        if words is not None:
+            assert argument in message and re.search(words, message), f"{argument!r} or {words!r} is not in: {message}"
+        else:
+            assert f"`{argument}" in message, f"{argument!r} is not named: {message}"
+            assert any(came in message for came in _as_words(value)), f"what came is not named: {message}"
+    else:
+        raise AssertionError(f"`{argument}` was taken: {_as_words(value)[0]}")
+
+
+def check_misspelt(surface: Surface, argument: str) -> None:
+    """Calls the function with a name that lacks a letter."""
+    name = argument[:-2] + argument[-1]
+    try:
+        surface.call(**{name: None})
+    except surface.misspelt as error:
+        assert re.search(rf"\b{name}\b", str(error)), f"{name!r} is not named: {error}"
+    else:
+        raise AssertionError(f"`{name}` was taken without a word")
+
+
+def _as_words(value: Any) -> list[str]:
+    """How a message may name a value."""
+    words = [
+        repr(value),
+        str(value),
+        f"got {type(value).__qualname__}",
+        f"{type(value).__module__}.{type(value).__qualname__}",
+    ]
+    if isinstance(value, type):
+        words.append(value.__name__)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        words = [str(tuple(value.shape)), str(value.dtype)]
+        if isinstance(value, np.ndarray):
+            words = ["numpy.ndarray"]
+    return words
+
+
+def row(**cases: Any) -> dict[str, Any]:
+    """The cases of one argument; every kind must be there."""
+    assert cases.keys() == set(KINDS), f"missing {set(KINDS) - cases.keys()}, unknown {cases.keys() - set(KINDS)}"
+    return cases
+
+
+def tensor(
+    good: torch.Tensor, *, none: Any, size: Any, dtype: Any, rank: Any = None, device: bool = False
+) -> dict[str, Any]:
+    """An argument that is a tensor. Arrays are refused, and tensors without an axis.
+
+    Of text on another device than the model nothing is said: transformers moves masks and labels, and torch names the devices.
+    """
+    return row(
+        none=none,
+        type=good.numpy(),
+        rank=good.flatten()[0] if rank is None else rank,
+        size=size,
+        dtype=dtype,
+        device=Wrong(good.to("meta"), "got (it|them) on meta") if device else NOTHING,
+    )
+
+
+def switch() -> dict[str, Any]:
+    """A flag: transformers takes the truth of any value."""
+    return row(none=Fine(None), type=Fine("yes"), rank=NOTHING, size=NOTHING, dtype=NOTHING, device=NOTHING)
+
+
+def value(*, none: Any, kind: Any, size: Any = NOTHING, rank: Any = NOTHING, dtype: Any = NOTHING) -> dict[str, Any]:
+    """Any other argument."""
+    return row(none=none, type=kind, rank=rank, size=size, dtype=dtype, device=NOTHING)

@@ -1,0 +1,506 @@
+"""Every argument of every public function: the right answer, or an error that names it. See `surface.py`.
+
+Signatures are read, so a new argument or a new function without a row fails here.
+"""
+
+import dataclasses
+import functools
+import inspect
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids, vision_config
+from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_misspelt, switch, tensor, value
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedConfig
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+import hf_xattn
+from hf_xattn import (
+    CrossAttentionConfig,
+    GatedCrossAttention,
+    GatedCrossAttentionBlock,
+    XAttnConfig,
+    XAttnForConditionalGeneration,
+    XAttnModel,
+    XAttnProcessor,
+    freeze_base,
+    image_cache,
+    importers,
+    retrofit,
+)
+from hf_xattn.configuration_xattn import PerceiverConfig
+from hf_xattn.image_inputs import IMAGE_ARGUMENTS
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+
+
+IDS, PIXELS, STATES = token_ids(), pixels(), torch.randn(2, 5, 32)
+MASK, IMAGE_MASK = torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 1, dtype=torch.bool)
+RATIO_IDS, RATIO_MASK = torch.ones(1, 1, dtype=torch.long), torch.ones(1, 1, 4, dtype=torch.long)
+
+
+# --- what the functions work on, made once
+
+
+@functools.cache
+def model():
+    return make_model()
+
+
+@functools.cache
+def tiled():
+    """A model whose vision tower reads tiles."""
+    from test_importers_mllama import make_mllama
+
+    return importers.import_checkpoint(make_mllama())
+
+
+@functools.cache
+def folder():
+    """A folder with checkpoints, a processor's parts and an image cache."""
+    path = Path(tempfile.mkdtemp())
+    make_text_checkpoint(path / "tokenizer")
+    make_vision_checkpoint(path / "image_processor")
+    make_text().save_pretrained(path / "text")
+    AutoModel.from_config(vision_config()).save_pretrained(path / "vision")
+    image_cache.save_image_cache(images(), path / "images.safetensors", model())
+    return path
+
+
+@functools.cache
+def images():
+    return model().encode_images(pixel_values=PIXELS)
+
+
+@functools.cache
+def parts():
+    return {
+        "image_processor": AutoImageProcessor.from_pretrained(folder() / "image_processor"),
+        "tokenizer": AutoTokenizer.from_pretrained(folder() / "tokenizer"),
+    }
+
+
+def needs(given, **needed):
+    """Arguments of a case, and those that it needs beside it; `None` of a case is passed."""
+    return {**{name: value for name, value in needed.items() if name not in given}, **given}
+
+
+# --- calls
+
+
+def beside(given):
+    """What an image argument needs beside it, in `forward`, `generate` and `encode_images`."""
+    names = set(given)
+    if names & {"aspect_ratio_ids", "aspect_ratio_mask"}:
+        shapes = {"aspect_ratio_ids": RATIO_IDS, "aspect_ratio_mask": RATIO_MASK}
+        return needs(given, pixel_values=torch.randn(1, 1, 4, 3, 28, 28), **shapes)
+    if names & {"cross_attention_mask"}:
+        return needs(given, cross_attention_states=STATES)
+    if names & {"image_mask", "image_attention_mask", "past_key_values"}:
+        return needs(given, pixel_values=PIXELS)
+    return given
+
+
+def call_of(method, of_body=False, **needed):
+    def call(**given):
+        tiles = set(given) & {"aspect_ratio_ids", "aspect_ratio_mask"}
+        served = tiled() if tiles else model()
+        served = served.model if of_body else served
+        given = beside(given)
+        if "input_ids" in needed and "inputs_embeds" not in given and "inputs" not in given:
+            given = needs(given, input_ids=torch.tensor([[96, 5, 6, 7]]) if tiles else IDS)
+        extra = {name: value for name, value in needed.items() if name != "input_ids"}
+        return getattr(served, method)(**needs(given, **extra))
+
+    return torch.no_grad()(call)
+
+
+def image_rows(masks=True, **more):
+    """The image arguments, wherever they are taken."""
+    rows = {
+        "pixel_values": tensor(
+            PIXELS,
+            device=True,
+            none=Fine(None),
+            size=torch.zeros(2, 1, 3, 33, 32),
+            dtype=torch.zeros(2, 1, 3, 32, 32, dtype=torch.uint8),
+        ),
+        "image_mask": tensor(
+            IMAGE_MASK, device=True, none=Fine(None), size=torch.ones(2, 3, dtype=torch.bool), dtype=IMAGE_MASK.float()
+        ),
+        "cross_attention_states": tensor(
+            STATES, device=True, none=Fine(None), size=STATES[..., 1:], dtype=STATES.long()
+        ),
+        "cross_attention_mask": tensor(
+            MASK, device=True, none=Fine(None), size=torch.ones(2, 6, dtype=torch.bool), dtype=MASK.float()
+        ),
+        "aspect_ratio_ids": tensor(
+            RATIO_IDS, none=Wrong(None, "required"), size=RATIO_IDS.repeat(1, 2), dtype=RATIO_IDS * 1.0
+        ),
+        "aspect_ratio_mask": tensor(
+            RATIO_MASK, none=Wrong(None, "required"), size=RATIO_MASK[..., 1:], dtype=Fine(RATIO_MASK * 1.0)
+        ),
+        "image_attention_mask": tensor(
+            torch.ones(2, 7, 1),
+            none=Fine(None),
+            size=torch.ones(2, 7, 3),
+            dtype=Fine(torch.ones(2, 7, 1, dtype=torch.long)),
+        ),
+    }
+    return {**rows, **more}
+
+
+CACHE = value(none=Fine(None), kind=((STATES, STATES),))
+TEXT = {
+    "input_ids": tensor(IDS, none=Wrong(None, "none"), size=IDS[:, :0], dtype=IDS.float()),
+    "attention_mask": tensor(
+        torch.ones(2, 7), none=Fine(None), size=torch.ones(2, 6), dtype=Fine(torch.ones(2, 7, dtype=torch.bool))
+    ),
+    "position_ids": tensor(
+        torch.arange(7)[None], none=Fine(None), size=torch.arange(6)[None], dtype=torch.arange(7)[None].float()
+    ),
+    "past_key_values": CACHE,
+    "inputs_embeds": tensor(
+        torch.zeros(2, 7, 32), none=Wrong(None, "none"), size=torch.zeros(2, 7, 31), dtype=torch.zeros(2, 7, 32).long()
+    ),
+    "use_cache": switch(),
+    "output_attentions": switch(),
+    "return_dict": switch(),
+    "image_inputs": value(none=Fine(None), kind={"pixel_values": PIXELS}),
+}
+HEAD = {
+    "labels": tensor(IDS, none=Fine(None), size=IDS[:, 1:], dtype=IDS.float()),
+    "logits_to_keep": value(none=Fine(None), kind="all", size=-1),
+}
+
+
+@torch.no_grad()
+def call_layer(make, **given):
+    config = CrossAttentionConfig(hidden_size=32, num_attention_heads=4)
+    return make(config)(**needs(given, hidden_states=torch.zeros(2, 7, 32), cross_attention_states=STATES))
+
+
+LAYER = {
+    "hidden_states": tensor(
+        torch.zeros(2, 7, 32),
+        none=Wrong(None, "None|required"),
+        size=torch.zeros(2, 7, 31),
+        dtype=torch.zeros(2, 7, 32).long(),
+    ),
+    "cross_attention_states": tensor(
+        STATES, none=Wrong(None, "None|required"), size=Wrong(STATES[:1], "batch 2.*batch 1"), dtype=STATES.long()
+    ),
+    "cross_attention_mask": tensor(MASK, none=Fine(None), size=MASK[:, 1:], dtype=MASK.float()),
+    "cross_attention": value(none=Fine(None), kind={"mask": MASK}),
+}
+
+
+def call_retrofit(**given):
+    return retrofit(**needs(given, text=make_text(), vision=AutoModel.from_config(vision_config())))
+
+
+FIELDS = {
+    "image_token_id": value(none=Fine(None), kind="<image>", size=1000, dtype=3.0),
+    "image_visibility": value(none=None, kind=3, size="first"),
+    "additional_vocab_size": value(none=None, kind="2", size=-1, dtype=2.0),
+    "additional_vocab_in_head": value(none=None, kind="yes", size=True),
+    "connector_type": value(none=None, kind=3, size="conv"),
+    "connector_hidden_act": value(none=None, kind=3, size="gelo"),
+    "connector_bias": value(none=None, kind="no"),
+    "vision_feature_select_strategy": value(none=None, kind=3, size="cls"),
+    "perceiver_config": value(none=Fine(None), kind=3, size=Wrong({"num_latents": 3}, "connector_type")),
+    "cross_attention_layers": value(none=Fine(None), kind="1", rank=1, size=[9], dtype=[1.0]),
+}
+
+
+def call_processor(**given):
+    made = XAttnProcessor(**parts())
+    return made(**needs(given, text="a dog"))
+
+
+def call_init(**given):
+    return XAttnProcessor(**needs(given, **parts()))
+
+
+@torch.no_grad()
+def call_cache(function, **given):
+    needed = {
+        "cache": images(),
+        "caches": [images(), images()],
+        "rows": [0],
+        "path": folder() / "images.safetensors",
+        "model": model(),
+    }
+    names = inspect.signature(function).parameters
+    return function(**needs(given, **{name: needed[name] for name in names}))
+
+
+ENCODED = value(none=None, kind=[1], size=EncoderDecoderCache(DynamicCache(), DynamicCache()))
+MODEL = value(none=None, kind="model")
+SOURCE = value(none=None, kind=3, size="/no/such/folder")
+OUTPUT = value(none=None, kind=3)
+
+
+def call_import(function, **given):
+    return function(**needs(given, source="/no/such/folder", output=Path(tempfile.mkdtemp()) / "new"))
+
+
+def call_config(make, **given):
+    if make is XAttnConfig:
+        given = needs(given, text_config=TEXT_CONFIGS["llama"]())
+        if given.get("perceiver_config") is not None and not isinstance(given["perceiver_config"], dict):
+            given = needs(given, vision_config=vision_config(), connector_type="perceiver")
+    return make(**given)
+
+
+def own_fields(make):
+    return {field.name for field in dataclasses.fields(make)} - {
+        field.name for field in dataclasses.fields(PreTrainedConfig)
+    }
+
+
+SIZE = value(none=None, kind="8", size=0, dtype=8.5)
+DERIVED = value(none=Fine(None), kind="8", size=0, dtype=8.5)
+FLAG = value(none=None, kind="no", dtype=1)
+NUMBER = value(none=None, kind="0.5", size=float("nan"))
+CHOICE = value(none=None, kind=3, size="other")
+PART = value(none=Fine(None), kind=3)
+BLOCK_FIELDS = {
+    **dict.fromkeys(
+        ("hidden_size", "num_attention_heads", "position_bias_num_buckets", "position_bias_max_distance"), SIZE
+    ),
+    **dict.fromkeys(("context_size", "num_key_value_heads", "head_dim", "intermediate_size"), DERIVED),
+    **dict.fromkeys(("hidden_act", "mlp_type", "norm_type", "gate", "gate_granularity"), CHOICE),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "zero_init", "qk_norm", "quiet_softmax", "position_bias"), FLAG),
+    **dict.fromkeys(("norm_eps", "attention_dropout", "gate_init", "initializer_range"), NUMBER),
+}
+PERCEIVER_FIELDS = {
+    **dict.fromkeys(("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"), SIZE),
+    **dict.fromkeys(("hidden_size", "intermediate_size"), DERIVED),
+    "hidden_act": CHOICE,
+    "qk_norm": FLAG,
+    "norm_eps": NUMBER,
+}
+MODEL_FIELDS = {
+    **FIELDS,
+    "text_config": value(none=None, kind=3),
+    "vision_config": PART,
+    "cross_attention_config": value(none=Fine(None), kind=3, size=Wrong({"hidden_size": 8}, "hidden_size.*8")),
+    "source_config": value(none=Fine(None), kind="mllama"),
+}
+
+SURFACES = {
+    "forward": Surface(
+        XAttnForConditionalGeneration.forward, call_of("forward", input_ids=True), image_rows(**TEXT, **HEAD)
+    ),
+    "body": Surface(XAttnModel.forward, call_of("forward", of_body=True, input_ids=True), image_rows(**TEXT)),
+    "generate": Surface(
+        XAttnForConditionalGeneration.generate,
+        call_of("generate", input_ids=True, max_new_tokens=2, do_sample=False),
+        image_rows(
+            cross_attention_states={
+                **image_rows()["cross_attention_states"],
+                "device": NOTHING,
+            },  # as in `encode_images`
+            inputs=tensor(IDS, none=NOTHING, size=IDS[:, :0], dtype=IDS.float()),
+            input_ids=tensor(IDS, none=NOTHING, size=IDS[:, :0], dtype=IDS.float()),
+            inputs_embeds=tensor(
+                torch.zeros(2, 7, 32), none=NOTHING, size=torch.zeros(2, 7, 31), dtype=torch.zeros(2, 7, 32).long()
+            ),
+            past_key_values=value(none=Fine(None), kind=Wrong(((STATES, STATES),), "tuple")),
+        ),
+        misspelt=(ValueError, TypeError),
+        fields={*IMAGE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "past_key_values"},
+    ),
+    "encode_images": Surface(
+        XAttnModel.encode_images,
+        call_of("encode_images", of_body=True),
+        {
+            **{name: cases for name, cases in image_rows().items() if name != "image_attention_mask"},
+            "pixel_values": {**image_rows()["pixel_values"], "none": Wrong(None, "needs")},
+            # Without a text there is nothing to compare the states' device with but weights, which may be elsewhere for good reasons.
+            "cross_attention_states": {
+                **image_rows()["cross_attention_states"],
+                "none": Wrong(None, "needs"),
+                "device": NOTHING,
+            },
+            "past_key_values": CACHE,
+        },
+    ),
+    "get_image_features": Surface(
+        XAttnModel.get_image_features,
+        call_of("get_image_features", of_body=True, pixel_values=PIXELS),
+        {
+            **{name: image_rows()[name] for name in ("aspect_ratio_ids", "aspect_ratio_mask")},
+            "image_mask": {**image_rows()["image_mask"], "device": Fine(IMAGE_MASK.to("meta"))},
+            "pixel_values": {**image_rows()["pixel_values"], "none": Wrong(None, "needs")},
+            "output_hidden_states": switch(),
+            "output_attentions": switch(),
+            "return_dict": switch(),
+        },
+    ),
+    "retrofit": Surface(
+        retrofit,
+        call_retrofit,
+        {
+            **FIELDS,
+            "text": value(none=None, kind=3, size="/no/such/folder"),
+            "vision": value(none=Fine(None), kind=3, size="/no/such/folder"),
+            "every": value(none=None, kind="4", size=0, dtype=4.0),
+            "cross_attention": value(none=Fine(None), kind=3, size=Wrong({"hidden_size": 8}, "hidden_size.*8")),
+        },
+    ),
+    "freeze_base": Surface(
+        freeze_base,
+        lambda **given: freeze_base(**needs(given, model=make_model())),
+        {"model": value(none=None, kind=torch.nn.Linear(2, 2)), "vision": switch()},
+    ),
+    "processor": Surface(
+        XAttnProcessor.__call__,
+        call_processor,
+        {
+            "images": value(none=Fine(None), kind=3, rank=torch.zeros(3, 3), dtype=Wrong([3], "got int")),
+            "text": value(
+                none=Wrong(None, "`images` or both"),
+                kind=3,
+                rank=Wrong([["a"]], "list with list"),
+                size=Wrong([], "empty"),
+                dtype=Wrong([3], "list with int"),
+            ),
+            "return_tensors": value(none=None, kind=3, size="np"),
+        },
+    ),
+    "processor_parts": Surface(
+        XAttnProcessor.__init__,
+        call_init,
+        {
+            "image_processor": value(none=Wrong(None, "required"), kind=Wrong(3, "int.*was expected")),
+            "tokenizer": value(none=Wrong(None, "required"), kind=Wrong(3, "int.*was expected")),
+            "chat_template": value(none=Fine(None), kind=3),
+            "image_token": value(none=Fine(None), kind=3, size="<image>"),
+        },
+    ),
+    "mask_labels": Surface(
+        XAttnForConditionalGeneration.mask_labels,
+        call_of("mask_labels"),
+        {"labels": tensor(IDS, none=None, rank=Fine(IDS[0]), size=Fine(IDS[:, 1:]), dtype=IDS.float())},
+    ),
+    "layer": Surface(
+        GatedCrossAttention.forward,
+        functools.partial(call_layer, GatedCrossAttention),
+        {**LAYER, "output_attentions": switch()},
+    ),
+    "block": Surface(GatedCrossAttentionBlock.forward, functools.partial(call_layer, GatedCrossAttentionBlock), LAYER),
+    "select_images": Surface(
+        image_cache.select_images,
+        functools.partial(call_cache, image_cache.select_images),
+        {"cache": ENCODED, "rows": value(none=None, kind="all", rank=0, dtype=[0.5])},
+    ),
+    "combine_images": Surface(
+        image_cache.combine_images,
+        functools.partial(call_cache, image_cache.combine_images),
+        {"caches": value(none=None, kind=3, rank=[[1]], size=Wrong([], "empty"))},
+    ),
+    "save_image_cache": Surface(
+        image_cache.save_image_cache,
+        functools.partial(call_cache, image_cache.save_image_cache),
+        {"cache": ENCODED, "path": OUTPUT, "model": MODEL},
+    ),
+    "load_image_cache": Surface(
+        image_cache.load_image_cache,
+        functools.partial(call_cache, image_cache.load_image_cache),
+        {"path": OUTPUT, "model": MODEL},
+    ),
+    **{
+        name: Surface(
+            getattr(importers, name),
+            functools.partial(call_import, getattr(importers, name)),
+            {"source": SOURCE, "output": OUTPUT if name != "import_checkpoint" else {**OUTPUT, "none": NOTHING}},
+        )
+        for name in importers.__all__
+    },
+    **{
+        make.__name__: Surface(make, functools.partial(call_config, make), rows, fields=own_fields(make))
+        for make, rows in (
+            (CrossAttentionConfig, BLOCK_FIELDS),
+            (PerceiverConfig, PERCEIVER_FIELDS),
+            (XAttnConfig, MODEL_FIELDS),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_every_argument_has_a_row(name):
+    """A new argument that nobody asked about."""
+    assert SURFACES[name].rows.keys() == SURFACES[name].arguments
+
+
+CASES = [
+    (name, argument, kind)
+    for name, surface in SURFACES.items()
+    for argument, cases in surface.rows.items()
+    for kind in KINDS
+    if cases[kind] is not NOTHING
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), CASES, ids=["-".join(case) for case in CASES])
+def test_misfits_are_named(name, argument, kind):
+    """An argument taken without a word, or an error from deep inside that names nothing."""
+    check_case(SURFACES[name], argument, SURFACES[name].rows[argument][kind])
+
+
+MISSPELT = [(name, argument) for name, surface in SURFACES.items() for argument in surface.rows]
+
+
+@pytest.mark.parametrize(("name", "argument"), MISSPELT, ids=["-".join(case) for case in MISSPELT])
+def test_misspelt_names_are_refused(name, argument):
+    """A misspelt argument that is ignored."""
+    check_misspelt(SURFACES[name], argument)
+
+
+# Transformers' own methods with its own arguments, and parts of the model.
+TRANSFORMERS = {
+    "create_masks_for_generate",
+    "from_pretrained",
+    "get_decoder",
+    "get_input_embeddings",
+    "get_output_embeddings",
+    "initialize_weights",
+    "prepare_inputs_for_generation",
+    "resize_token_embeddings",
+    "save_pretrained",
+    "set_attn_implementation",
+    "set_input_embeddings",
+    "set_output_embeddings",
+}
+# Called by this package with values that it made; and without arguments.
+INTERNAL = {"add_images", "image_identity"}
+
+
+def test_every_public_function_has_a_table():
+    """A new function, method or configuration that nobody asked about."""
+    tabled = {surface.function for surface in SURFACES.values()}
+    public = [
+        *(getattr(hf_xattn, name) for name in hf_xattn.__all__),
+        *(getattr(importers, name) for name in importers.__all__),
+        *(getattr(image_cache, name) for name in image_cache.__all__),
+    ]
+    models = (XAttnModel, XAttnForConditionalGeneration)
+    with_methods = {*models, GatedCrossAttention, GatedCrossAttentionBlock, XAttnProcessor, image_cache.ImageCache}
+    missing = [thing for thing in public if callable(thing) and thing not in tabled and thing not in with_methods]
+    assert missing == []
+    for model_class in models:
+        for base in model_class.__mro__:
+            if base.__module__.startswith("hf_xattn"):
+                for name, member in vars(base).items():
+                    is_method = inspect.isfunction(member) or isinstance(member, classmethod)
+                    if is_method and not name.startswith("_") and name not in TRANSFORMERS | INTERNAL:
+                        of_body = getattr(XAttnModel, name, None)
+                        assert member in tabled or of_body in tabled, f"{model_class.__name__}.{name}"
