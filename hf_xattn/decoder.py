@@ -167,8 +167,7 @@ class DecoderInterface(NamedTuple):
 
     def check_keywords(self, caller: Callable[..., Any], given: dict[str, Any], body: bool = False) -> None:
         """Raises a `TypeError` for keyword arguments that the decoder does not read (`body`: without its head)."""
-        if given:
-            refuse_unknown(caller, given, self.body_keywords if body else self.keywords, only_near=self.is_custom_code)
+        refuse_unknown(caller, given, self.body_keywords if body else self.keywords, only_near=self.is_custom_code)
 
     def call(
         self,

@@ -126,9 +126,13 @@ class ImageInputs:
             aspect_ratio_mask,
             image_attention_mask,
         )
+        count = 0
         for argument, value in zip(IMAGE_ARGUMENTS, given):
             if value is not None:
                 check_tensor(argument, value)
+                count += 1
+        if not count:
+            return NO_IMAGES  # as in every decode step
         if pixel_values is not None and cross_attention_states is not None:
             raise ValueError("Give `pixel_values` or `cross_attention_states`, not both.")
         if image_attention_mask is not None and cross_attention_mask is not None:
@@ -282,6 +286,9 @@ class ImageInputs:
                     wanted.append(f"({batch}, {length}, {len(axis.sizes)}, tiles)")
                     what = f"(batch, text_len, num_images, tiles), where the tiles divide an image's tokens ({_either(axis.sizes)})"
         return f"Expected `{self.text_mask_name}` of shape {' or '.join(wanted)} {what}, got {got}."
+
+
+NO_IMAGES = ImageInputs()
 
 
 def _check_image_attention_mask(mask: torch.Tensor) -> torch.Tensor:

@@ -200,7 +200,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             ValueError: for shapes that do not fit, an empty text or ids outside the vocabulary (on a CPU; a GPU would have to wait
                 for the check), images without a vision tower, or contradicting arguments.
         """
-        self._interface.check_keywords(self.forward, kwargs, body=True)
+        if kwargs:
+            self._interface.check_keywords(self.forward, kwargs, body=True)
         images = given_images(
             self.config,
             image_inputs,
@@ -332,7 +333,8 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
             logits_to_keep (`int` or `torch.Tensor`): logits of the last positions only; 0 = all.
             others: as in [`XAttnModel.forward`].
         """
-        self.model._interface.check_keywords(self.forward, kwargs)
+        if kwargs:
+            self.model._interface.check_keywords(self.forward, kwargs)
         images = given_images(
             self.config,
             image_inputs,
