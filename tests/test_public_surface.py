@@ -46,6 +46,8 @@ RATIO_IDS, RATIO_MASK = torch.ones(1, 1, dtype=torch.long), torch.ones(1, 1, 4, 
 
 # --- what the functions work on, made once
 
+FOLDER = tempfile.TemporaryDirectory()  # removed when the tests end
+
 
 @functools.cache
 def model():
@@ -63,7 +65,7 @@ def tiled():
 @functools.cache
 def folder():
     """A folder with checkpoints, a processor's parts and an image cache."""
-    path = Path(tempfile.mkdtemp())
+    path = Path(tempfile.mkdtemp(dir=FOLDER.name))
     make_text_checkpoint(path / "tokenizer")
     make_vision_checkpoint(path / "image_processor")
     make_text().save_pretrained(path / "text")
@@ -247,7 +249,7 @@ OUTPUT = value(none=None, kind=3)
 
 
 def call_import(function, **given):
-    return function(**needs(given, source="/no/such/folder", output=Path(tempfile.mkdtemp()) / "new"))
+    return function(**needs(given, source="/no/such/folder", output=Path(tempfile.mkdtemp(dir=FOLDER.name)) / "new"))
 
 
 def call_config(make, **given):
