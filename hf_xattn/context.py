@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from .configuration_xattn import CrossAttentionConfig
@@ -26,8 +27,9 @@ KEYWORD = "cross_attention_context"
 class Recorder:
     """Collects what the blocks of one forward report: attention weights, and keys and values of new images.
 
-    Keys and values get into a cache when the forward has succeeded, for all blocks at once. `to` returns the object itself, so
-    that a device hook that copies the context does not copy what it collects.
+    Keys and values get into a cache when the forward has succeeded, for all blocks at once. There is one recorder a forward, whoever
+    copies the context on the way: `to` returns the object itself to device hooks, and so does the pytree node, without leaves, to FSDP
+    and to export.
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,30 @@ class Recorder:
     def collected(self) -> list[KeyValue]:
         """Keys and values in the order of the blocks."""
         return [self.keys_values[index] for index in sorted(self.keys_values)]
+
+
+class _SameRecorder:
+    """A recorder as the context of a pytree node. All are equal: no structure of inputs differs by its recorder."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameRecorder)
+
+    def __hash__(self) -> int:
+        return hash(_SameRecorder)
+
+
+pytree.register_pytree_node(
+    Recorder,
+    lambda recorder: ([], _SameRecorder(recorder)),
+    lambda leaves, context: context.recorder,
+    serialized_type_name="hf_xattn.context.Recorder",
+    to_dumpable_context=lambda context: None,
+    from_dumpable_context=lambda context: _SameRecorder(Recorder()),
+    flatten_with_keys_fn=lambda recorder: ([], _SameRecorder(recorder)),
+)
 
 
 @dataclass

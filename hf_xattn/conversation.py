@@ -6,7 +6,7 @@ or for the whole text. Here they become three things: the images to encode, a la
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .placement import check_known_mask
+from .pytrees import dataclass_node
 from .tensor_checks import type_name
 from .text_progress import CallersMask, History, TextProgress
 from .visibility import look
@@ -106,11 +107,11 @@ def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, tex
     """The rows for new text of a mask over the whole text. The others must be what the cached text has seen."""
     assert text.rows is not None
     layout = cache.cross_attention_cache.layout
-    history = cache.current_progress().history
+    history = cache.current_progress().known_history
     if history is None:
         raise ValueError(
-            f"`{name}` covers the {text.cached} text tokens in `past_key_values`, which as a static cache, or one of a state-space "
-            f"decoder, does not tell what they have seen. Pass a mask for the {text.new} new tokens."
+            f"`{name}` covers the {text.cached} text tokens in `past_key_values`, which as a static cache, one of a state-space decoder, "
+            f"or one from an exported program, does not tell what they have seen. Pass a mask for the {text.new} new tokens."
         )
     before = mask.rows[:, : text.cached]
     end = mask.first + mask.rows.shape[2]
@@ -156,7 +157,9 @@ def what_text_saw(rule: str, layout: ImageLayout, history: History, batch_size: 
     return torch.cat(parts, dim=1)
 
 
-class PreparedImages(NamedTuple):
+@dataclass_node
+@dataclass(eq=False)
+class PreparedImages:
     """Images that `generate` encoded once for decoding without a cache.
 
     Attributes:

@@ -16,6 +16,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .image_layout import ImageLayout
+from .pytrees import Note
 
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
@@ -62,7 +63,15 @@ class CrossCache(DynamicCache):
         super().__init__()
         self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # transformers lists every kind of layer
         self.layout: ImageLayout | None = None
-        self.made_by: str | None = None
+        self._maker: Note[str | None] = Note(None)
+
+    @property
+    def made_by(self) -> str | None:
+        return None if self._maker.is_lost else self._maker.value
+
+    @made_by.setter
+    def made_by(self, identity: str | None) -> None:
+        self._maker = Note(identity)
 
     @property
     def rows(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: see `image_layout.py`
 class Digests:
     """One number for each image (of pixels) or for each token (of features), from [`digest`].
 

@@ -19,10 +19,12 @@ from .digests import Digests, digests_of
 from .image_inputs import ImageAxis, ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .placement import Placement, check_known_mask, place
+from .pytrees import dataclass_node
 from .vision import Tiles, blank_image, connect, run_tower, token_mask_of
 
 
-@dataclass(frozen=True)
+@dataclass_node
+@dataclass(eq=False)
 class NewImages:
     """Images that a cache does not hold yet.
 

@@ -1,7 +1,8 @@
 """What the image tokens of a batch are: which image each belongs to, which are padding, and digests of their content.
 
 A layout describes images and nothing else. It never changes: caches and conversations share it, and a conversation that adds or
-hides images gets another one. What the text has seen of the images is not here (see `text_progress.py`).
+hides images gets another one. What the text has seen of the images is not here (see `text_progress.py`). Attributes can be set all the
+same, because transformers' exporters bring the tensors of a cache to the model's device that way.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from .digests import Digests
+from .pytrees import dataclass_node
 
 
-@dataclass(frozen=True)
+@dataclass_node
+@dataclass(eq=False)
 class ImageLayout:
     """Images of `R` rows. Masks may have more rows, a multiple of `R`, where text rows that share images see other ones.
 

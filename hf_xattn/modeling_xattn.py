@@ -102,6 +102,14 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
     def get_decoder(self) -> nn.Module:
         return find_decoder(self.text_model)[0]
 
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """transformers' own, but for a decoder that does not take the images as an argument (see `channel.py`): none.
+
+        transformers' exporters export encoder and decoder apart where there are both. Such a decoder alone would be exported without
+        images, and without a word; so there the whole model is exported.
+        """
+        return super().get_encoder(modality) if self._interface.receives_keywords else self
+
     def _run(
         self,
         runner: nn.Module,
@@ -142,7 +150,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             raise RuntimeError(
                 f"{type(self.text_model).__name__} did not hand the images to its layers: {len(weights)} of {expected} blocks ran."
             )
-        return tuple(each for _, each in sorted(weights.items()) if each is not None) if output_attentions else None
+        in_order = [weights[index] for index in sorted(weights)]
+        return tuple(each for each in in_order if each is not None) if output_attentions else None
 
     def forward(
         self,
@@ -281,6 +290,11 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
 
     def get_decoder(self) -> nn.Module:
         return self.model.get_decoder()
+
+    @property
+    def lm_head(self) -> nn.Module | None:
+        """The decoder's head, under the name that transformers' exporters look for."""
+        return self.get_output_embeddings()
 
     def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling | tuple:
         """See [`XAttnModel.get_image_features`]."""

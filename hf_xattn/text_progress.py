@@ -6,6 +6,8 @@ repetition. A progress never changes: a call makes the next one, and the cache t
 
 Where text can be cropped away again (rejected candidates of assisted decoding, a turn that is taken back), the history tells the
 progress at any earlier place.
+
+No class here forbids to set an attribute: transformers' exporters bring the tensors of a cache to the model's device that way.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from typing import NamedTuple
 import torch
 
 from .image_layout import rows_to
+from .pytrees import Unexported, dataclass_node
 
 
-class MarkerCounts(NamedTuple):
+@dataclass(eq=False)
+class MarkerCounts:
     """Image markers of the text so far.
 
     Attributes:
@@ -60,7 +64,8 @@ class MarkerCounts(NamedTuple):
         return counted, counts, starts.cummax(dim=-1).values
 
 
-@dataclass(frozen=True)
+@dataclass_node
+@dataclass(eq=False)
 class CallersMask:
     """Rows of a caller's mask, which decides what text sees.
 
@@ -112,8 +117,8 @@ class Segment(NamedTuple):
     mask: CallersMask | None
 
 
-@dataclass(frozen=True)
-class History:
+@dataclass(eq=False)
+class History(Unexported):
     """What is needed to tell the progress at an earlier place of the text.
 
     Attributes:
@@ -122,9 +127,21 @@ class History:
         length (`int`): text so far.
     """
 
-    counted: torch.Tensor | None = None
-    segments: tuple[Segment, ...] = ()
-    length: int = 0
+    __slots__ = ("counted", "segments", "length")
+
+    counted: torch.Tensor | None
+    segments: tuple[Segment, ...]
+    length: int
+
+    @classmethod
+    def empty(cls) -> History:
+        """Before the first text."""
+        return cls(None, (), 0)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an exported program took the text on."""
+        return not hasattr(self, "length")
 
     def add(self, counted: torch.Tensor | None, mask: CallersMask | None, num_tokens: int, text_len: int) -> History:
         segment = Segment(self.length, self.length + text_len, num_tokens, mask)
@@ -184,7 +201,7 @@ class History:
         return History(counted, segments, self.length)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TextProgress:
     """What text that was read leaves behind for the text that follows.
 
@@ -192,20 +209,31 @@ class TextProgress:
         counts ([`MarkerCounts`], *optional*): None where no marker was ever looked for.
         held ([`CallersMask`], *optional*): the last row of a caller's mask, which holds until the next marker.
         coming ([`CallersMask`], *optional*): rows for text to come, from `generate`.
-        history ([`History`], *optional*): None where the text cannot be cropped.
+        history ([`History`], *optional*): None where the text cannot be cropped; lost where an exported program took it on.
     """
 
     counts: MarkerCounts | None = None
     held: CallersMask | None = None
     coming: CallersMask | None = None
-    history: History | None = History()
+    history: History | None = None
+
+    @property
+    def known_history(self) -> History | None:
+        """The history, where the progress at earlier places can be told."""
+        return None if self.history is None or self.history.is_lost else self.history
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it is the same at every place of the text: there were neither markers nor masks to remember."""
+        return self.counts is None and self.held is None
 
     def at(self, length: int) -> TextProgress:
         """The progress where the text half of the cache holds `length` tokens, after a crop as well."""
-        if self.history is None or self.history.length == length:
+        history = self.history
+        if history is None or history.is_lost or history.length == length:
             return self
-        earlier = self.history.until(length).progress()
-        return replace(earlier, coming=self.coming if length > self.history.length else None)
+        earlier = history.until(length).progress()
+        return replace(earlier, coming=self.coming if length > history.length else None)
 
     def with_coming(self, mask: CallersMask | None) -> TextProgress:
         return replace(self, coming=mask)
@@ -226,7 +254,7 @@ class TextProgress:
     ) -> TextProgress:
         """The progress when `text_len` more tokens were read."""
         history = self.history
-        if history is not None:
+        if history is not None and not history.is_lost:
             history = history.add(counted, covered, num_image_tokens, text_len)
         return TextProgress(counts if counts is not None else self.counts, held, coming, history)
 
@@ -236,7 +264,7 @@ class TextProgress:
             None if self.counts is None else MarkerCounts(_take_shared(self.counts.state, indices, batch_size)),
             None if self.held is None else self.held.take(indices, batch_size),
             None if self.coming is None else self.coming.take(indices, batch_size),
-            None if self.history is None else self.history.take(indices, batch_size),
+            self.history if self.history is None or self.history.is_lost else self.history.take(indices, batch_size),
         )
 
 

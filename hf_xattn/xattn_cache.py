@@ -13,8 +13,9 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from .cross_cache import CrossCache, is_empty
+from .pytrees import Note
 from .tensor_checks import type_name
-from .text_progress import TextProgress
+from .text_progress import History, TextProgress
 
 
 class XAttnCache(EncoderDecoderCache):
@@ -38,8 +39,8 @@ class XAttnCache(EncoderDecoderCache):
         self._begin()
 
     def _begin(self) -> None:
-        self.progress = TextProgress()
-        self.text_rows: int | None = None
+        self.progress = TextProgress(history=History.empty())
+        self._rows: Note[int | None] = Note(None)
         self.text_length: torch.Tensor | None = None
         self.broken: str | None = None
 
@@ -76,6 +77,14 @@ class XAttnCache(EncoderDecoderCache):
         cache.is_updated = {}
         cache._begin()
         return cache
+
+    @property
+    def text_rows(self) -> int | None:
+        return _rows_of_text(self.self_attention_cache) if self._rows.is_lost else self._rows.value
+
+    @text_rows.setter
+    def text_rows(self, rows: int | None) -> None:
+        self._rows = Note(rows)
 
     def check_usable(self, batch_size: int) -> None:
         """Raises a `ValueError` where an earlier call broke the cache, or text comes in another batch than before."""
@@ -171,7 +180,16 @@ class XAttnCache(EncoderDecoderCache):
         self._take_text_rows(indices, may_share=False)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes text from the end (a negative number); what it has seen of the images goes with it."""
+        """Removes text from the end (a negative number); what it has seen of the images goes with it.
+
+        Raises:
+            ValueError: where an exported program has lost what the text had seen at its earlier places.
+        """
+        if self.can_be_cropped and self.progress.known_history is None and not self.progress.is_blank:
+            raise ValueError(
+                "`past_key_values` comes from an exported program, which does not keep what earlier text has seen of the images: "
+                "its text cannot be cropped. Start from an empty cache."
+            )
         super().crop(tokens_to_remove)
         if self.can_be_cropped:
             self.progress = self.current_progress()
@@ -179,3 +197,13 @@ class XAttnCache(EncoderDecoderCache):
     def reset(self) -> None:
         super().reset()
         self._begin()
+
+
+def _rows_of_text(cache: Cache) -> int | None:
+    """Batch of the text that a cache holds; None where it holds none."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                    return tensor.shape[0]
+    return None

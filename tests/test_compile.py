@@ -164,3 +164,33 @@ def test_compiled_training_step():
     assert gradients[0].keys() == gradients[1].keys()
     for name, expected in gradients[0].items():
         assert torch.allclose(gradients[1][name], expected, atol=1e-5), name
+
+
+@torch.no_grad()
+def test_compiled_prefill_makes_its_cache():
+    """A forward that breaks the graph where it makes a cache, and a cache of it that the next forward cannot use."""
+    model, ids, images = make_model(image_token_id=3, image_visibility="previous"), token_ids(), pixels()
+    ids[:, 1] = 3
+    backend, graphs = counting_backend()
+    forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    outputs, expected = forward(ids, pixel_values=images, use_cache=True), model(ids, pixel_values=images)
+    assert torch.allclose(outputs.logits, expected.logits, atol=1e-4) and len(graphs) == 1
+    cache, wanted = outputs.past_key_values, expected.past_key_values
+    assert (cache.text_rows, cache.get_seq_length()) == (2, 7)
+    cache.crop(-2)
+    wanted.crop(-2)
+    assert torch.equal(cache.progress.counts.state, wanted.progress.counts.state)
+    again = model(ids[:, :2], past_key_values=wanted).logits
+    assert torch.allclose(model(ids[:, :2], past_key_values=cache).logits, again, atol=1e-4)
+
+
+@torch.no_grad()
+def test_compiled_attentions():
+    """Weights of blocks that break the graph."""
+    model, ids, images = make_model(), token_ids(), pixels()
+    model.set_attn_implementation("eager")  # under sdpa the text model warns, and logging breaks the graph
+    expected = model(ids, pixel_values=images, use_cache=False, output_attentions=True).cross_attentions
+    forward = torch.compile(model.forward, backend=counting_backend()[0], fullgraph=True)
+    outputs = forward(ids, pixel_values=images, use_cache=False, output_attentions=True)
+    for weights, wanted in zip(outputs.cross_attentions, expected):
+        assert torch.allclose(weights, wanted, atol=1e-5)

@@ -472,6 +472,7 @@ TRANSFORMERS = {
     "create_masks_for_generate",
     "from_pretrained",
     "get_decoder",
+    "get_encoder",
     "get_input_embeddings",
     "get_output_embeddings",
     "initialize_weights",

@@ -10,7 +10,7 @@ from transformers.models.mllama.processing_mllama import (
 from hf_xattn.context import check_cross_attention_mask
 from hf_xattn.folded_mask import EVERYTHING, fold_mask
 from hf_xattn.image_layout import ImageLayout
-from hf_xattn.text_progress import CallersMask, TextProgress
+from hf_xattn.text_progress import CallersMask, History, TextProgress
 from hf_xattn.visibility import image_order, look, visible_images
 
 
@@ -107,7 +107,7 @@ class Text:
 
     def __init__(self, layout, history=False):
         self.layout = layout
-        self.progress = TextProgress() if history else TextProgress(history=None)
+        self.progress = TextProgress(history=History.empty()) if history else TextProgress()
 
     def sees(self, mode, markers, mask=None):
         shape = (markers if markers is not None else mask).shape

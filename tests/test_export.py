@@ -1,0 +1,266 @@
+"""`torch.export`, and transformers' exporters: programs that give what the model gives, step after step."""
+
+import copy
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from conftest import TEXT_CONFIGS, make_model, pixels, randomize, token_ids, vision_config
+from packaging.version import Version
+from test_architectures import make_tiny
+from torch.utils import _pytree as pytree
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.context import CrossAttentionContext, Recorder
+from hf_xattn.decoder import find_decoder
+from hf_xattn.exporting import register_caches
+from hf_xattn.xattn_cache import XAttnCache
+
+
+MARKER = 3
+needs_exporters = pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 11), reason="transformers' exporters need torch 2.11"
+)
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def export(model, inputs, dynamic=True, only=None, **options):
+    """Programs of transformers' own exporter: all that `export_for_generation` makes, or one."""
+    from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+    from transformers.exporters.utils import decompose_for_generation
+
+    exporter, config = DynamoExporter(), DynamoConfig(dynamic=dynamic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if only is None:
+            return exporter.export_for_generation(model, dict(inputs), config, **options).runners
+        return {only: exporter.export(*decompose_for_generation(model, dict(inputs))[only], config).runners["model"]}
+
+
+def around(text):
+    """A model with a vision tower around a decoder, as small as exporting is slow."""
+    vision = vision_config()
+    vision.num_hidden_layers = 1
+    layers = [1, len(find_decoder(text)[1])]
+    return XAttnConfig(text_config=text.config, vision_config=vision, cross_attention_layers=layers)
+
+
+def small(name="llama", **options):
+    config = TEXT_CONFIGS[name]()
+    config.num_hidden_layers = 2
+    text = AutoModelForCausalLM.from_config(config).eval()
+    config = XAttnConfig(**(around(text).to_dict() | options))
+    return randomize(XAttnForConditionalGeneration(config, text_model=text).eval())
+
+
+def of_type(model_type):
+    text = make_tiny(model_type)
+    return randomize(XAttnForConditionalGeneration(around(text), text_model=text).eval())
+
+
+def decode_both_ways(model, step, first, steps, prefix=9):
+    """Decodes with the model and with a program, each with its own cache. Returns the cache of the program."""
+    ours, theirs = first.past_key_values, copy.deepcopy(first.past_key_values)
+    token = first.logits[:, -1:].argmax(-1)
+    for index in range(steps):
+        position = torch.full(token.shape, prefix + index)
+        expected = model(token, position_ids=position, past_key_values=ours)
+        outputs = step(input_ids=token, position_ids=position, past_key_values=theirs)
+        assert torch.equal(outputs.logits, expected.logits), index
+        ours, theirs = expected.past_key_values, outputs.past_key_values
+        token = expected.logits.argmax(-1)
+    return theirs
+
+
+@needs_exporters
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name, rule, mask",
+    [
+        ("llama", "all", None),
+        ("llama", "previous", None),
+        ("llama", "all", "images"),
+        ("llama", "latest", "text"),
+        ("gpt2", "all", None),
+    ],
+)
+def test_decode_steps_of_a_program(name, rule, mask):
+    """`Recorder` is no pytree node; a program that serves one length of the text, or one set of weights, because a cache holds what
+    no graph reads; logits that differ from the model's."""
+    options = {"image_token_id": MARKER, "image_visibility": rule} if rule != "all" else {}
+    model, ids = small(name, **options), token_ids(2, 9)
+    if rule != "all":
+        ids[:, 1] = ids[:, 4] = MARKER
+    inputs = {"input_ids": ids, "pixel_values": pixels(2, 2)}
+    if mask == "images":
+        inputs["image_mask"] = torch.tensor([[True, True], [True, False]])
+    elif mask == "text":
+        inputs["cross_attention_mask"] = torch.rand(2, 9, 32) < 0.5
+    decode = export(model, inputs, only="decode")["decode"]
+    cache = decode_both_ways(model, decode, model(**inputs), 3)
+    assert type(cache) is XAttnCache and cache.text_rows == 2 and cache.get_seq_length() == 12
+    if mask is None:  # images that were encoded before, other ones than those of the export
+        images = model.encode_images(pixels(2, 2, seed=9)).fork(DynamicCache(config=model.config.text_config))
+        decode_both_ways(model, decode, model(ids, past_key_values=images), 2)
+
+    # The model goes on where the program ended.
+    more = model(ids[:, :2], past_key_values=cache)
+    assert more.logits.shape[1] == 2 and cache.get_seq_length() == 14
+    if rule == "all" and mask != "text":
+        cache.crop(-2)
+        assert cache.get_seq_length() == 12
+    else:
+        with pytest.raises(ValueError, match="exported program.*cannot be cropped"):
+            cache.crop(-2)
+        assert cache.get_seq_length() == 14
+
+
+@needs_exporters
+@torch.no_grad()
+def test_prefill_of_a_program():
+    """A decoder that is exported without its images, or without a head to get logits from."""
+    model, inputs = small(), {"input_ids": token_ids(2, 9), "pixel_values": pixels(2, 2)}
+    from transformers.exporters.utils import decompose_for_generation
+
+    captured = decompose_for_generation(model, inputs)["language_model"][1]
+    assert isinstance(captured["cross_attention_context"], CrossAttentionContext)
+    runners = export(model, inputs, dynamic=False)
+    assert set(runners) == {"language_model", "lm_head", "decode"}
+    given = {name: value for name, value in captured.items() if name in runners["language_model"].metadata.kwargs}
+    hidden = runners["language_model"](**given).last_hidden_state
+    logits = runners["lm_head"](input=hidden)
+    assert torch.equal(logits, model(**inputs).logits)
+    assert not torch.equal(logits, model(inputs["input_ids"]).logits)
+
+
+@needs_exporters
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["bloom", "mamba2"])
+def test_decoders_that_images_reach_beside_their_arguments(model_type):
+    """A decoder that is exported alone, without images and without a word."""
+    model, inputs = of_type(model_type), {"input_ids": token_ids(2, 9), "pixel_values": pixels(2, 2)}
+    from transformers.exporters.utils import decompose_for_generation
+
+    runners = export(model, inputs, dynamic=False)
+    assert set(runners) == {"prefill", "decode"}
+    expected = model(**inputs, use_cache=True)
+    for name, (_, captured) in decompose_for_generation(model, inputs).items():
+        runner = runners[name]
+        given = {key: value for key, value in captured.items() if key in runner.metadata.kwargs}
+        mine = model(**copy.deepcopy(given)).logits
+        assert torch.equal(runner(**given).logits, mine)
+        if name == "prefill":
+            assert torch.equal(mine, expected.logits)
+
+
+@needs_exporters
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_static_cache_and_no_cache(use_cache):
+    """Encoded images that cannot be an argument of a program, where there is no cache to hold them; a static cache that cannot be one."""
+    model, inputs = small(), {"input_ids": token_ids(2, 9), "pixel_values": pixels(2, 2)}
+    generation_config = copy.deepcopy(model.generation_config)
+    generation_config.use_cache = use_cache
+    if use_cache:
+        generation_config.cache_implementation, generation_config.max_cache_len = "static", 32
+    runners = export(model, inputs, dynamic=False, generation_config=generation_config)
+    from transformers.exporters.utils import decompose_for_generation
+
+    captured = decompose_for_generation(model, inputs, generation_config=generation_config)["decode"][1]
+    assert ("image_inputs" in captured) != use_cache
+    runner = runners["decode"]
+    given = {key: value for key, value in captured.items() if key in runner.metadata.kwargs}
+    expected = model(**copy.deepcopy(given)).logits
+    assert torch.allclose(runner(**given).logits, expected, atol=1e-5)
+
+
+@needs_exporters
+def test_saved_program_in_another_process(tmp_path):
+    """A program that only the process which exported it can load."""
+    model, inputs = small(), {"input_ids": token_ids(2, 9), "pixel_values": pixels(2, 2)}
+    with torch.no_grad():
+        first = model(**inputs, use_cache=True)
+        token = first.logits[:, -1:].argmax(-1)
+        expected = model(token, past_key_values=copy.deepcopy(first.past_key_values)).logits
+    from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+
+    DynamoExporter().export_for_generation(model, inputs, DynamoConfig()).save_pretrained(tmp_path / "programs")
+    torch.save({"cache": first.past_key_values, "token": token, "expected": expected}, tmp_path / "state.pt")
+    script = f"""
+import torch
+from hf_xattn.exporting import register_caches
+from transformers.exporters.base import ExportedModel
+
+register_caches()
+step = ExportedModel.from_pretrained({str(tmp_path / "programs")!r}).runners["decode"]
+state = torch.load({str(tmp_path / "state.pt")!r}, weights_only=False)
+outputs = step(input_ids=state["token"], position_ids=torch.full((2, 1), 9), past_key_values=state["cache"])
+assert torch.equal(outputs.logits, state["expected"])
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("images", ["pixel_values", "cross_attention_states"])
+def test_plain_export_of_a_forward(strict, images):
+    """A forward that `torch.export` cannot trace, weights of blocks included."""
+    model = make_model()
+    inputs = {"input_ids": token_ids(), "use_cache": False, "output_attentions": True}
+    inputs[images] = pixels(2, 2) if images == "pixel_values" else torch.randn(2, 6, 32)
+    expected = model(**inputs)
+    outputs = torch.export.export(model, (), inputs, strict=strict).module()(**inputs)
+    assert torch.equal(outputs.logits, expected.logits)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(outputs.cross_attentions, expected.cross_attentions))
+
+
+@needs_exporters
+@torch.no_grad()
+def test_plain_export_with_caches():
+    """A cache that plain `torch.export` takes for an unknown object, as an argument or as an output."""
+    model, ids, images = make_model(), token_ids(), pixels(2, 2)
+    register_caches()
+    from transformers.exporters.exporter_dynamo import register_pytree_node
+
+    register_pytree_node(DynamicCache)
+    inputs = {"input_ids": ids, "pixel_values": images, "use_cache": True}
+    outputs = torch.export.export(model, (), inputs, strict=False).module()(**inputs)
+    expected = model(**inputs)
+    assert torch.equal(outputs.logits, expected.logits) and type(outputs.past_key_values) is XAttnCache
+    step = {"input_ids": ids[:, :1], "past_key_values": outputs.past_key_values}
+    program = torch.export.export(model, (), copy.deepcopy(step), strict=False).module()
+    logits = model(ids[:, :1], past_key_values=expected.past_key_values).logits
+    assert torch.equal(program(**step).logits, logits)
+
+
+def test_there_is_one_recorder():
+    """A context that is rebuilt on its way (FSDP casts arguments that way) and whose blocks report to a copy."""
+    context = CrossAttentionContext(cross_attention_states=torch.zeros(1, 2, 3), recorder=Recorder())
+    again = pytree.tree_map(lambda leaf: leaf.half(), context)
+    assert again is not context and again.recorder is context.recorder
+    assert again.cross_attention_states.dtype == torch.float16
+    other = CrossAttentionContext(cross_attention_states=torch.zeros(1, 2, 3), recorder=Recorder())
+    assert pytree.tree_structure(context) == pytree.tree_structure(other)
+    spec = pytree.treespec_loads(pytree.treespec_dumps(pytree.tree_structure(context)))
+    assert spec == pytree.tree_structure(context)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_of_a_cache_remember(copied):
+    """What exported programs do not take, lost where a cache is copied or written as well."""
+    model, ids = make_model(image_token_id=MARKER, image_visibility="previous"), token_ids(2, 9)
+    ids[:, 1] = ids[:, 4] = MARKER
+    cache = model.encode_images(pixels(2, 2)).fork(DynamicCache())
+    model(ids, past_key_values=cache)
+    again = copied(cache)
+    assert again.text_rows == 2 and again.cross_attention_cache.made_by == model.image_identity()
+    again.crop(-4)
+    expected = model(ids[:, :5], pixel_values=pixels(2, 2), use_cache=True).past_key_values
+    assert torch.equal(again.progress.counts.state, expected.progress.counts.state)
+    assert again.progress.history.length == 5
