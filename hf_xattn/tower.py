@@ -1,8 +1,10 @@
-"""What is learned by looking at a vision tower: whether it can be one, and which image sizes it reads."""
+"""Inspects a vision tower: whether a model can be one, which keyword arguments it takes, and which image sizes it reads."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import typing
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,6 +19,7 @@ FLAG = "interpolate_pos_encoding"
 # Towers with learned position embeddings that cannot resize them.
 FIXED_SIZE_TYPES = ("aimv2_vision_model",)
 POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
+PASS_ITS_BASE = "Pass the `base_model` of a model with a head, and the vision part of a model for text and images."
 
 
 def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
@@ -27,7 +30,8 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
         tower_class (`type`): class of the tower.
 
     Raises:
-        ValueError: for a language model, and for a model that needs more than pixels.
+        ValueError: for a language model, a model that needs more than pixels, and a model whose `forward` is annotated with
+            an output without `last_hidden_state`.
     """
     parameters = inspect.signature(tower_class.forward).parameters
     if "pixel_values" not in parameters:
@@ -46,6 +50,35 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
             f"Expected `{name}` to be a vision model that takes `pixel_values` alone, got a {tower_class.__name__}, which also needs "
             f"{', '.join(f'`{parameter}`' for parameter in needed)}."
         )
+    outputs = _annotated_outputs(tower_class)
+    if outputs and not any("last_hidden_state" in fields for fields in outputs.values()):
+        fields = sorted(set().union(*outputs.values()))
+        raise ValueError(f"Expected `{name}` to be {no_hidden_state(tower_class)} {fields}. {PASS_ITS_BASE}")
+
+
+def no_hidden_state(tower_class: type) -> str:
+    """The words for a tower whose output cannot be used, up to what the output has."""
+    return f"a vision model whose output has `last_hidden_state`, got a {tower_class.__name__}, whose output has"
+
+
+def _annotated_outputs(tower_class: type[PreTrainedModel]) -> dict[str, set[str]]:
+    """Names and fields of the outputs that the annotation of `forward` allows, without tuples. Empty if it tells nothing."""
+    try:
+        annotation = typing.get_type_hints(inspect.unwrap(tower_class.forward)).get("return")
+    except Exception:  # custom code may be annotated with names that exist for type checkers only
+        return {}
+    kinds = typing.get_args(annotation) or (annotation,)
+    outputs = [kind for kind in kinds if (typing.get_origin(kind) or kind) is not tuple]
+    if not all(isinstance(kind, type) and dataclasses.is_dataclass(kind) for kind in outputs):
+        return {}
+    return {kind.__name__: {field.name for field in dataclasses.fields(kind)} for kind in outputs}
+
+
+@memoized
+def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
+    """Whether the `forward` of a tower takes a keyword argument, by name or among `**kwargs`."""
+    parameters = inspect.signature(tower_class.forward).parameters
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def check_tower_config(name: str, config: PreTrainedConfig) -> None:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from .custom_code import build_part
 from .sizes import TILED_VISION_TYPES
-from .tensor_checks import check_floating, check_integers
-from .tower import check_tower_config, image_size_of, only_image_size
+from .tensor_checks import check_floating, check_integers, type_name
+from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
 
 
 class Tiles(NamedTuple):
@@ -143,10 +144,13 @@ def run_tower(
         ValueError: for images of a size that the tower does not read.
     """
     asked = {name: value for name, value in returns.items() if value is not None}
+    if not tower.config.return_dict:
+        asked["return_dict"] = True
+    taken = {name: value for name, value in asked.items() if takes_keyword(type(tower), name)}
     if tiles is None:
-        return _read_whole_images(tower, pixel_values, asked)
+        return _read_whole_images(tower, pixel_values, taken)
     pixel_values = pixel_values.to(tower.dtype)
-    arguments = {"pixel_values": pixel_values, **tiles._asdict(), **asked, "return_dict": True}
+    arguments = {"pixel_values": pixel_values, **tiles._asdict(), **taken}
     recorded: dict[str, list[torch.Tensor]] = {
         name: []
         for name in ("hidden_states", "attentions")
@@ -210,10 +214,10 @@ def connect(
     return connector(features[:, 1:] if drop_first else features).unflatten(0, images)
 
 
-def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, asked: dict[str, bool]) -> BaseModelOutput:
+def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken: dict[str, bool]) -> BaseModelOutput:
     pixels = pixel_values.flatten(0, 1).to(tower.dtype)
     if torch.compiler.is_compiling():
-        return tower(pixel_values=pixels, **asked, return_dict=True)
+        return tower(pixel_values=pixels, **taken)
     shape, size = tuple(pixel_values.shape), only_image_size(tower)
     if size is not None and shape[-2:] != size:
         raise ValueError(
@@ -221,7 +225,7 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, asked
             f"({tower.config.model_type}) reads, got shape {shape}. The image processor of its checkpoint resizes images."
         )
     try:
-        output = tower(pixel_values=pixels, **asked, return_dict=True)
+        output = tower(pixel_values=pixels, **taken)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -237,10 +241,12 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, asked
             f"The vision tower ({tower.config.model_type}) cannot read `pixel_values` of shape {shape}: {error}"
         ) from error
     if getattr(output, "last_hidden_state", None) is None:
-        raise ValueError(
-            f"Expected a vision tower whose output has `last_hidden_state`, got a {type(tower).__name__}, whose output has "
-            f"{list(output.keys())}. Of a model with a head, pass its `base_model`."
+        got = (
+            f"{list(output.keys())}. {PASS_ITS_BASE}"
+            if isinstance(output, ModelOutput)
+            else f"type {type_name(output)}."
         )
+        raise ValueError(f"Expected {no_hidden_state(type(tower))} {got}")
     return output
 
 

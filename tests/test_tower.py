@@ -3,10 +3,12 @@
 import pytest
 import torch
 from conftest import make_text, pixels, token_ids, vision_config
+from custom_tower import CustomTower, CustomTowerConfig
 from transformers import (
     Aimv2VisionConfig,
     AutoModel,
     BeitConfig,
+    CLIPConfig,
     CLIPVisionConfig,
     ConvNextConfig,
     Dinov2Config,
@@ -17,6 +19,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.modeling_outputs import ImageClassifierOutput
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
 
@@ -113,7 +116,45 @@ def test_models_that_are_no_towers(tmp_path):
 @torch.no_grad()
 def test_a_tower_with_a_head():
     """`AttributeError: 'ImageClassifierOutput' object has no attribute 'last_hidden_state'`."""
-    model = retrofit(make_text(), ViTForImageClassification(ViTConfig(**SMALL)))
-    with pytest.raises(ValueError, match="`last_hidden_state`, got a ViTForImageClassification.*base_model"):
-        model(token_ids(), pixel_values=pixels())
+    with pytest.raises(
+        ValueError,
+        match="`vision` to be .* `last_hidden_state`, got a ViTForImageClassification.*'logits'.*`base_model`",
+    ):
+        retrofit(make_text(), ViTForImageClassification(ViTConfig(**SMALL)))
+    with pytest.raises(ValueError, match="`vision_config` to be .* `last_hidden_state`, got a CLIPModel"):
+        XAttnForConditionalGeneration(XAttnConfig(text_config=make_text().config, vision_config=CLIPConfig()))
     retrofit(make_text(), AutoModel.from_config(ViTConfig(**SMALL)))(token_ids(), pixel_values=pixels())
+
+
+class PlainTower(CustomTower):
+    """Takes pixels and nothing else."""
+
+    def forward(self, pixel_values):
+        return super().forward(pixel_values)
+
+
+class TupleTower(CustomTower):
+    def forward(self, pixel_values):
+        return (super().forward(pixel_values).last_hidden_state,)
+
+
+class LogitsTower(CustomTower):
+    def forward(self, pixel_values):
+        return ImageClassifierOutput(logits=super().forward(pixel_values).last_hidden_state.mean(1))
+
+
+@torch.no_grad()
+def test_a_tower_that_takes_pixels_alone():
+    """`TypeError: forward() got an unexpected keyword argument 'return_dict'`."""
+    model = retrofit(make_text(), PlainTower(CustomTowerConfig()))
+    model(token_ids(), pixel_values=pixels())
+    assert model.get_image_features(pixels(), output_hidden_states=True).hidden_states is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("tower", "came"), [(TupleTower, "type tuple"), (LogitsTower, r"\['logits'\]")])
+def test_a_tower_without_hidden_states(tower, came):
+    """An `AttributeError` from a tower whose annotations do not tell what it returns."""
+    model = retrofit(make_text(), tower(CustomTowerConfig()))
+    with pytest.raises(ValueError, match=f"`last_hidden_state`, got a {tower.__name__}, whose output has {came}"):
+        model(token_ids(), pixel_values=pixels())
