@@ -59,15 +59,17 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
     """The image rows `rows` of a cache, in that order; a row may come more than once.
 
     Raises:
-        TypeError: for anything but a cache and a list of integers.
-        ValueError: for a cache without images.
-        IndexError: for a row that the cache does not have.
+        TypeError: if `cache` is not a cache, or `rows` not a list or tensor of integers.
+        ValueError: if the cache holds no images, or `rows` is empty or has more than one axis.
+        IndexError: if the cache does not have a row.
     """
     cross, layout = _filled("cache", cache)
     count = cross.rows
     rows = _integers("rows", rows)
-    if rows.dim() != 1 or rows.numel() == 0 or rows.min() < 0 or rows.max() >= count:
-        raise IndexError(f"`rows` must be a non-empty list of rows from 0 to {count - 1}, got {rows.tolist()}.")
+    if rows.dim() != 1 or rows.numel() == 0:
+        raise ValueError(f"Expected `rows` to be a list of at least one row, got {rows.tolist()}.")
+    if outside := [row for row in rows.tolist() if not 0 <= row < count]:
+        raise IndexError(f"Expected `rows` from 0 to {count - 1}, the image rows of `cache`, got {outside}.")
     chosen = cross.shared()
     chosen.select(rows, layout.select(rows, count))
     return image_cache_of(chosen, _empty_like(cache.self_attention_cache))
@@ -288,7 +290,7 @@ def _integers(name: str, values: Any) -> torch.Tensor:
         return values.long()
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"Expected `{name}` to be a list of integers, got {type_name(values)}.")
-    if not all(isinstance(value, SupportsIndex) for value in values):
+    if not all(isinstance(value, SupportsIndex) and not isinstance(value, bool) for value in values):
         raise TypeError(f"Expected `{name}` to be a list of integers, got {list(values)!r}.")
     return torch.tensor([operator.index(value) for value in values], dtype=torch.long)
 

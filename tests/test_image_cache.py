@@ -41,9 +41,20 @@ def test_selected_rows_share_nothing_with_the_wrong_image():
     chosen = select_images(cache, [1, 0, 1])
     assert torch.equal(answers(model, ids, past_key_values=chosen), answers(model, ids, pixel_values=images[[1, 0, 1]]))
     assert cache.cross_attention_cache.layers[0].keys.shape[0] == 2
-    for rows in ([2], [], [-1]):
-        with pytest.raises(IndexError, match="from 0 to 1"):
+    for rows, outside in (([0, 2], r"\[2\]"), ([-1], r"\[-1\]"), (torch.tensor([1, 5]), r"\[5\]")):
+        with pytest.raises(IndexError, match=f"Expected `rows` from 0 to 1, .*got {outside}"):
             select_images(cache, rows)
+    for rows in ([], torch.zeros(0, dtype=torch.long), torch.tensor([[0]]), torch.tensor(0)):
+        with pytest.raises(ValueError, match="Expected `rows` to be a list of at least one row, got"):
+            select_images(cache, rows)
+
+
+@pytest.mark.parametrize("rows", [[True, False], [0.0], torch.tensor([True, False]), torch.tensor([0.0]), ["0"]])
+def test_rows_that_are_no_integers(rows):
+    """A boolean mask, taken for the rows 1 and 0."""
+    cache = make_model().encode_images(pixel_values=pixels(2))
+    with pytest.raises(TypeError, match="Expected `rows` to .*integers"):
+        select_images(cache, rows)
 
 
 def test_file_round_trip(tmp_path):
