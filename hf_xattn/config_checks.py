@@ -1,20 +1,24 @@
 """Checks that configurations share: of single fields, of names, and once more where `from_pretrained` overrides fields.
 
-Transformers' configurations take any keyword and keep it as an attribute. So do these, but for a name that is nearly a field's: it is a
-misspelt one, and the field would silently keep its default.
+Configurations of transformers take any keyword and keep it as an attribute. These do the same, with two differences. A name that
+resembles a field's name is refused: it is probably misspelt, and the field would silently keep its default. Any other unknown name,
+for example from a file that a newer version wrote, is kept with a warning.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from .keywords import suggestion
 
+
+logger = logging.get_logger(__name__)
 
 # What `PreTrainedConfig` takes beside its fields.
 GENERIC = frozenset(
@@ -26,6 +30,11 @@ quantization_config tie_word_embeddings torch_dtype use_cache""".split()
 class CheckedConfig(PreTrainedConfig):
     """A configuration that checks its fields."""
 
+    if TYPE_CHECKING:
+        # mypy allows every attribute on a class with these methods, which `PreTrainedConfig` has. Here it reports misspelt ones.
+        __getattribute__: ClassVar[Any]
+        __setattr__: ClassVar[Any]
+
     def _check_fields(self) -> None:
         """Raises a `ValueError` that names the field, its value and what would be right."""
 
@@ -33,12 +42,13 @@ class CheckedConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Any:
         """`PreTrainedConfig.from_dict`, which sets fields after all checks: they run once more.
 
-        Attributes that a file holds and this version does not know are kept, whatever they are called.
+        Keeps attributes of a file that this version does not know, whatever their names, and warns.
         """
         later = {name: value for name, value in config_dict.items() if _resembles(cls, name)}
         made = super().from_dict({name: value for name, value in config_dict.items() if name not in later}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         for name, value in later.items():
+            _warn_of_unknown(cls, name)
             setattr(config, name, value)
         for name, spec in cls.sub_configs_defaults.items():
             if isinstance(value := getattr(config, name), dict):
@@ -47,22 +57,54 @@ class CheckedConfig(PreTrainedConfig):
         return made
 
 
-def _resembles(config_class: type[PreTrainedConfig], name: str) -> str:
-    """What a name that is no field was meant to be; empty where it resembles none."""
+def _is_known(config_class: type[PreTrainedConfig], name: str) -> bool:
+    """Whether a name is a field, or an attribute that every configuration of transformers may have."""
+    if name in GENERIC or name.startswith("_") or hasattr(config_class, name):
+        return True
     fields = {field.name for field in dataclasses.fields(config_class)}
-    if name in fields or name in GENERIC or name.startswith("_") or hasattr(config_class, name):
+    return name in fields or name in GenerationConfig._get_default_generation_params()
+
+
+def _resembles(config_class: type[PreTrainedConfig], name: str) -> str:
+    """` Did you mean ...?` for an unknown name that resembles a field's name; empty for any other name."""
+    if _is_known(config_class, name):
         return ""
-    if name in GenerationConfig._get_default_generation_params():
-        return ""
-    own = fields - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    fields, inherited = dataclasses.fields(config_class), dataclasses.fields(PreTrainedConfig)
+    own = {field.name for field in fields} - {field.name for field in inherited}
     return suggestion(name, own, cutoff=0.8)
 
 
-def refuse_misspelt(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) -> None:
-    """Raises a `TypeError` for a keyword that is nearly a field's name."""
+def _warn_of_unknown(config_class: type[PreTrainedConfig], name: str) -> None:
+    logger.warning_once(
+        f"{config_class.__name__} has no field `{name}`. The attribute is kept, but this version of hf_xattn does not read it."
+    )
+
+
+def check_names(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) -> None:
+    """Raises a `TypeError` for a keyword that resembles a field's name; warns of any other unknown keyword."""
     for name in kwargs:
         if meant := _resembles(config_class, name):
             raise TypeError(f"{config_class.__name__} has no field `{name}`.{meant}")
+        if not _is_known(config_class, name):
+            _warn_of_unknown(config_class, name)
+
+
+def refuse_unknown_fields(argument: str, config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
+    """Raises a `ValueError` if a `dict` that a user wrote names anything but fields."""
+    known = {field.name for field in dataclasses.fields(config_class)}
+    unknown = [name for name in fields if name not in known and not name.startswith("_")]
+    if unknown:
+        raise ValueError(
+            f"`{argument}` has unknown fields {unknown}.{suggestion(unknown[0], known)} Known are {sorted(known)}."
+        )
+
+
+def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: dict[str, Any]) -> Any:
+    """A configuration from a `dict`: as `to_dict` makes it, with `model_type`, or as a user writes it."""
+    if "model_type" in fields:
+        return config_class.from_dict(fields)
+    refuse_unknown_fields(argument, config_class, fields)
+    return config_class(**fields)
 
 
 def check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -6,7 +6,6 @@ does not check the values again.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -18,16 +17,17 @@ from .config_checks import (
     check_activation,
     check_bool_fields,
     check_choice,
+    check_names,
     check_number,
     check_parts,
     check_positive_int,
     check_positive_number,
     check_probability,
     check_token_id,
-    refuse_misspelt,
+    config_of_fields,
+    refuse_unknown_fields,
 )
 from .custom_code import UnreadConfig, read_config
-from .keywords import suggestion
 from .sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 
 
@@ -123,7 +123,7 @@ class CrossAttentionConfig(CheckedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs):
-        refuse_misspelt(type(self), kwargs)
+        check_names(type(self), kwargs)
         for field in ("hidden_size", "num_attention_heads"):
             check_positive_int(field, getattr(self, field))
         if _is_left_out(self.context_size):
@@ -230,7 +230,7 @@ class PerceiverConfig(CheckedConfig):
     norm_eps: float = 1e-5
 
     def __post_init__(self, **kwargs):
-        refuse_misspelt(type(self), kwargs)
+        check_names(type(self), kwargs)
         if not _is_left_out(self.hidden_size) and _is_left_out(self.intermediate_size):
             check_positive_int("hidden_size", self.hidden_size)
             self.intermediate_size = 4 * self.hidden_size
@@ -313,7 +313,7 @@ class XAttnConfig(CheckedConfig):
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
-        refuse_misspelt(type(self), kwargs)
+        check_names(type(self), kwargs)
         # Keep the attention and experts implementations of sub-configs that are objects already. The parent's setter resets
         # them to None, and with None some decoders silently lose their causal mask.
         live = {
@@ -333,6 +333,9 @@ class XAttnConfig(CheckedConfig):
             part = getattr(self, name)
             if part is not None and not isinstance(part, (dict, PreTrainedConfig)):
                 raise ValueError(f"`{name}` must be a configuration, a dict of its fields or None, got {part!r}.")
+        perceiver: Any = self.perceiver_config
+        if isinstance(perceiver, dict):
+            self.perceiver_config = config_of_fields("perceiver_config", PerceiverConfig, perceiver)
         given = self.cross_attention_config
         self.cross_attention_config = TO_BE_FILLED_IN
         self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)
@@ -453,12 +456,7 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
     fields = dict(partial or {})
     if "model_type" in fields:  # saved by `to_dict`: complete already
         return CrossAttentionConfig.from_dict(fields)
-    known = {field.name for field in dataclasses.fields(CrossAttentionConfig)}
-    unknown = [name for name in fields if name not in known and not name.startswith("_")]
-    if unknown:
-        raise ValueError(
-            f"`cross_attention` has unknown fields {unknown}.{suggestion(unknown[0], known)} Known are {sorted(known)}."
-        )
+    refuse_unknown_fields("cross_attention", CrossAttentionConfig, fields)
     fields.setdefault("hidden_size", text_hidden_size(text_config))
     for name in ("hidden_size", "num_attention_heads"):
         if name in fields:

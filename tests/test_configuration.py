@@ -1,15 +1,24 @@
 """Configurations: what they default to, what they refuse and with which words, and what survives saving."""
 
+import logging
+
 import pytest
 from conftest import TEXT_CONFIGS, vision_config
 from transformers import AutoConfig, LlamaConfig
 
-from hf_xattn import CrossAttentionConfig, XAttnConfig
+from hf_xattn import CrossAttentionConfig, XAttnConfig, config_checks
 from hf_xattn.configuration_xattn import PerceiverConfig
 
 
 def xattn_config(**fields) -> XAttnConfig:
     return XAttnConfig(text_config=TEXT_CONFIGS["llama"](), **fields)
+
+
+def perceiver_config(**fields) -> XAttnConfig:
+    block = {"context_size": 24}
+    return xattn_config(
+        vision_config=vision_config(), connector_type="perceiver", cross_attention_config=block, **fields
+    )
 
 
 DEFAULTS = {
@@ -177,6 +186,42 @@ def test_misspelt_fields_are_refused(make, name, nearest):
     # What transformers lets every configuration have.
     config = make(note="mine", num_labels=3, _name_or_path="here", use_cache=True, tie_word_embeddings=False)
     assert config.note == "mine" and config.num_labels == 3
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_xattn"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    config_checks.logger.warning_once.cache_clear()
+    return caplog
+
+
+@pytest.mark.parametrize("make", [CrossAttentionConfig, PerceiverConfig, xattn_config])
+def test_unknown_fields_are_told(make, warnings, tmp_path):
+    """An option of a newer version, or of another library, that is kept as an attribute and does nothing, without a word."""
+    config = make(num_labels=3, _name_or_path="here", use_cache=True, dtype="float32", temperature=1.0)
+    config.save_pretrained(tmp_path)
+    type(config).from_pretrained(tmp_path)
+    assert not warnings.records
+    config = make(bogus=1)
+    told = f"{type(config).__name__} has no field `bogus`. The attribute is kept"
+    assert warnings.text.count(told) == 1
+    warnings.clear()
+    for name in ("bogus", f"new_{'gate_init' if make is CrossAttentionConfig else 'hidden_act'}"):
+        config_checks.logger.warning_once.cache_clear()
+        saved = {**config.to_dict(), name: 1}
+        assert getattr(type(config).from_dict(saved), name) == 1
+        assert f"{type(config).__name__} has no field `{name}`" in warnings.text
+
+
+@pytest.mark.parametrize("part", ["cross_attention_config", "perceiver_config"])
+def test_fields_of_a_dict(part):
+    """A `dict` that a user wrote, with a name that is no field; one of a newer version's file, refused."""
+    make = {"cross_attention_config": xattn_config, "perceiver_config": perceiver_config}[part]
+    with pytest.raises(ValueError, match=r"has unknown fields \['bogus'\]"):
+        make(**{part: {"bogus": 1}})
+    saved = {**getattr(make(), part).to_dict(), "bogus": 1, "hidden_actt": 2}
+    assert getattr(make(**{part: saved}), part).hidden_actt == 2
 
 
 @pytest.mark.parametrize("value", [1, "True", None])
