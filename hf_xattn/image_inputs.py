@@ -204,7 +204,7 @@ class ImageInputs:
         return self.image_mask
 
     def check_device(self, device: torch.device, place: str) -> None:
-        """Raises a `ValueError` where images or masks are on another device than `place`: the text, or the images."""
+        """Raises a `ValueError` if images or masks are on another device than `place`, the text or the images."""
         for name, value in (
             (self.name, self.images),
             ("image_mask", self.image_mask),
@@ -212,7 +212,9 @@ class ImageInputs:
             (self.text_mask_name, self.text_mask),
         ):
             if value is not None and value.device != device:
-                raise ValueError(f"Expected `{name}` on {device}, the device of the {place}, got it on {value.device}.")
+                raise ValueError(
+                    f"Expected `{name}` and the {place} on the same device, got {value.device} and {device}."
+                )
 
     def check_rows(self, text_rows: int | None, cached_rows: int) -> None:
         """Raises a `ValueError` where batches do not fit one another.

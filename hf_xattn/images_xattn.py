@@ -18,6 +18,7 @@ from .context import KEYWORD, CrossAttentionContext, Recorder
 from .conversation import ImagesOfCall, TextOfCall, read_images
 from .cross_cache import CrossCache, KeyValue, check_fits
 from .decoder import find_decoder
+from .device_errors import name_wrong_states
 from .image_cache import ImageCache
 from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
@@ -197,7 +198,11 @@ class XAttnImagesMixin:
         _, layers = find_decoder(self.text_model)
         for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):
             # Through the layer, not the block: device maps and FSDP bring the weights when the layer is called.
-            layers[index](None, **{KEYWORD: context})
+            try:
+                layers[index](None, **{KEYWORD: context})
+            except RuntimeError as error:
+                name_wrong_states(states, self.blocks[0].attn.k_proj.weight, error)
+                raise
         return recorder.collected()
 
     def _check_made_here(self, cross: CrossCache) -> None:

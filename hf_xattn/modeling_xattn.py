@@ -27,6 +27,7 @@ from .context import CrossAttentionContext
 from .conversation import PreparedImages, given_images
 from .custom_code import build_part
 from .decoder import DecoderInterface, find_decoder, headless, may_skip_layers
+from .device_errors import name_wrong_device
 from .generation_xattn import XAttnGenerationMixin
 from .gradients import give_gradient, only_images_learn
 from .image_inputs import ImageInputs
@@ -127,15 +128,19 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         if call.cache is not None and call.takes_up_images:
             self._check_made_here(call.cache.cross_attention_cache)
         trains = self.training and torch.is_grad_enabled()
-        prepared = prepare_blocks(
-            self.config, self.image_encoder, call, trains, only_images_learn=lambda: only_images_learn(self)
-        )
-        with whole_or_not_at_all(call.cache):
-            outputs = self._interface.call(runner, call.text, prepared.context, call.text_cache, call.use_cache)
-            weights = self._weights_of_blocks(prepared.context, call.output_attentions, skips)
-            if trains and skips:
-                give_gradient(outputs, self.parameters())
-            keep(call, prepared)
+        try:
+            prepared = prepare_blocks(
+                self.config, self.image_encoder, call, trains, only_images_learn=lambda: only_images_learn(self)
+            )
+            with whole_or_not_at_all(call.cache):
+                outputs = self._interface.call(runner, call.text, prepared.context, call.text_cache, call.use_cache)
+                weights = self._weights_of_blocks(prepared.context, call.output_attentions, skips)
+                if trains and skips:
+                    give_gradient(outputs, self.parameters())
+                keep(call, prepared)
+        except RuntimeError as error:
+            name_wrong_device(text, self.get_input_embeddings(), error)
+            raise
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
         return outputs, (cache if call.use_cache else None), weights
 

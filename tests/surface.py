@@ -124,7 +124,8 @@ def tensor(
 ) -> dict[str, Any]:
     """An argument that is a tensor. Arrays are refused, and tensors without an axis.
 
-    Of text on another device than the model nothing is said: transformers moves masks and labels, and torch names the devices.
+    A meta tensor stands for one on a wrong device. torch computes with meta tensors and weights on a CPU where it would raise an
+    error for a GPU, so `device` covers only a part; `test_bad_input.py` and `test_gpu.py` cover the rest.
     """
     return row(
         none=none,
@@ -132,7 +133,7 @@ def tensor(
         rank=good.flatten()[0] if rank is None else rank,
         size=size,
         dtype=dtype,
-        device=Wrong(good.to("meta"), "got (it|them) on meta") if device else NOTHING,
+        device=Wrong(good.to("meta"), "got (it on|them on)? ?meta") if device else NOTHING,
     )
 
 

@@ -161,14 +161,26 @@ CACHE = value(none=Fine(None), kind=((STATES, STATES),))
 TEXT = {
     "input_ids": tensor(IDS, none=Wrong(None, "none"), size=IDS[:, :0], dtype=IDS.float()),
     "attention_mask": tensor(
-        torch.ones(2, 7), none=Fine(None), size=torch.ones(2, 6), dtype=Fine(torch.ones(2, 7, dtype=torch.bool))
+        torch.ones(2, 7),
+        device=True,
+        none=Fine(None),
+        size=torch.ones(2, 6),
+        dtype=Fine(torch.ones(2, 7, dtype=torch.bool)),
     ),
     "position_ids": tensor(
-        torch.arange(7)[None], none=Fine(None), size=torch.arange(6)[None], dtype=torch.arange(7)[None].float()
+        torch.arange(7)[None],
+        device=True,
+        none=Fine(None),
+        size=torch.arange(6)[None],
+        dtype=torch.arange(7)[None].float(),
     ),
     "past_key_values": CACHE,
     "inputs_embeds": tensor(
-        torch.zeros(2, 7, 32), none=Wrong(None, "none"), size=torch.zeros(2, 7, 31), dtype=torch.zeros(2, 7, 32).long()
+        torch.zeros(2, 7, 32),
+        device=True,
+        none=Wrong(None, "none"),
+        size=torch.zeros(2, 7, 31),
+        dtype=torch.zeros(2, 7, 32).long(),
     ),
     "use_cache": switch(),
     "output_attentions": switch(),
@@ -176,7 +188,7 @@ TEXT = {
     "image_inputs": value(none=Fine(None), kind={"pixel_values": PIXELS}),
 }
 HEAD = {
-    "labels": tensor(IDS, none=Fine(None), size=IDS[:, 1:], dtype=IDS.float()),
+    "labels": tensor(IDS, device=True, none=Fine(None), size=IDS[:, 1:], dtype=IDS.float()),
     "logits_to_keep": value(none=Fine(None), kind="all", size=-1),
 }
 
@@ -305,10 +317,7 @@ SURFACES = {
         XAttnForConditionalGeneration.generate,
         call_of("generate", input_ids=True, max_new_tokens=2, do_sample=False),
         image_rows(
-            cross_attention_states={
-                **image_rows()["cross_attention_states"],
-                "device": NOTHING,
-            },  # as in `encode_images`
+            cross_attention_states={**image_rows()["cross_attention_states"], "device": NOTHING},  # see `tensor`
             inputs=tensor(IDS, none=NOTHING, size=IDS[:, :0], dtype=IDS.float()),
             input_ids=tensor(IDS, none=NOTHING, size=IDS[:, :0], dtype=IDS.float()),
             inputs_embeds=tensor(
@@ -325,11 +334,10 @@ SURFACES = {
         {
             **{name: cases for name, cases in image_rows().items() if name != "image_attention_mask"},
             "pixel_values": {**image_rows()["pixel_values"], "none": Wrong(None, "needs")},
-            # Without a text there is nothing to compare the states' device with but weights, which may be elsewhere for good reasons.
             "cross_attention_states": {
                 **image_rows()["cross_attention_states"],
                 "none": Wrong(None, "needs"),
-                "device": NOTHING,
+                "device": NOTHING,  # see `tensor`
             },
             "past_key_values": CACHE,
         },
@@ -401,7 +409,7 @@ SURFACES = {
     "select_images": Surface(
         image_cache.select_images,
         functools.partial(call_cache, image_cache.select_images),
-        {"cache": ENCODED, "rows": value(none=None, kind="all", rank=0, dtype=[0.5])},
+        {"cache": ENCODED, "rows": value(none=None, kind="all", rank=0, size=[], dtype=[0.5])},
     ),
     "combine_images": Surface(
         image_cache.combine_images,
