@@ -20,6 +20,7 @@ from .configuration_xattn import XAttnConfig
 from .context import CrossAttentionContext, Recorder
 from .conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .cross_cache import CrossCache
+from .distributed import is_distributed
 from .folded_mask import fold_mask
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
@@ -181,11 +182,11 @@ def prepare_blocks(
     progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
     stands_in = images.layout is None
     if stands_in:
-        if not trains or not (_is_distributed() or (not _embeddings_learn(call) and only_images_learn())):
+        if not trains or not (is_distributed() or (not _embeddings_learn(call) and only_images_learn())):
             return BlockInputs()
         nobodys = encoder.placeholder(call.rows)
         images, cross = ImagesOfCall(nobodys, nobodys.layout, None), None
-    new, layout, mask = images
+    new, layout, mask = images.new, images.layout, images.mask
     assert layout is not None
     block = config.cross_attention_config
     image_rows = call.rows if new is None else new.states.shape[0]
@@ -327,11 +328,3 @@ def _query_positions(call: Call) -> torch.Tensor:
 def _embeddings_learn(call: Call) -> bool:
     embeddings = call.text.get("inputs_embeds")
     return embeddings is not None and embeddings.requires_grad
-
-
-def _is_distributed() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )

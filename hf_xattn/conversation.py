@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .configuration_xattn import XAttnConfig
-from .image_encoder import ImageEncoder, NewImages
+from .image_encoder import ImageEncoder, NewImages, StoredImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
+from .image_store import StoreReader
 from .placement import check_known_mask
 from .pytrees import dataclass_node
 from .tensor_checks import type_name
@@ -44,11 +45,13 @@ class ImagesOfCall(NamedTuple):
         new ([`NewImages`], *optional*): images to encode.
         layout ([`ImageLayout`], *optional*): of all images, those of the cache in front; None where there are none.
         mask ([`CallersMask`], *optional*): the caller's decision for the text that follows.
+        stored ([`StoredImages`], *optional*): in place of `new`, where a call has a store.
     """
 
     new: NewImages | None
     layout: ImageLayout | None
     mask: CallersMask | None
+    stored: StoredImages | None = None
 
 
 def read_images(
@@ -57,6 +60,7 @@ def read_images(
     cache: XAttnCache | None,
     text: TextOfCall,
     record_content: bool,
+    store: StoreReader | None = None,
 ) -> ImagesOfCall:
     """Encodes the new images of a call, and lays its masks over all images. The cache is not changed.
 
@@ -70,7 +74,7 @@ def read_images(
     inputs.check_rows(text.rows, 0 if cross is None else cross.rows)
     if inputs.images is not None:
         inputs.check_device(inputs.images.device, "images")
-    new, axes = encoder.read(inputs, cached, record_content)
+    new, axes = encoder.read(inputs, cached, record_content, store)
     layout = cached
     if cached is not None and inputs.images is None:
         layout = _narrowed(cached, inputs, has_text=cache is not None and cache.text_rows is not None)
@@ -80,6 +84,8 @@ def read_images(
     if mask is not None and mask.text_len != text.new:
         assert cache is not None
         mask = _of_new_text(mask, inputs.text_mask_name, cache, encoder.config.image_visibility, text)
+    if isinstance(new, StoredImages):
+        return ImagesOfCall(None, layout, mask, new)
     return ImagesOfCall(new, layout, mask)
 
 

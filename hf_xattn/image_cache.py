@@ -200,7 +200,7 @@ def _cross_of_file(
     rows = tensors["layers.0.keys"].shape[0]
     keys_values = []
     for index, layer in enumerate(model.blocks):
-        device = _device_of(layer.attn.k_proj)
+        device = device_of(layer.attn.k_proj)
         pair = []
         for name in (f"layers.{index}.keys", f"layers.{index}.values"):
             heads = tensors[name].shape[1]  # of a rank under tensor parallelism, some of the heads
@@ -249,13 +249,13 @@ def _check_tensor(
         raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)} of {tensor.dtype}")
 
 
-def _device_of(module: torch.nn.Module) -> torch.device:
+def device_of(module: torch.nn.Module) -> torch.device:
     """Where a layer computes, also where accelerate keeps its weights elsewhere."""
     weight = next(module.parameters())
-    if weight.is_meta:
-        hook: Any = module._hf_hook
-        return torch.device(hook.execution_device)
-    return weight.device
+    if not weight.is_meta:
+        return weight.device
+    hooks: list[Any] = [getattr(inner, "_hf_hook", None) for inner in module.modules()]  # an adapter's layer has none
+    return torch.device(next(hook.execution_device for hook in hooks if hook is not None))
 
 
 def image_cache_of(cross: CrossCache, self_attention_cache: Cache) -> ImageCache:

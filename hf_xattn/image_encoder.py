@@ -18,6 +18,7 @@ from .connector import XAttnConnector
 from .digests import Digests, digests_of
 from .image_inputs import ImageAxis, ImageInputs
 from .image_layout import ImageLayout, rows_to
+from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .pytrees import dataclass_node
 from .vision import Tiles, blank_image, connect, run_tower, token_mask_of
@@ -37,15 +38,27 @@ class NewImages:
     layout: ImageLayout
 
 
+class StoredImages(NamedTuple):
+    """The same, where their keys and values come from a store.
+
+    Attributes:
+        grid ([`ImageGrid`]): keys and values of each image.
+        layout ([`ImageLayout`]): what their tokens are.
+    """
+
+    grid: ImageGrid
+    layout: ImageLayout
+
+
 class Reading(NamedTuple):
     """The images of a call, as far as they are new.
 
     Attributes:
-        new ([`NewImages`], *optional*): None where the cache holds all of them.
+        new ([`NewImages`] or [`StoredImages`], *optional*): None where the cache holds all of them.
         axes (`list[ImageAxis]`): image axes that a caller's mask for each text token may have.
     """
 
-    new: NewImages | None
+    new: NewImages | StoredImages | None
     axes: list[ImageAxis]
 
 
@@ -87,13 +100,20 @@ class ImageEncoder:
         features = connect(self.connector, output.last_hidden_state, (rows, num_images), tiles is not None, drop_first)
         return output, features
 
-    def read(self, inputs: ImageInputs, cached: ImageLayout | None, record_content: bool) -> Reading:
+    def read(
+        self,
+        inputs: ImageInputs,
+        cached: ImageLayout | None,
+        record_content: bool,
+        store: StoreReader | None = None,
+    ) -> Reading:
         """Encodes the images of a call that a cache does not hold yet.
 
         Args:
             inputs ([`ImageInputs`]): the call's.
             cached ([`ImageLayout`], *optional*): of the images in the cache.
             record_content (`bool`): take digests of the new images, so that they are known when they come again.
+            store ([`StoreReader`], *optional*): where to look for images that were encoded in earlier calls.
 
         Raises:
             ValueError: where it cannot be told which images are new, or a mask contradicts the cache.
@@ -105,44 +125,60 @@ class ImageEncoder:
         if cached is not None:
             inputs, digests, placement = place(inputs, digests, cached)
         assert inputs.images is not None
-        new = None
+        new: NewImages | StoredImages | None = None
         if placement.count(inputs.images.shape[1]) and 0 not in inputs.images.shape:
-            new = self._encode(inputs, placement, digests if record_content else None, cached)
+            new = self._encode(inputs, placement, digests if record_content else None, cached, store)
         elif inputs.token_mask is not None and cached is not None:
             given = placement.over_cache(inputs.token_mask, inputs.images.shape[1], cached, cached.num_tokens)
             check_known_mask("cross_attention_mask", given, cached)
         return Reading(new, placement.axes(cached, () if new is None else new.layout.sizes))
 
     def _encode(
-        self, inputs: ImageInputs, placement: Placement, digests: Digests | None, cached: ImageLayout | None
-    ) -> NewImages:
-        if inputs.pixel_values is not None:
-            tiles = inputs.tiles
-            if tiles is not None:
-                tiles = Tiles(placement.take(tiles.aspect_ratio_ids), placement.take(tiles.aspect_ratio_mask))
-            features = self.features(placement.take(inputs.pixel_values), tiles)
+        self,
+        inputs: ImageInputs,
+        placement: Placement,
+        digests: Digests | None,
+        cached: ImageLayout | None,
+        store: StoreReader | None,
+    ) -> NewImages | StoredImages:
+        images = inputs.each_image(placement.take)
+        assert images.images is not None
+        rows, num_images = images.images.shape[:2]
+        grid = None if store is None else store.read(images, placement.real, self._dtype_of(images), self._features_of)
+        if grid is None:
+            features = self._features_of(images)
+            tokens, device = features.shape[2], features.device
         else:
-            assert inputs.states is not None
-            tiles, features = None, placement.take(inputs.states)
-        rows, num_images, tokens = features.shape[:3]
-        token_mask = token_mask_of(tiles, placement.real, tokens)
+            tokens, device = grid.first.tokens, grid.first.device
+        token_mask = token_mask_of(images.tiles, placement.real, tokens)
         if inputs.token_mask is not None:
             given = placement.of_new_images(inputs.token_mask, num_images * tokens, cached)
             both = max(given.shape[0], rows)
             token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
         content = None if digests is None else (placement.digests(digests, tokens if inputs.states is not None else 1),)
-        layout = ImageLayout.of((tokens,) * num_images, features.device, token_mask, placement.real, content)
-        return NewImages(features.flatten(1, 2), layout)
+        layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
+        return NewImages(features.flatten(1, 2), layout) if grid is None else StoredImages(grid, layout)
+
+    def _features_of(self, images: ImageInputs) -> torch.Tensor:
+        """`(R, n, tokens, context_size)`: of pixels, or features as they were given."""
+        if images.pixel_values is not None:
+            return self.features(images.pixel_values, images.tiles)
+        assert images.states is not None
+        return images.states
 
     def _digests(self, inputs: ImageInputs) -> Digests:
         images, name = inputs.images, inputs.name
         assert images is not None and name is not None
-        tower = self.vision_tower if name == "pixel_values" else None
-        dtype = self._find_like().dtype if tower is None else tower.dtype
-        if not dtype.is_floating_point:  # a quantized projection computes in the dtype of its input
-            dtype = images.dtype
         ids = None if inputs.tiles is None else inputs.tiles.aspect_ratio_ids
-        return digests_of(name, images, dtype, inputs.real_images, ids)
+        return digests_of(name, images, self._dtype_of(inputs), inputs.real_images, ids)
+
+    def _dtype_of(self, inputs: ImageInputs) -> torch.dtype:
+        """The dtype that the model turns pixels or features into."""
+        assert inputs.images is not None
+        tower = self.vision_tower if inputs.pixel_values is not None else None
+        dtype = self._find_like().dtype if tower is None else tower.dtype
+        # A quantized projection computes in the dtype of its input.
+        return dtype if dtype.is_floating_point else inputs.images.dtype
 
     def learns(self) -> bool:
         """Whether any weight that images pass wants a gradient."""

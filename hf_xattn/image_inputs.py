@@ -20,6 +20,7 @@ may also be the whole text, that of the cache included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +187,25 @@ class ImageInputs:
     def take_from(cls, config: XAttnConfig, kwargs: dict[str, Any]) -> ImageInputs:
         """Takes the image arguments out of `kwargs`."""
         return cls.of(config, **{name: kwargs.pop(name) for name in IMAGE_ARGUMENTS if name in kwargs})
+
+    def each_image(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ImageInputs:
+        """The images alone, without masks, every tensor `(R, n, ...)` of them after `change`."""
+        return ImageInputs(
+            name=self.name,
+            pixel_values=None if self.pixel_values is None else change(self.pixel_values),
+            tiles=None if self.tiles is None else Tiles(*map(change, self.tiles)),
+            states=None if self.states is None else change(self.states),
+        )
+
+    def at(self, places: list[tuple[int, int]]) -> ImageInputs:
+        """The images at `places` (row, image), one a row."""
+        index = torch.tensor(places)
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            rows, images = index.to(tensor.device).unbind(dim=1)
+            return tensor[rows, images][:, None]
+
+        return self.each_image(take)
 
     @property
     def is_empty(self) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import logging
 
 from .block import GatedCrossAttentionBlock
 from .configuration_xattn import XAttnConfig
@@ -19,12 +20,17 @@ from .conversation import ImagesOfCall, TextOfCall, read_images
 from .cross_cache import CrossCache, KeyValue, check_fits
 from .decoder import find_decoder
 from .device_errors import name_wrong_states
-from .image_cache import ImageCache
+from .distributed import is_distributed
+from .image_cache import ImageCache, device_of
 from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
+from .image_store import ImageStore, StoreReader
 from .insertion import cross_attention_blocks
 from .model_identity import ModelIdentity
 from .xattn_cache import XAttnCache
+
+
+logger = logging.get_logger(__name__)
 
 
 class XAttnImagesMixin:
@@ -35,6 +41,7 @@ class XAttnImagesMixin:
     vision_tower: PreTrainedModel | None
     connector: XAttnConnector | None
     _identity: ModelIdentity
+    _image_store: ImageStore | None = None
 
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:
@@ -48,13 +55,52 @@ class XAttnImagesMixin:
 
     def image_identity(self) -> str:
         """Identity of configuration and weights that images pass on their way to keys and values, see `model_identity.py`."""
+        return self._identity.current(self._image_parts())
+
+    def _image_parts(self) -> dict[str, nn.Module]:
+        """The modules that images pass on their way to keys and values, by name."""
         parts: dict[str, nn.Module] = {}
         for block in self.blocks:
             parts[f"blocks.{block.layer_idx}.k_proj"] = block.attn.k_proj
             parts[f"blocks.{block.layer_idx}.v_proj"] = block.attn.v_proj
         if self.vision_tower is not None and self.connector is not None:
             parts.update(vision_tower=self.vision_tower, connector=self.connector)
-        return self._identity.current(parts)
+        return parts
+
+    def enable_image_store(self, max_bytes: int = 2**30) -> None:
+        """Keeps encoded images by content: `generate` and `encode_images` encode an image once, ever. Off by default.
+
+        Images are stored one by one, so a call may bring some that are stored and some that are not, in any rows and places. What
+        they give is equal to what they give without a store, up to the rounding of a batch of another size. Features
+        (`cross_attention_states`) without an axis of images are one image a row.
+
+        The store is left aside in training mode, where gradients are recorded (`encode_images` outside of `torch.no_grad()`), without
+        a cache (`use_cache=False`), in compiled code and in a run of several processes, whose collectives must match.
+
+        The first call after a change of weights, adapters, dtype or devices drops all images. Such a change is noticed as
+        `model_identity.py` tells. After anything else that changes what images become, such as a hook on the vision tower, call
+        `model.image_store.clear()`.
+
+        Args:
+            max_bytes (`int`): bytes that keys and values may take. A store that exists keeps its images, as far as they fit.
+
+        Raises:
+            TypeError: for a `max_bytes` that is no integer.
+            ValueError: for one below 1.
+        """
+        if self._image_store is None:
+            self._image_store = ImageStore(max_bytes)
+        else:
+            self._image_store.resize(max_bytes)
+
+    def disable_image_store(self) -> None:
+        """Drops the store of [`enable_image_store`] with all its images."""
+        self._image_store = None
+
+    @property
+    def image_store(self) -> ImageStore | None:
+        """The [`ImageStore`] of [`enable_image_store`], with `nbytes`, `hits` and `misses`; None where there is none."""
+        return self._image_store
 
     def get_image_features(
         self,
@@ -180,14 +226,45 @@ class XAttnImagesMixin:
         """
         cross = cache.cross_attention_cache
         self._check_made_here(cross)
-        images = read_images(self.image_encoder, inputs, cache, text, record_content=True)
-        if images.new is not None:
+        store = None if self._image_store is None or inputs.images is None else self._read_store(made_by)
+        images = read_images(self.image_encoder, inputs, cache, text, record_content=True, store=store)
+        if images.stored is not None:
+            keys_values = images.stored.grid.keys_values(cross, self.config.cross_attention_config.quiet_softmax)
+            cross.fill(images.stored.layout, keys_values, made_by)
+            cache.mark_updated(len(keys_values))
+        elif images.new is not None:
             keys_values = self._project(images.new.states, cross)
             cross.fill(images.new.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
         elif images.layout is not None:
             cross.show(images.layout)
         return images
+
+    def _read_store(self, identity: str | None) -> StoreReader | None:
+        """The store for one call; None where it must be left aside.
+
+        Args:
+            identity (`str`, *optional*): this model's, where it is known.
+        """
+        assert self._image_store is not None
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if any(module.training for part in self._image_parts().values() for module in part.modules()):
+            return None  # dropout
+        if is_distributed():
+            logger.warning_once("The image store is left aside in a run of several processes.")
+            return None
+        devices = [device_of(block.attn.k_proj) for block in self.blocks]
+        tower_device = None if self.vision_tower is None else self.vision_tower.device
+        kinds = sorted({device.type for device in devices})
+        precision = [str(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        return StoreReader(
+            self._image_store,
+            lambda: f"{self.image_identity() if identity is None else identity} {devices} {tower_device}",
+            f"autocast {precision}",
+            lambda states: self._project(states, CrossCache()),
+            self.config.cross_attention_config.quiet_softmax,
+        )
 
     def _project(self, states: torch.Tensor, cross: CrossCache) -> list[KeyValue]:
         """Every block's keys and values: of the images in a cache and of new ones behind them."""

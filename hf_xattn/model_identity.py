@@ -52,9 +52,10 @@ class ModelIdentity:
         tensors = list(_tensors(parts))
         samples = _samples([tensor for _, tensor, _ in tensors])
         for (name, tensor, offloaded), sample in zip(tensors, samples):
-            key = (tensor.data_ptr(), tensor._version, sample, offloaded)
+            counts = not tensor.is_inference()  # a tensor of `torch.inference_mode()` does not count its versions
+            key = (tensor.data_ptr(), tensor._version if counts else None, sample, offloaded)
             known = self._sums.get(name)
-            if known is None or known[0] != key:
+            if known is None or known[0] != key or not counts:
                 known = self._sums[name] = (key, _checksum(tensor))
             digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{known[1]}".encode())
         return digest.hexdigest()
@@ -68,7 +69,11 @@ class ModelIdentity:
             facts[name] = None if part is None else _shape_of(part.to_dict())
         # Adapters change a layer's output without changing its weights.
         facts["adapters"] = {
-            f"{name}.{inner}": [str(module.active_adapters), bool(getattr(module, "disable_adapters", False))]
+            f"{name}.{inner}": [
+                str(module.active_adapters),
+                bool(getattr(module, "disable_adapters", False)),
+                str(getattr(module, "scaling", None)),
+            ]
             for name, part in parts.items()
             for inner, module in part.named_modules()
             if hasattr(module, "active_adapters") and hasattr(module, "lora_A")

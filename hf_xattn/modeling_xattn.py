@@ -31,6 +31,7 @@ from .device_errors import name_wrong_device
 from .generation_xattn import XAttnGenerationMixin
 from .gradients import give_gradient, only_images_learn
 from .image_inputs import ImageInputs
+from .image_store import ImageStore
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
 from .loss import IGNORED, LabelMask, LossInputs, loss_over_all_logits
@@ -308,6 +309,19 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
     def encode_images(self, *args, **kwargs) -> XAttnCache:
         """See [`XAttnModel.encode_images`]."""
         return self.model.encode_images(*args, **kwargs)
+
+    def enable_image_store(self, max_bytes: int = 2**30) -> None:
+        """See [`XAttnModel.enable_image_store`]."""
+        self.model.enable_image_store(max_bytes)
+
+    def disable_image_store(self) -> None:
+        """See [`XAttnModel.disable_image_store`]."""
+        self.model.disable_image_store()
+
+    @property
+    def image_store(self) -> ImageStore | None:
+        """See [`XAttnModel.image_store`]."""
+        return self.model.image_store
 
     def image_identity(self) -> str:
         """See [`XAttnModel.image_identity`]."""

@@ -395,6 +395,14 @@ SURFACES = {
             "image_token": value(none=Fine(None), kind=3, size="<image>"),
         },
     ),
+    "enable_image_store": Surface(
+        XAttnModel.enable_image_store,
+        lambda **given: make_model().enable_image_store(**given),
+        {"max_bytes": value(none=None, kind="1GB", size=0, dtype=1e9)},
+    ),
+    "disable_image_store": Surface(
+        XAttnModel.disable_image_store, lambda **given: make_model().disable_image_store(**given), {}
+    ),
     "mask_labels": Surface(
         XAttnForConditionalGeneration.mask_labels,
         call_of("mask_labels"),
