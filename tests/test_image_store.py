@@ -371,12 +371,12 @@ def test_weights_that_images_do_not_pass_drop_nothing():
     assert_same(after, asked(model, ids, pixel_values=images))
 
 
-@pytest.mark.parametrize("part", ["k_proj", "vision_model.encoder.layers.0.self_attn.q_proj"])
+@pytest.mark.parametrize("part", ["cross_attention_block.attn.k_proj", "layers.0.self_attn.q_proj"])
 def test_lora(part):
     """Images of an adapter that was switched, scaled or merged."""
     peft = pytest.importorskip("peft")
     model, ids, images = make_model(), token_ids(), pixels()
-    names = [name for name, _ in model.named_modules() if name.endswith(part)]
+    names = [name for name, _ in model.named_modules() if name.endswith(part) and ("block" in part or "tower" in name)]
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, init_lora_weights=False)).eval()
     layer = next(module for module in model.modules() if hasattr(module, "lora_A"))
 
