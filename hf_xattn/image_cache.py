@@ -255,7 +255,8 @@ def device_of(module: torch.nn.Module) -> torch.device:
     if not weight.is_meta:
         return weight.device
     hooks: list[Any] = [getattr(inner, "_hf_hook", None) for inner in module.modules()]  # an adapter's layer has none
-    return torch.device(next(hook.execution_device for hook in hooks if hook is not None))
+    devices = [getattr(hook, "execution_device", None) for hook in hooks]
+    return torch.device(next(device for device in devices if device is not None))
 
 
 def image_cache_of(cross: CrossCache, self_attention_cache: Cache) -> ImageCache:

@@ -176,6 +176,8 @@ class XAttnImagesMixin:
         Gradients follow the caller's mode: under `torch.no_grad()` the cache is a constant, otherwise keys and values keep the graph
         that made them, so that a loss over the questions reaches projections, connector and tower.
 
+        With [`enable_image_store`] and under `torch.no_grad()`, images that are stored are not encoded again.
+
         Args:
             pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask: as
                 in `forward`.

@@ -29,6 +29,21 @@ def test_caches_give_the_same_tokens(name, cache):
     assert torch.equal(model.generate(ids, past_key_values=image_cache, num_beams=3, **OPTIONS), beams)
 
 
+def test_image_store():
+    """Keys and values that stay on the host, are counted without their storage, or come back on a device that the model has left."""
+    model, ids, images = make_model(), token_ids(), pixels(2, 2)
+    model.enable_image_store()
+    model.generate(ids, pixel_values=images, **OPTIONS)
+    model.to("cuda")
+    ids, images = ids.to("cuda"), images.to("cuda")
+    expected = model.generate(ids, pixel_values=images, **OPTIONS)
+    assert (model.image_store.misses, model.image_store.num_images) == (8, 4)
+    for cache in ("dynamic", "offloaded", "static"):
+        tokens = model.generate(ids, pixel_values=images, cache_implementation=cache, **OPTIONS)
+        assert torch.equal(tokens, expected)
+    assert (model.image_store.misses, model.image_store.hits) == (8, 12)
+
+
 def test_cuda_graphs():
     """Addresses that change between steps: a graph would read another image's keys."""
     model = make_model().to("cuda")

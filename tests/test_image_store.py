@@ -451,6 +451,55 @@ def test_other_devices_are_other_makers():
     assert store.look_up("weights cuda", [b"a"]) == {} and (store.num_images, store.nbytes) == (0, 0)
 
 
+def test_moved_model_drops_all_images(monkeypatch):
+    """A model on another GPU that gets keys and values of the first. There is no second device here, so its name is made up."""
+    from hf_xattn import images_xattn
+
+    model, ids, images = with_store(make_model()), token_ids(), pixels()
+    generate(model, ids, pixel_values=images)
+    device_of = images_xattn.device_of
+    places = [torch.device("cpu", 1), torch.device("cpu", 2)]  # a block each
+    for name, moved in (("first", places), ("second", places[::-1])):
+        by_block = dict(zip([block.attn.k_proj for block in model.blocks], moved))
+        monkeypatch.setattr(images_xattn, "device_of", lambda module, at=by_block: at[module])
+        generate(model, ids, pixel_values=images)
+        generate(model, ids, pixel_values=images)
+        assert model.image_store.hits == {"first": 2, "second": 4}[name]
+    monkeypatch.setattr(images_xattn, "device_of", device_of)
+    assert (model.image_store.misses, model.image_store.num_images) == (6, 2)
+
+
+def test_offloaded_model(tmp_path):
+    """Weights that accelerate keeps elsewhere: devices or an identity that cannot be read, or images encoded again."""
+    model, ids, images = make_model(), token_ids(), pixels()
+    expected = asked(model, ids, pixel_values=images)
+    model.save_pretrained(tmp_path / "model")
+    layers = {f"model.text_model.model.layers.{index}": "disk" if index == 3 else "cpu" for index in range(4)}
+    parts = ("model.text_model.model.embed_tokens", "model.text_model.model.norm", "model.text_model.lm_head")
+    device_map = {**layers, **dict.fromkeys((*parts, "model.connector", "model.text_model.model.rotary_emb"), "cpu")}
+    device_map["model.vision_tower"] = "disk"
+    offloaded = XAttnForConditionalGeneration.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    assert offloaded.model.vision_tower.device.type == "meta" and offloaded.blocks[1].attn.k_proj.weight.is_meta
+    with_store(offloaded)
+    with Counted(offloaded) as counts:
+        for _ in range(3):
+            assert_same(asked(offloaded, ids, pixel_values=images), expected, equal=False)
+    assert counts == {"images": 2, "projections": 4}
+    assert (offloaded.image_store.misses, offloaded.image_store.hits) == (2, 4)
+
+
+def test_several_processes_leave_the_store_aside(monkeypatch):
+    """A rank that skips the vision tower while the others wait for it in a collective."""
+    from hf_xattn import images_xattn
+
+    model = with_store(make_model())
+    monkeypatch.setattr(images_xattn, "is_distributed", lambda: True)
+    generate(model, token_ids(), pixel_values=pixels())
+    assert model.image_store.num_images == model.image_store.misses == 0
+
+
 # --- training
 
 

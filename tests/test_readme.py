@@ -17,7 +17,7 @@ def test_code_blocks(tmp_path, monkeypatch):
     demo.run("hf-xattn-demo", quick=True)
     namespace: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
     assert os.path.exists("seeing/model.safetensors")

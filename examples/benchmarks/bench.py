@@ -9,6 +9,7 @@ goes to the terminal and, with the machine and the versions, to a JSON file.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -286,6 +287,24 @@ def questions(repeats: int) -> dict[str, dict]:
 
 
 @torch.no_grad()
+def store(repeats: int) -> dict[str, dict]:
+    """A second question about an image in a new conversation: with an image store, against the image once more."""
+    model = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024, vision=small_tower()).to(DEVICE).eval()
+    keeps = copy.deepcopy(model)
+    keeps.enable_image_store()
+    pixels = torch.randn(1, 1, 3, 560, 560, device=DEVICE)
+    ids = torch.randint(3, 1000, (1, 8), device=DEVICE)
+
+    def ask(asked):
+        return asked.generate(ids, pixel_values=pixels, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+
+    assert torch.equal(ask(model), ask(keeps)) and torch.equal(ask(model), ask(keeps))
+    times = seconds({"again": lambda: ask(model), "stored": lambda: ask(keeps)}, max(3, repeats // 3))
+    assert keeps.image_store.misses == 1
+    return {"second question about an image, 8 tokens, image store against none": _ratio(times, "again", "stored")}
+
+
+@torch.no_grad()
 def text_only(repeats: int) -> dict[str, dict]:
     base = our_model(512, 8, None, heads=8, kv_heads=4, inner=1024).to(DEVICE).eval()
     ours = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024).to(DEVICE).eval()
@@ -378,6 +397,7 @@ SECTIONS = {
     "generate": generate,
     "idefics": idefics,
     "questions": questions,
+    "store": store,
     "text_only": text_only,
     "training": training,
     "gpu": lambda repeats: copy_bandwidth(),
