@@ -258,9 +258,10 @@ def test_encode_images_and_forks():
     assert appended is encoded and appended.cross_attention_cache.layout.num_images == 3
 
 
-def test_second_turn_on_a_cache_with_text():
-    """New images of a later turn from the store, in front of those that the cache holds, or without the text's progress."""
-    model, plain = with_store(marked("latest")), marked("latest")
+@pytest.mark.parametrize("kind", ["plain", "quiet"])
+def test_second_turn_on_a_cache_with_text(kind):
+    """New images of a later turn from the store, in front of those that the cache holds, or with a second null key."""
+    model, plain = with_store(marked("latest", **MODELS[kind])), marked("latest", **MODELS[kind])
     a, b = pixels(2, 2, seed=1).split(1, dim=1)
     ids = torch.tensor([[MARKER, 5, 6], [7, MARKER, 6]])
     asked(model, ids, pixel_values=b)
