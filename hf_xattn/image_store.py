@@ -233,13 +233,13 @@ class StoreReader:
             encode (`Callable`): images to features, `(R, n, tokens, context_size)`.
 
         Returns:
-            [`ImageGrid`]; None where all are padding.
+            [`ImageGrid`]; None where all are padding, or hold no values.
         """
         assert images.images is not None
         num_rows, num_images = images.images.shape[:2]
         given = torch.ones(num_rows, num_images, dtype=torch.bool) if real is None else real.cpu()
         places = [(row, image) for row, image in given.nonzero().tolist()]
-        if not places:
+        if not places or images.images.is_meta:
             return None
         keys = dict(zip(places, content_keys(images, dtype, places, self._precision)))
         maker = self._find_maker()
@@ -274,14 +274,15 @@ class StoreReader:
 def content_keys(
     images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
 ) -> list[bytes]:
-    """SHA-256 of the images at `places` (row, image): kind, shape, arrangement of tiles and values in `dtype`.
+    """SHA-256 of the images at `places` (row, image): kind, shape, device, arrangement of tiles and values in `dtype`.
 
     Images on a GPU are copied to the host for it, once a call.
     """
     assert images.images is not None
     content = images.images.detach().to(dtype).cpu().contiguous()
     tiles = None if images.tiles is None else [part.cpu().to(torch.float64) for part in images.tiles]
-    facts = f"{images.name} {dtype} {tuple(content.shape[2:])} {precision}"
+    # What a wrong device raises without a store, it raises with one; and masks of a call lie beside its images.
+    facts = f"{images.name} {dtype} {tuple(content.shape[2:])} {images.images.device} {precision}"
     keys = []
     for row, image in places:
         arrangement = None if tiles is None else [part[row, image].tolist() for part in tiles]

@@ -735,6 +735,14 @@ def test_costs_nothing_where_it_is_not_asked(monkeypatch):
     assert calls == {"hash": 1, "id": 1}
 
 
+def test_wrong_device_is_named():
+    """A store that fails first, with an error of its own, or hides the wrong device behind a stored image."""
+    model, ids, images = with_store(make_model()), token_ids(), pixels()
+    generate(model, ids, pixel_values=images)
+    with pytest.raises(ValueError, match="`pixel_values`.*on meta"):
+        generate(model, ids, pixel_values=images.to("meta"))
+
+
 def test_failed_call_stores_nothing():
     """An entry without all blocks, after an error in one of them."""
     model, ids, images = with_store(make_model()), token_ids(), pixels()

@@ -301,7 +301,9 @@ def store(repeats: int) -> dict[str, dict]:
     assert torch.equal(ask(model), ask(keeps)) and torch.equal(ask(model), ask(keeps))
     times = seconds({"again": lambda: ask(model), "stored": lambda: ask(keeps)}, max(3, repeats // 3))
     assert keeps.image_store.misses == 1
-    return {"first token of a second question about an image, image store against none": _ratio(times, "again", "stored")}
+    return {
+        "first token of a second question about an image, image store against none": _ratio(times, "again", "stored")
+    }
 
 
 @torch.no_grad()
