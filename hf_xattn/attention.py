@@ -1,15 +1,16 @@
 """Cross-attention: text queries, image keys and values.
 
-How it differs from self-attention, and what follows:
+It differs from self-attention in three ways:
 
-- There is no causal order on the image axis. So every query that shares keys and values may stand in one query axis:
-  the heads of a K/V group, the text positions, and the text rows that look at the same image. Folded like that, K/V are
-  never repeated, neither for GQA nor for beams, and one decode step reads them once.
-- No rotary embedding: image features bring their own positions. A context that has an order may use T5's relative bias.
-- The output projection starts at zero (`zero_init`), so that a fresh layer changes nothing.
+- The image axis has no causal order. So all queries that share keys and values are folded into one query axis: the heads
+  of a K/V group, the text positions, and the text rows that look at the same image. K/V are never repeated, neither for
+  GQA nor for beams, and a decode step reads them once.
+- There is no rotary embedding, because image features contain their positions. A context with an order (audio, video)
+  may use T5's relative bias.
+- The output projection starts at zero (`zero_init`), so a fresh layer changes nothing.
 
-Letters in comments: R image rows, r text rows an image row, T text tokens, N image tokens, K K/V heads, G query heads a
-K/V head, D head width.
+Letters in comments: R image rows, r text rows for each image row, T text tokens, N image tokens, K K/V heads, G query
+heads for each K/V head, D head width.
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ logger = logging.get_logger(__name__)
 
 
 def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
-    """A projection that knows whether it starts at zero.
+    """Makes a linear layer with the attribute `zero_init`, which tells `_init_weights` whether the layer starts at zero.
 
-    The mark sits on the module itself because transformers initialises weights module by module, also when they are
-    missing in a checkpoint and were built on the meta device.
+    transformers initialises weights module by module, and again if a checkpoint lacks them. So the mark is on the module.
     """
     linear: Any = nn.Linear(in_features, out_features, bias=bias)
     linear.zero_init = zero_init
@@ -61,7 +61,7 @@ def eager_attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention in the folded layout, with its weights. Same contract as transformers' attention interface."""
+    """Plain attention in the folded layout. Takes and returns what transformers' attention interface does, with weights."""
     scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
     scores = scores.to(at_least_float32(scores.dtype))
     if position_bias is not None:
@@ -74,13 +74,13 @@ def eager_attention_forward(
 
 
 class GatedCrossAttention(nn.Module):
-    """Multi-head cross-attention over a context of any width, usable on its own on plain tensors.
+    """Multi-head cross-attention over a context of any width. Also works on its own, on plain tensors.
 
-    The gate that scales its output sits in [`GatedCrossAttentionBlock`], beside the residual it guards.
+    The gate that scales the output is in [`GatedCrossAttentionBlock`], next to the residual connection.
 
     Args:
         config ([`CrossAttentionConfig`]): sizes and options.
-        layer_idx (`int`): place of its keys and values in the cross-attention half of a cache.
+        layer_idx (`int`): index of this layer's keys and values in the cross-attention half of a cache.
     """
 
     is_causal = False
@@ -118,14 +118,14 @@ class GatedCrossAttention(nn.Module):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """
         Args:
-            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`; None where a context asks for keys and values only.
+            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`; None if only keys and values are computed.
             cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
-                `(batch, text_len, num_image_tokens)`. A text token that may see nothing gets a zero output (before the
-                output projection's bias).
+                `(batch, text_len, num_image_tokens)`. The output of a text token that may see nothing is zero, before the
+                bias of the output projection.
             output_attentions (`bool`): also return the attention weights.
-            cross_attention ([`CrossAttentionContext`], *optional*): what a model hands to its blocks in place of the three
-                arguments before.
+            cross_attention ([`CrossAttentionContext`], *optional*): what a model passes to its blocks, in place of the three
+                arguments above.
 
         Returns:
             `(output, weights)`: `(batch, text_len, hidden_size)`, and `(batch, num_attention_heads, text_len,
@@ -153,7 +153,7 @@ class GatedCrossAttention(nn.Module):
         return self._attend(hidden_states, key, value, cross_attention)
 
     def _keys_values(self, context: CrossAttentionContext) -> KeyValue:
-        """Keys and values of all images of a forward: projected where the images are new, read where they are not."""
+        """Returns keys and values of all images: projects new images, and reads the others from the cache."""
         cached, states = context.cached(self.layer_idx), context.cross_attention_states
         if states is None:
             assert cached is not None
@@ -166,19 +166,20 @@ class GatedCrossAttention(nn.Module):
         return key, value
 
     def project_key_value(self, cross_attention_states: torch.Tensor, null_key: bool = False) -> KeyValue:
-        """Keys and values of a context, in the layout of transformers' caches.
+        """Projects image tokens to keys and values, in the layout of transformers' caches.
 
         Args:
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
-            null_key (`bool`): put the null key of quiet softmax in front. Its score is 0, so it adds `exp(0) = 1` to the softmax's
-                denominator.
+            null_key (`bool`): put the null key of quiet softmax in front. Its score is 0, so the null key adds `exp(0) = 1` to
+                the denominator of the softmax.
 
         Returns:
-            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with the null key; with
-            `qk_norm`, keys without the weight of their norm, which acts on the queries (see [`CrossAttentionKeyNorm`]).
+            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, with one token more if there is a null
+            key. With `qk_norm`, the queries are multiplied by the weight of the key norm, not the keys (see
+            [`CrossAttentionKeyNorm`]).
         """
         states = to_dtype_of(self.k_proj, cross_attention_states)
-        # -1 for the head count: under tensor parallelism a rank holds some of the heads.
+        # -1 is the number of heads: under tensor parallelism a rank holds only some of them.
         shape = (*states.shape[:2], -1, self.head_dim)
         key = self.k_proj(states).view(shape)
         value = self.v_proj(states).view(shape)
@@ -189,13 +190,14 @@ class GatedCrossAttention(nn.Module):
     def _attend(
         self, hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: CrossAttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of all text rows over the images they look at.
+        """Computes the attention of all text rows over their images.
 
         Args:
             hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
                 row `i`.
-            key, value (`torch.Tensor`): `(R, num_key_value_heads, N, head_dim)`, with the null key `N + 1`.
-            context ([`CrossAttentionContext`]): masks in the folded layout, positions, whether to return weights.
+            key, value (`torch.Tensor`): `(R, num_key_value_heads, N, head_dim)`; with the null key `N + 1`
+                tokens.
+            context ([`CrossAttentionContext`]): masks in the folded layout, positions, and whether to return weights.
         """
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads = key.shape[:2]
@@ -205,7 +207,7 @@ class GatedCrossAttention(nn.Module):
         output_attentions = bool(context.output_attentions)
         dropout = self.attention_dropout if self.training else 0.0
         if num_tokens == 1 and not (self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()):
-            # The softmax over one key is 1: the output is the value itself, whatever the query.
+            # The softmax over one key is 1, so the output is the value, whatever the query.
             heads = value.repeat_interleave(self.num_groups, dim=1)
             output = heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1).reshape(text_rows, text_len, -1)
             if visible is not None:
@@ -253,7 +255,7 @@ class GatedCrossAttention(nn.Module):
         dropout: float,
         output_attentions: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Folded attention `(R, K, r * T * G, D)` over `(R, K, N, D)`: `(R, r * T * G, K, D)`, and weights where they are asked for."""
+        """Folded attention of `(R, K, r * T * G, D)` over `(R, K, N, D)`. Returns `(R, r * T * G, K, D)`, and weights on request."""
         attention_interface, mask, name = self._attention_interface(mask, query, key, position_bias, output_attentions)
         shared_mask = mask is not None and mask.shape[2] not in (1, query.shape[2])
         if shared_mask and name == "sdpa" and position_bias is None:
@@ -282,7 +284,8 @@ class GatedCrossAttention(nn.Module):
         group: int,
         dropout: float,
     ) -> torch.Tensor:
-        """The same where the heads of a group share a mask `(R, 1, r * T, N)`: heads apart again, so that it is read as it is."""
+        """The same for a mask `(R, 1, r * T, N)` that the heads of a group share. Takes the heads apart again, so that the mask need
+        not be repeated."""
         rows, kv_heads, _, head_dim = query.shape
         query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
         output = nn.functional.scaled_dot_product_attention(
@@ -299,20 +302,22 @@ class GatedCrossAttention(nn.Module):
         position_bias: torch.Tensor | None,
         output_attentions: bool,
     ) -> tuple[Callable[..., Any], torch.Tensor | None, str]:
-        """The kernel to call, the mask in the form that it takes, and the kernel's name."""
+        """Returns the kernel, the mask in the form that the kernel takes, and the kernel's name."""
         name = self.config._attn_implementation or "sdpa"
         if output_attentions or name == "eager":
             return eager_attention_forward, mask, "eager"
         if "flash" in name and (mask is not None or position_bias is not None or key.dtype == torch.float32):
             logger.warning_once(
-                f"`{name}` takes no cross-attention mask, no position bias and no float32: these calls use `sdpa`."
+                f"`{name}` supports no cross-attention mask, no position bias and no float32. Calls that need one of them use `sdpa`."
             )
             name = "sdpa"
         if name == "flex_attention" and mask is not None and not _flex_reads_masks(query.device):
-            logger.warning_once("`flex_attention` takes no cross-attention mask on CPU: these calls use `sdpa`.")
+            logger.warning_once(
+                "`flex_attention` supports no cross-attention mask on CPU. Calls with a mask use `sdpa`."
+            )
             name = "sdpa"
         if name == "flex_attention" and mask is not None:
-            # Flex adds the mask to the scores, and reads it at every position.
+            # transformers adds the mask to the scores of flex attention, and reads it at every position.
             if mask.shape[2] not in (1, query.shape[2]):
                 mask = mask.repeat_interleave(query.shape[2] // mask.shape[2], dim=2)
             mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
@@ -327,7 +332,7 @@ class GatedCrossAttention(nn.Module):
         num_tokens: int,
         device: torch.device,
     ) -> torch.Tensor:
-        """`(text_rows, num_heads, text_len, num_image_tokens)`, T5's bias of token k for a query at position q."""
+        """Returns T5's bias for each query and image token, `(text_rows, num_heads, text_len, num_image_tokens)`."""
         query_positions, key_positions = context.query_positions, context.key_positions
         if query_positions is None:
             query_positions = torch.arange(text_len, device=device)[None]
@@ -344,8 +349,8 @@ class GatedCrossAttention(nn.Module):
 
 
 def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
-    """`(rows, tokens, heads, D)` to `(rows, heads, tokens, D)`, contiguous: a decode step reads keys and values as they lie, once for
-    every token that is ever generated. The null token, if any, gets in with the same copy."""
+    """Turns `(rows, tokens, heads, D)` into a contiguous `(rows, heads, tokens, D)`, because every decode step reads all of it. The
+    same copy adds the null token, if there is one."""
     states = states.transpose(1, 2)
     if not null_key:
         return states.contiguous()
@@ -354,12 +359,12 @@ def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
 
 
 def _flex_reads_masks(device: torch.device) -> bool:
-    """torch's compiled CPU kernel crashes the process where it is given a mask tensor (seen in torch 2.13)."""
+    """Whether flex attention takes a mask tensor. With one, torch's compiled CPU kernel crashes the process (seen in torch 2.13)."""
     return device.type != "cpu"
 
 
 def fold_queries(query: torch.Tensor, rows: int, kv_heads: int) -> torch.Tensor:
-    """Puts all queries that share keys and values into one query axis.
+    """Folds all queries that share keys and values into one query axis.
 
     Args:
         query (`torch.Tensor`): `(R * r, T, K * G, D)`.
@@ -374,21 +379,21 @@ def fold_queries(query: torch.Tensor, rows: int, kv_heads: int) -> torch.Tensor:
 
 
 def unfold_output(output: torch.Tensor, repeats: int, text_len: int) -> torch.Tensor:
-    """Takes an attention's output apart again: `(R, r * T * G, K, D)` to `(R * r, T, K * G * D)`."""
+    """Undoes [`fold_queries`] on the output: turns `(R, r * T * G, K, D)` into `(R * r, T, K * G * D)`."""
     rows, _, kv_heads, head_dim = output.shape
     output = output.reshape(rows * repeats, text_len, -1, kv_heads, head_dim)
     return output.transpose(2, 3).reshape(rows * repeats, text_len, -1)
 
 
 def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
-    """T5's bidirectional buckets: half a side; of each half, half exact and half logarithmic up to `max_distance`.
+    """Returns T5's bidirectional buckets. Each direction gets half of them: half of these exact, half logarithmic up to `max_distance`.
 
     Formula: Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 2.1.
 
     Args:
         distance (`torch.LongTensor`): key position minus query position, any shape.
         num_buckets (`int`): even, at least 4.
-        max_distance (`int`): distances from here on share the last bucket.
+        max_distance (`int`): all larger distances share the last bucket.
 
     Returns:
         `torch.LongTensor`: bucket ids in `[0, num_buckets)`, shape of `distance`.
@@ -405,7 +410,7 @@ def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_dista
 def check_text_and_states(
     hidden_states: torch.Tensor, cross_attention_states: torch.Tensor, config: CrossAttentionConfig
 ) -> None:
-    """Raises where the text stream or the K/V source of a layer has a wrong type, rank, width, batch or dtype."""
+    """Raises if the hidden states or the image tokens of a layer have a wrong type, rank, width, batch or dtype."""
     check_tensor("hidden_states", hidden_states)
     check_floating("hidden_states", hidden_states)
     shape = tuple(hidden_states.shape)
@@ -414,10 +419,10 @@ def check_text_and_states(
             f"Expected `hidden_states` of shape (batch, text_len, hidden_size={config.hidden_size}), got {shape}."
         )
     if 0 in shape:
-        raise ValueError(f"`hidden_states` holds no text token: its shape is {shape}.")
+        raise ValueError(f"Expected `hidden_states` with at least one text token, got shape {shape}.")
     check_states(cross_attention_states, config.context_size)
     if cross_attention_states.shape[0] != shape[0]:
         raise ValueError(
-            f"Expected `cross_attention_states` of batch {shape[0]}, as `hidden_states`, got batch {cross_attention_states.shape[0]}. To ask "
-            "many questions about one image, encode it once with `encode_images` of a model and pass the cache."
+            f"Expected `cross_attention_states` of batch {shape[0]}, like `hidden_states`, got batch {cross_attention_states.shape[0]}. To "
+            "ask many questions about one image, encode it once with `encode_images` of a model and pass the cache."
         )

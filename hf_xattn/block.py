@@ -1,10 +1,13 @@
 """The pre-norm block: norm, cross-attention, gate, residual; norm, MLP, gate, residual.
 
-Differs from an encoder-decoder's cross-attention in three ways. It starts as the identity: of each branch exactly one
-factor is zero (`o_proj` and `down_proj`, or the tanh gate). It is bounded: a text position that may see no image keeps
-its hidden state bit for bit, in the attention branch as well as in the MLP branch. And it is a `PreTrainedModel`,
-because transformers initialises every module with the `_init_weights` of the nearest `PreTrainedModel` above it: inside a
-Llama, a plain module would get Llama's, which knows no gates and fills zero-initialised projections with noise.
+The block differs from the cross-attention of encoder-decoder models in three ways:
+
+- It starts as the identity. In each branch exactly one factor is zero: the last projection (`o_proj`, `down_proj`), or
+  the tanh gate.
+- A text position that may see no image keeps its hidden state bit for bit, in the attention branch and in the MLP branch.
+- It is a `PreTrainedModel`. transformers initialises each module with the `_init_weights` of the nearest
+  `PreTrainedModel` above it. Inside a Llama, a plain module would get Llama's `_init_weights`, which does not know gates
+  and fills zero-initialised projections with noise.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ class CrossAttentionMLP(nn.Module):
 
 
 class GatedCrossAttentionBlock(PreTrainedModel):
-    """One gated cross-attention block, in a decoder layer or on its own.
+    """One gated cross-attention block. It works in a decoder layer or on its own.
 
     Args:
         config ([`CrossAttentionConfig`]): sizes and options.
-        layer_idx (`int`): place of its keys and values in the cross-attention half of a cache.
+        layer_idx (`int`): index of this block's keys and values in the cross-attention half of a cache.
     """
 
     config_class = CrossAttentionConfig
@@ -68,11 +71,11 @@ class GatedCrossAttentionBlock(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return True  # transformers guesses from this file's text, but the attention interface is called in attention.py
+        return True  # transformers searches this file's text for the attention interface, but attention.py calls it
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # no experts here, but a decoder's choice reaches every part's configuration
+        return True  # the block has no experts, but transformers sets the decoder's choice on every part
 
     def __init__(self, config: CrossAttentionConfig, layer_idx: int = 0):
         super().__init__(config)
@@ -125,20 +128,22 @@ class GatedCrossAttentionBlock(PreTrainedModel):
             cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
                 `(batch, text_len, num_image_tokens)`.
-            cross_attention ([`CrossAttentionContext`], *optional*): what a model hands to its blocks in place of the
-                two arguments before.
+            cross_attention ([`CrossAttentionContext`], *optional*): what a model passes to its blocks, in place of the
+                two arguments above.
 
         Returns:
-            `torch.Tensor`: `(batch, text_len, hidden_size)`; a text token that may see nothing keeps its hidden state
+            `torch.Tensor`: `(batch, text_len, hidden_size)`. A text token that may see nothing keeps its hidden state
             bit for bit.
 
         Raises:
             TypeError: for a mask that is not boolean or states that are not floating point.
-            ValueError: for a wrong rank, width or batch, or where neither states nor a context are given.
+            ValueError: for a wrong rank, width or batch, or if neither states nor a context are given.
         """
         if cross_attention is None:
             if cross_attention_states is None:
-                raise ValueError("`cross_attention_states` is required: (batch, num_image_tokens, context_size).")
+                raise ValueError(
+                    "`cross_attention_states` of shape (batch, num_image_tokens, context_size) are required, got None."
+                )
             check_text_and_states(hidden_states, cross_attention_states, self.config)
             cross_attention = plain_context(hidden_states, cross_attention_states, cross_attention_mask, self.config)
         else:
@@ -152,18 +157,18 @@ class GatedCrossAttentionBlock(PreTrainedModel):
         seen = seen + update
         if cross_attention.visible is None:
             return seen
-        # `where`, not a product with the mask: NaN * 0 is NaN.
+        # Not a product with the mask, because NaN * 0 is NaN.
         return torch.where(cross_attention.visible, seen, hidden_states)
 
     def encode(self, cross_attention: CrossAttentionContext) -> KeyValue:
-        """Keys and values of new images: the part of a forward that needs no text."""
+        """Returns keys and values of new images. This part of a forward needs no text."""
         self.attn(None, cross_attention=cross_attention)
         assert cross_attention.recorder is not None
         return cross_attention.recorder.keys_values[self.layer_idx]
 
 
 def _gated(branch: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """`tanh(gate) * branch` in the gate's precision, back in the text stream's."""
+    """Returns `tanh(gate) * branch`, computed in the gate's dtype, in the dtype of the hidden states."""
     if gate is None:
         return branch.to(dtype)
     return (torch.tanh(gate) * branch).to(dtype)

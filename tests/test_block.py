@@ -332,7 +332,7 @@ def test_arguments():
     """Rules out a block that runs without an image and silently does nothing, or takes wrong shapes and dtypes."""
     block = fresh()
     hidden, states = inputs()
-    with pytest.raises(ValueError, match="`cross_attention_states` is required"):
+    with pytest.raises(ValueError, match="`cross_attention_states` of shape .* are required, got None"):
         block(hidden)
     with pytest.raises(ValueError, match=rf"hidden_size={HIDDEN}.*\(2, 3, 15\)"):
         block(hidden[..., 1:], states)
