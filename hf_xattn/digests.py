@@ -1,13 +1,14 @@
-"""Which images of a call a cache holds already, told by their content.
+"""Finds the images of a call that a cache already holds, by their content.
 
-A chat client passes all its images again at every turn. Those that the cache holds must not be encoded twice, and a picture that is
-not in it must not be taken for one that is. Images are compared row by row, padding images left out, in their order:
+A chat client passes all images again in every turn. Cached images must not be encoded twice, and a new image must not be mistaken for a
+cached one. Images are compared row by row, in their order, without padding images:
 
-- All cached images come first, in every row: these are known, and what follows is new, also a picture that comes a second time.
-- No given image is among the cached ones of its row: all are new.
-- Anything else cannot be meant, or cannot be told: an error with the numbers.
+- In every row, the images start with all cached images: these are known. The images after them are new, even if one of them has the same
+  content as a cached one.
+- No image is among the cached images of its row: all images are new.
+- Anything else is an error, with the numbers in its message.
 
-Features that come without an axis of images, `(batch, num_image_tokens, context_size)`, are one image.
+Features without an image axis, `(batch, num_image_tokens, context_size)`, count as one image.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch import nn
 
 @dataclass(eq=False)  # not frozen: see `image_layout.py`
 class Digests:
-    """One number for each image (of pixels) or for each token (of features), from [`digest`].
+    """One number for each image (pixels) or each token (features), from [`digest`].
 
     Attributes:
-        of (`str`): the argument that they came with, `"pixel_values"` or `"cross_attention_states"`.
-        dtype (`torch.dtype`): the precision of the content. Contents of different precision cannot be compared.
+        of (`str`): name of the argument with the images, `"pixel_values"` or `"cross_attention_states"`.
+        dtype (`torch.dtype`): dtype of the content. Contents of different dtypes cannot be compared.
         values (`torch.LongTensor`): `(R, count)`.
         real (`torch.BoolTensor`, *optional*): `(R, count)`, False = padding.
-        sizes (`tuple[int, ...]`): numbers of each image: 1 of pixels, its tokens of features.
+        sizes (`tuple[int, ...]`): how many numbers each image has: 1 for pixels, the number of tokens for features.
     """
 
     of: str
@@ -39,7 +40,7 @@ class Digests:
     sizes: tuple[int, ...]
 
     def append(self, later: Digests) -> Digests:
-        """These and `later` ones of the same kind and the same rows."""
+        """Returns these digests, followed by `later` ones of the same argument and the same rows."""
         real = None
         if self.real is not None or later.real is not None:
             real = torch.cat([self.real_or_all(), later.real_or_all()], dim=1)
@@ -56,12 +57,12 @@ class Digests:
         return torch.ones_like(self.values, dtype=torch.bool) if self.real is None else self.real
 
     def rows(self) -> list[np.ndarray]:
-        """The numbers of each row's real images."""
+        """Returns the numbers of the real images, row by row."""
         values, real = self.values.cpu().numpy(), self.real_or_all().cpu().numpy()
         return [row[mask] for row, mask in zip(values, real)]
 
     def blocks(self, row: int) -> list[bytes]:
-        """The numbers of each real image of a row."""
+        """Returns the numbers of the real images of one row, image by image."""
         values, real = self.values[row].cpu().numpy(), self.real_or_all()[row].cpu().numpy()
         ends = np.cumsum(self.sizes)
         blocks = [(values[end - size : end], real[end - size : end]) for size, end in zip(self.sizes, ends)]
@@ -69,18 +70,18 @@ class Digests:
 
 
 class Known(NamedTuple):
-    """How many of the given images (of pixels) or tokens (of features) a cache holds, for each row."""
+    """How many of the given images (pixels) or tokens (features) a cache holds, for each row."""
 
     counts: list[int]
-    covers_cache: bool  # the given ones start with all that the cache holds
+    covers_cache: bool  # whether the given images start with all cached images
 
 
 def digest(images: torch.Tensor) -> torch.Tensor:
-    """One number an image.
+    """Computes one number for each image.
 
-    A sum of mixed words of 64 bits, modulo 2^64: exact and independent of the order of summation, so equal images have
-    equal digests in every batch, and unequal ones differ but for one chance in about 2^60. Each word is multiplied by an odd
-    number of its own, between two shifts that bring its high bits down: a flipped sign must not cancel another.
+    The number is a sum over 64-bit words, modulo 2^64. Such a sum is exact in any order, so equal images have equal digests in
+    every batch. Different images have equal digests with a chance of about 2^-60. Each word is multiplied by a different odd
+    number, between two shifts that mix its high bits into the low ones. Otherwise two flipped signs could cancel.
 
     Args:
         images (`torch.Tensor`): `(R, num_images, ...)`, pixels or features.
@@ -94,7 +95,7 @@ def digest(images: torch.Tensor) -> torch.Tensor:
     words = data.view(torch.int64)
     weights = torch.arange(1, words.shape[-1] + 1, device=words.device) * 6364136223846793005 + 1442695040888963407
     weights = (weights ^ (weights >> 29)) | 1
-    mixed = ((words ^ (words >> 32)) + images[:1, :1].numel()) * weights  # black images of other sizes differ too
+    mixed = ((words ^ (words >> 32)) + images[:1, :1].numel()) * weights  # black images of different sizes differ too
     return (mixed ^ (mixed >> 29)).sum(dim=-1)
 
 
@@ -108,11 +109,12 @@ def digests_of(
     """Digests of pixels `(R, num_images, ...)` or features `(R, num_images, tokens, context_size)`.
 
     Args:
-        name (`str`): the argument that they came with.
+        name (`str`): name of the argument with the images.
         images (`torch.Tensor`): the content.
-        compute_dtype (`torch.dtype`): the dtype that the model turns them into. Equal in this dtype is equal.
+        compute_dtype (`torch.dtype`): the dtype in which the model computes. Images that are equal in this dtype are
+            equal.
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding.
-        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`: the same tiles in another arrangement are another
+        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. The same tiles in another arrangement are another
             image.
     """
     dtype = images.dtype if images.dtype.itemsize < compute_dtype.itemsize else compute_dtype
@@ -129,20 +131,20 @@ def digests_of(
 
 
 def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Known:
-    """Which of the given images a cache holds, by the rule above.
+    """Finds the given images in a cache, by the rule at the top of this file.
 
     Args:
-        cached (`tuple[Digests, ...]`, *optional*): of the cached images, one entry a kind; None where they are not known.
-        given ([`Digests`], *optional*): of the given images; None where they were not computed.
+        cached (`tuple[Digests, ...]`, *optional*): of the cached images; None if their content was not recorded.
+        given ([`Digests`], *optional*): of the given images; None if they were not computed.
 
     Raises:
-        ValueError: where it cannot be told, or where the given images are some of the cached ones.
+        ValueError: if the images cannot be compared, or if only some of them are cached.
     """
     if cached is None or given is None:
         raise ValueError(
             "`past_key_values` holds images whose content was not recorded (they were cached in training, or combined from "
-            "caches of different kinds), so images that come with it cannot be compared to them. Start from an empty cache, or "
-            "one of `encode_images`."
+            "caches of different kinds), so the new images cannot be compared with them. Start from an empty cache, or from a "
+            "cache of `encode_images`."
         )
     known = next((digests for digests in cached if digests.of == given.of), None)
     nothing = Known([0] * given.values.shape[0], False)
@@ -150,12 +152,12 @@ def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Kno
         return nothing
     if known.dtype != given.dtype:
         raise ValueError(
-            f"`{given.of}` holds {given.dtype} values, but the images in `past_key_values` came as {known.dtype}: they cannot be "
-            f"compared. Pass {known.dtype} values."
+            f"Expected `{given.of}` in {known.dtype}, the dtype of the images in `past_key_values`, got {given.dtype}. Images of "
+            "different dtypes cannot be compared."
         )
     known_rows, given_rows = known.rows(), given.rows()
     if not any(len(row) for row in known_rows):
-        return nothing  # padding images alone
+        return nothing  # the cache holds only padding images
     if all(len(k) <= len(g) and np.array_equal(g[: len(k)], k) for k, g in zip(known_rows, given_rows)):
         return Known([len(row) for row in known_rows], True)
     for row, (known_row, given_row) in enumerate(zip(known_rows, given_rows)):
@@ -164,15 +166,15 @@ def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Kno
         again = again or sum(_is_part(block, given_row.tobytes()) for block in cached_blocks)
         if again:
             raise ValueError(
-                f"`{given.of}` must hold all images that `past_key_values` holds, in their order and before new ones, or only new "
-                f"ones. Row {row} of the cache holds {len(cached_blocks)}, and {again} of the {len(given_blocks)} given are among "
-                "them, in another order, with others left out, or with rows beside it that pass only new ones."
+                f"Expected `{given.of}` to hold all images of `past_key_values`, in their order, and then new ones, or only new "
+                f"images. Row {row}: {len(cached_blocks)} in the cache, got {len(given_blocks)}, of which {again} are cached. The order "
+                "differs, cached images are missing, or another row has only new images."
             )
     return nothing
 
 
 def _is_part(part: bytes, whole: bytes) -> bool:
-    """Whether the numbers of 8 bytes in `part` follow one another in `whole`."""
+    """Whether the 8-byte numbers in `part` occur in `whole`, one after another."""
     at = whole.find(part)
     while at != -1 and at % 8:
         at = whole.find(part, at + 1)

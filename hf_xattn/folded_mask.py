@@ -1,6 +1,6 @@
-"""A mask in the layout of the kernels.
+"""The attention mask in the folded layout.
 
-Attention puts all queries that share keys and values into one query axis (see `attention.py`), so the mask has that axis too.
+Attention folds all queries that share keys and values into one query axis (see `attention.py`). The mask needs the same axis.
 
 Letters: B text rows, R image rows (B = R * r, each image row serves r text rows), T text tokens, N image tokens, G query heads that
 share a K/V head.
@@ -15,19 +15,19 @@ import torch
 from .image_layout import rows_to
 
 
-# Up to so many text positions that share an image row, a mask is written out for each head of a group. Beyond, heads share the mask
-# and attention takes them apart: as fast there, and the mask is not several times as large.
+# If at most this many text positions share an image row, the mask is repeated for each head of a group. Otherwise the heads share the
+# mask and attention takes them apart, which is as fast for long text and needs a smaller mask.
 MAX_POSITIONS_PER_HEAD = 256
 
 
 class FoldedMask(NamedTuple):
-    """Which keys each query may attend to, once for all blocks of a forward.
+    """Which keys each query may attend to. All blocks of a forward share it.
 
     Attributes:
-        mask (`torch.BoolTensor`, *optional*): True = attend, without an all-False row; `(R, 1, 1, N)` where all queries of a row
-            see the same, `(R, 1, r * T * G, N)` with an entry for each query, or `(R, 1, r * T, N)` where the heads of a group
-            share one. None where everything may be attended.
-        visible (`torch.BoolTensor`, *optional*): `(B or 1, T or 1, 1)`, whether a text position sees any image token; None where
+        mask (`torch.BoolTensor`, *optional*): True = attend; no row is all False. `(R, 1, 1, N)` if all queries of an image row
+            see the same, `(R, 1, r * T * G, N)` with an entry for each query, or `(R, 1, r * T, N)` if the heads of a group share
+            an entry. None if every query may attend to every key.
+        visible (`torch.BoolTensor`, *optional*): `(B or 1, T or 1, 1)`, whether a text position sees any image token; None if
             all do.
     """
 
@@ -41,16 +41,16 @@ EVERYTHING = FoldedMask(None, None)
 def fold_mask(
     sees: torch.Tensor | None, *, image_rows: int, text_rows: int, text_len: int, group: int, null_key: bool = False
 ) -> FoldedMask:
-    """Brings a mask into the folded layout, and makes it safe to take a softmax over.
+    """Folds a mask, and makes a softmax safe for every query.
 
-    A row that sees nothing would be a softmax over nothing, NaN in some kernels. It gets to see everything instead:
-    the block discards what comes out at such positions (`visible`).
+    For a query that sees nothing the softmax is NaN in some kernels. Its mask becomes all True instead, and the block discards
+    the output at this position (`visible`).
 
     Args:
         sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, with rows that divide B and are a multiple of R.
         image_rows, text_rows, text_len (`int`): R, B and T.
         group (`int`): G.
-        null_key (`bool`): the keys start with a null key (quiet softmax), which is always visible.
+        null_key (`bool`): whether the keys start with a null key (quiet softmax). A null key is always visible.
     """
     if sees is None:
         return EVERYTHING

@@ -1,8 +1,8 @@
-"""What the image tokens of a batch are: which image each belongs to, which are padding, and digests of their content.
+"""Describes the image tokens of a batch: the image of each token, padding, and digests of the content.
 
-A layout describes images and nothing else. It never changes: caches and conversations share it, and a conversation that adds or
-hides images gets another one. What the text has seen of the images is not here (see `text_progress.py`). Attributes can be set all the
-same, because transformers' exporters bring the tensors of a cache to the model's device that way.
+A layout never changes, because caches and conversations share it. A conversation that adds or hides images gets a new layout. What the
+text has seen of the images is in `text_progress.py`. The dataclass is not frozen, because transformers' exporters set attributes to move
+the tensors of a cache to the model's device.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from .pytrees import dataclass_node
 @dataclass_node
 @dataclass(eq=False)
 class ImageLayout:
-    """Images of `R` rows. Masks may have more rows, a multiple of `R`, where text rows that share images see other ones.
+    """The images of `R` rows. A mask may have a multiple of `R` rows, if text rows that share an image row see different images.
 
     Attributes:
-        sizes (`tuple[int, ...]`): tokens of each image, padding images counted.
-        image_of_token (`torch.LongTensor`): `(N,)`, index of the image each token belongs to.
-        token_mask (`torch.BoolTensor`, *optional*): `(R, N)`, False = padding; None where there is none.
+        sizes (`tuple[int, ...]`): number of tokens of each image, including padding images.
+        image_of_token (`torch.LongTensor`): `(N,)`, index of each token's image.
+        token_mask (`torch.BoolTensor`, *optional*): `(R, N)`, False = padding; None if there is no padding.
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding image.
-        digests (`tuple[Digests, ...]`, *optional*): one entry a kind of images; None where the content was not recorded.
+        digests (`tuple[Digests, ...]`, *optional*): one entry for pixels and one for features; None if the content was
+            not recorded.
     """
 
     sizes: tuple[int, ...]
@@ -43,7 +44,7 @@ class ImageLayout:
         image_mask: torch.Tensor | None = None,
         digests: tuple[Digests, ...] | None = None,
     ) -> ImageLayout:
-        """A layout of images of `sizes` tokens."""
+        """Makes the layout of images with `sizes` tokens."""
         counts = torch.tensor(sizes, device=device)
         image_of_token = torch.arange(len(sizes), device=device).repeat_interleave(counts, output_size=sum(sizes))
         return cls(sizes, image_of_token, token_mask, image_mask, digests)
@@ -58,11 +59,11 @@ class ImageLayout:
 
     @property
     def mask_rows(self) -> int:
-        """Rows of the masks; 1 where there are none."""
+        """Number of rows of the masks; 1 if there is no mask."""
         return max((mask.shape[0] for mask in (self.token_mask, self.image_mask) if mask is not None), default=1)
 
     def append(self, later: ImageLayout) -> ImageLayout:
-        """These images followed by `later` ones of the same rows."""
+        """Returns the layout of these images, followed by `later` images of the same rows."""
         return ImageLayout(
             sizes=(*self.sizes, *later.sizes),
             image_of_token=torch.cat([self.image_of_token, later.image_of_token + self.num_images]),
@@ -72,7 +73,7 @@ class ImageLayout:
         )
 
     def first_tokens(self, count: int) -> ImageLayout:
-        """The images of the first `count` tokens."""
+        """Returns the layout of the first `count` tokens, which must be whole images."""
         if count == self.num_tokens:
             return self
         images = next(index for index in range(len(self.sizes) + 1) if sum(self.sizes[:index]) == count)
@@ -85,7 +86,7 @@ class ImageLayout:
         )
 
     def select(self, rows: torch.Tensor, count: int) -> ImageLayout:
-        """The image rows `rows` of `count`, each serving one text row."""
+        """Returns the image rows `rows` (of `count`), one for each text row."""
 
         def take(mask: torch.Tensor | None) -> torch.Tensor | None:
             if mask is None:
@@ -97,11 +98,11 @@ class ImageLayout:
         return replace(self, token_mask=take(self.token_mask), image_mask=take(self.image_mask), digests=digests)
 
     def select_text_rows(self, text_rows: torch.Tensor, batch_size: int, count: int) -> ImageLayout:
-        """What the text rows `text_rows` of `batch_size` look at, with an image row of its own for each.
+        """Returns the image rows that the text rows `text_rows` look at, one image row for each text row.
 
         Args:
             text_rows (`torch.LongTensor`): indices of text rows.
-            batch_size (`int`), count (`int`): text rows and image rows before.
+            batch_size (`int`), count (`int`): number of text rows and of image rows before the selection.
         """
 
         def take(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -116,7 +117,7 @@ class ImageLayout:
         )
 
     def narrowed(self, image_mask: torch.Tensor | None, token_mask: torch.Tensor | None) -> ImageLayout:
-        """These images without those that a caller's masks leave out, `(rows, num_images)` and `(rows, N)`."""
+        """Hides what a caller's masks exclude: images `(rows, num_images)` and tokens `(rows, N)`."""
         images, tokens = self.image_mask, self.token_mask
         if image_mask is not None:
             images = _both(images, image_mask)
@@ -126,12 +127,12 @@ class ImageLayout:
         return replace(self, image_mask=images, token_mask=tokens, digests=self._hidden(image_mask))
 
     def _hidden(self, image_mask: torch.Tensor | None) -> tuple[Digests, ...] | None:
-        """The content of the images that are left, where each image row has its own mask."""
+        """Hides images in the digests too, if the mask has one row for each image row."""
         if self.digests is None or image_mask is None or image_mask.shape[0] != self.digests[0].values.shape[0]:
             return self.digests
         hidden, first = [], 0
         for part in self.digests:
-            # Digests of one kind belong to images that follow one another in the layout where there is only one kind.
+            # If all images are of one kind, digests and layout have the images in the same order.
             sizes = torch.tensor(part.sizes, device=part.values.device)
             mask = image_mask[:, first : first + len(part.sizes)].to(part.values.device).repeat_interleave(sizes, dim=1)
             hidden.append(replace(part, real=part.real_or_all() & mask))
@@ -140,12 +141,12 @@ class ImageLayout:
 
     @property
     def token_positions(self) -> torch.Tensor | None:
-        """`(R, N)`, place of each token among the real ones of its row; None where all are real."""
+        """Position of each token among the real tokens of its row, `(R, N)`; None if all are real."""
         return None if self.token_mask is None else self.token_mask.cumsum(dim=-1) - 1
 
 
 def rows_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A tensor with one row for each of `rows` text rows, of which groups share a row."""
+    """Repeats the rows of a tensor, so that each of `rows` text rows has its own."""
     return tensor if tensor.shape[0] == rows else tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
 
 

@@ -1,7 +1,7 @@
-"""Where the images of a call stand among all images: which are new, and what that means for masks.
+"""Finds the positions of a call's images among all images: which images are new, and how masks map to all images.
 
-A cache keeps images in the order in which they came. A call that passes all its images again may have them in other places: where rows
-have different numbers of images, new images of one row stand where another row has padding. Masks come in the places of the call.
+A cache keeps images in the order of the calls. A call that passes all images again may have them at other positions: if rows have
+different numbers of images, one row has new images where another row has padding. Masks follow the positions of the call.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .image_layout import ImageLayout, rows_to
 
 @dataclass(frozen=True)
 class Placement:
-    """Which images of a call are new, and where the others are in the cache.
+    """Which images of a call are new, and the positions of the others in the cache.
 
     Attributes:
-        first (`int`): images from here on are new, in every row; or
-        index (`torch.LongTensor`, *optional*): `(R, count)`, the new images of each row, where rows differ.
-        real (`torch.BoolTensor`, *optional*): `(R, count)`, which of the new images are real; None where all are.
-        places (`torch.LongTensor`, *optional*): `(R, n)`, for each image of the call its place among all images, -1 for padding; None
-            where the images of the call stand in the order of all images.
-        covers_cache (`bool`): the call brings all images that the cache holds.
+        first (`int`): index of the first new image, in every row. Not used if `index` is given.
+        index (`torch.LongTensor`, *optional*): `(R, count)`, indices of the new images of each row, if rows differ.
+        real (`torch.BoolTensor`, *optional*): `(R, count)`, which of the new images are real; None if all are.
+        places (`torch.LongTensor`, *optional*): `(R, n)`, position of each image of the call among all images, -1 for padding; None
+            if the order is the same.
+        covers_cache (`bool`): whether the call passes all images of the cache.
     """
 
     first: int = 0
@@ -35,23 +35,23 @@ class Placement:
     covers_cache: bool = False
 
     def count(self, num_images: int) -> int:
-        """Number of new images a row, of `num_images` that the call brings."""
+        """Returns the number of new images in a row. The call passes `num_images` in a row."""
         return num_images - self.first if self.index is None else self.index.shape[1]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`(R, n, ...)`: what belongs to the new images."""
+        """Selects the new images from `(R, n, ...)`."""
         if self.index is None:
             return tensor[:, self.first :]
         return tensor[torch.arange(tensor.shape[0], device=tensor.device)[:, None], self.index.to(tensor.device)]
 
     def digests(self, digests: Digests, per_image: int) -> Digests:
-        """Those of the new images, `per_image` numbers each."""
+        """Selects the digests of the new images, with `per_image` numbers for each image."""
         values = self.take(digests.values.unflatten(1, (-1, per_image))).flatten(1)
         real = None if self.real is None else self.real.repeat_interleave(per_image, dim=1)
         return replace(digests, values=values, real=real, sizes=(per_image,) * (values.shape[1] // per_image))
 
     def axes(self, cached: ImageLayout | None, new: tuple[int, ...]) -> list[ImageAxis]:
-        """Image axes that a mask may have: all images, and those of the call. `new`: the tokens of each new image."""
+        """Returns the image axes that a mask may have: all images, or the images of the call. `new`: number of tokens of each new image."""
         if cached is None:
             return [ImageAxis(new)]
         if self.places is not None:
@@ -63,7 +63,7 @@ class Placement:
         return axes
 
     def over_cache(self, mask: torch.Tensor, num_images: int, cached: ImageLayout, num_tokens: int) -> torch.Tensor:
-        """A mask `(rows, tokens)` over the images of the call, as one over `num_tokens` tokens of all images."""
+        """Maps a mask `(rows, tokens)` from the images of the call to `num_tokens` tokens of all images."""
         if self.places is None:
             return mask
         axis = ImageAxis(
@@ -77,7 +77,7 @@ class Placement:
         return axis.moved(mask[:, None])[:, 0]
 
     def of_new_images(self, mask: torch.Tensor, count: int, cached: ImageLayout | None) -> torch.Tensor:
-        """The part of a mask `(rows, tokens)` for the `count` tokens of new images. What it says of others must agree with the cache."""
+        """Returns the part of a mask `(rows, tokens)` for the `count` tokens of new images. The rest must agree with the cache."""
         known = 0 if cached is None else cached.num_tokens
         if cached is not None and self.places is not None:
             mask = self.over_cache(mask, self.places.shape[1], cached, known + count)
@@ -100,10 +100,10 @@ def place(
     """Finds the images of a call in a cache.
 
     Returns:
-        the inputs and digests, without those tokens of features on a single axis that the cache holds, and the [`Placement`].
+        the inputs and digests, and the [`Placement`]. Features without an image axis lose the tokens that the cache holds.
 
     Raises:
-        ValueError: where it cannot be told which images are new.
+        ValueError: if it is not clear which images are new.
     """
     assert inputs.images is not None
     known = find_known(cached.digests, digests)
@@ -117,8 +117,8 @@ def place(
     num_images, per_image = inputs.images.shape[1], 1 if inputs.states is None else inputs.states.shape[2]
     if any(count % per_image for count in known.counts):
         raise ValueError(
-            f"Expected the tokens of the cached images (of each row: {known.counts}) to be whole images of `cross_attention_states`, "
-            f"got images of {per_image} tokens."
+            f"Expected `cross_attention_states` with images as large as the cached ones: each row has {known.counts} cached tokens, "
+            f"got {per_image} tokens an image, which does not divide them."
         )
     counts = [count // per_image for count in known.counts]
     if _stand_in_order(counts, num_images, real, cached):
@@ -128,7 +128,7 @@ def place(
 
 
 def _padding_again(inputs: ImageInputs, real: torch.Tensor | None, cached: ImageLayout) -> bool:
-    """Whether the cache holds padding images alone, and the call starts with them."""
+    """Whether the cache holds only padding images, and the call starts with them."""
     first = cached.num_images
     if real is None or real.shape[1] < first or cached.image_mask is None:
         return False
@@ -138,10 +138,10 @@ def _padding_again(inputs: ImageInputs, real: torch.Tensor | None, cached: Image
 
 
 def _row_by_row(counts: list[int], num_images: int, real: torch.Tensor | None, cached: ImageLayout) -> Placement:
-    """The new images of each row, padded to the most that a row has."""
+    """Finds the new images of each row, padded to the largest number."""
     if len(set(cached.sizes)) > 1:
         raise ValueError(
-            f"Expected the images in the places that they have in `past_key_values`, as they have different numbers of tokens "
+            "Expected images at the same positions as in `past_key_values`, because they have different numbers of tokens "
             f"({list(cached.sizes)}). Pass only the new images."
         )
     given = torch.ones(len(counts), num_images, dtype=torch.bool) if real is None else real.cpu()
@@ -165,7 +165,7 @@ def _row_by_row(counts: list[int], num_images: int, real: torch.Tensor | None, c
 
 
 def _stand_in_order(counts: list[int], num_images: int, real: torch.Tensor | None, cached: ImageLayout) -> bool:
-    """Whether the cached images have the places in the cache that they have among the given ones."""
+    """Whether the cached images have the same positions in the cache and in the call."""
     first = cached.num_images
     if first > num_images:
         return False
@@ -176,7 +176,7 @@ def _stand_in_order(counts: list[int], num_images: int, real: torch.Tensor | Non
 
 
 def _without_tokens(inputs: ImageInputs, digests: Digests, counts: list[int]) -> tuple[ImageInputs, Digests]:
-    """Features of one axis of tokens, without the first ones, which the cache holds."""
+    """Removes the cached tokens, which come first, from features without an image axis."""
     given = digests.real_or_all().any(dim=1).tolist()
     wanted = {count for count, some in zip(counts, given) if some}
     if len(wanted) > 1:
@@ -191,7 +191,7 @@ def _without_tokens(inputs: ImageInputs, digests: Digests, counts: list[int]) ->
 
 
 def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout) -> None:
-    """Raises a `ValueError` where a mask says other things of cached images than the cache. Padding images may say anything.
+    """Raises a `ValueError` if a mask contradicts the cache about cached images. Tokens of padding images are not compared.
 
     Args:
         name (`"image_mask"` or `"cross_attention_mask"`), given (`torch.BoolTensor`): `(rows, num_images)` or `(rows, N)`.
@@ -214,6 +214,7 @@ def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout) -> Non
     if differs.any():
         row = int(differs.any(dim=1).nonzero()[0])
         raise ValueError(
-            f"Expected `{name}` as the images in `past_key_values` came with it, because the text in it was read with that one: in row "
-            f"{row}, {int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an empty cache."
+            f"Expected the same `{name}` for the images in `past_key_values` as before, because the cached text has seen them with that "
+            f"mask. In row {row}, {int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an "
+            "empty cache."
         )

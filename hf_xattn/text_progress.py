@@ -1,13 +1,13 @@
-"""What the text has seen of the images: state of text rows, beside the text's own keys and values.
+"""What the text has seen of the images.
 
-A call leaves three things behind for the text that follows: how many image markers were counted, which row of a caller's mask still
-holds, and which rows of a caller's mask are for text to come. All of them belong to text rows, so they follow beams, selection and
-repetition. A progress never changes: a call makes the next one, and the cache takes it over when the call has succeeded.
+Later text needs three things from earlier calls: the number of image markers, the row of a caller's mask that still applies, and the rows
+of a caller's mask for text that has not come yet. All three belong to text rows, so they follow beams, selection and repetition. A
+progress never changes: a call makes a new one, and the cache stores it when the call has succeeded.
 
-Where text can be cropped away again (rejected candidates of assisted decoding, a turn that is taken back), the history tells the
-progress at any earlier place.
+Text can be cropped (rejected candidates of assisted decoding, a turn that is undone). The history then gives the progress at any earlier
+position.
 
-No class here forbids to set an attribute: transformers' exporters bring the tensors of a cache to the model's device that way.
+No dataclass here is frozen, because transformers' exporters set attributes to move the tensors of a cache to the model's device.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class MarkerCounts:
     """Image markers of the text so far.
 
     Attributes:
-        state (`torch.LongTensor`): `(B, 3)`: markers counted, those before the latest run of markers, and whether the text ends with
-            a counted marker.
+        state (`torch.LongTensor`): `(B, 3)`: number of counted markers, number of those before the latest run of markers, and
+            whether the text ends with a counted marker.
     """
 
     state: torch.Tensor
 
     @classmethod
     def none(cls, markers: torch.Tensor) -> MarkerCounts:
-        """No marker yet, in the rows of `markers`."""
+        """Returns counts of zero for the rows of `markers`."""
         return cls(torch.zeros(markers.shape[0], 3, dtype=torch.long, device=markers.device))
 
     def rows_to(self, rows: int) -> MarkerCounts:
@@ -43,20 +43,20 @@ class MarkerCounts:
     def count_on(
         self, markers: torch.Tensor, total: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Counts on, over `(B, T)` more text.
+        """Continues counting over new text.
 
         Args:
-            markers (`torch.BoolTensor`): `(B, T)`, where the new text holds a marker.
-            total (`torch.LongTensor`, *optional*): `(B or 1, 1)`, number of images; None where `markers` all have one.
+            markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
+            total (`torch.LongTensor`, *optional*): `(B or 1, 1)`, number of images; None if every marker has an image.
 
         Returns:
-            three tensors `(B, T)`: the markers that count, the number of markers up to and with each token, and that of those
-            before the latest run of markers.
+            three tensors `(B, T)`: the markers that count, the number of markers up to and including each token, and the number of
+            markers before the latest run of markers.
         """
         counts = markers.cumsum(dim=-1) + self.state[:, :1]
         counted = markers
         if total is not None:
-            # An extra marker, as a model may generate, must not take a later image's place.
+            # An extra marker, for example a generated one, must not count for an image that comes later.
             counted = markers & (counts <= total)
             counts = torch.minimum(counts, torch.maximum(total, self.state[:, :1]))
         follows = torch.cat([self.state[:, 2:] > 0, counted[:, :-1]], dim=-1)
@@ -67,12 +67,12 @@ class MarkerCounts:
 @dataclass_node
 @dataclass(eq=False)
 class CallersMask:
-    """Rows of a caller's mask, which decides what text sees.
+    """Rows of a caller's mask.
 
     Attributes:
-        rows (`torch.BoolTensor`): `(rows, text_len, columns)`, with rows that divide the batch.
-        first (`int`): the image token of its first column. Image tokens before and after follow `image_visibility`.
-        over (`torch.BoolTensor`, *optional*): `(B,)`, of a row that holds on: where a marker has come since.
+        rows (`torch.BoolTensor`): `(rows, text_len, columns)`, where `rows` divides the batch.
+        first (`int`): index of the image token in the first column. Image tokens outside of the mask follow `image_visibility`.
+        over (`torch.BoolTensor`, *optional*): `(B,)`, for a row that applies to later text: whether a marker has ended it.
     """
 
     rows: torch.Tensor
@@ -84,11 +84,11 @@ class CallersMask:
         return self.rows.shape[1]
 
     def decides(self, text_len: int, num_image_tokens: int) -> bool:
-        """Whether it covers all of the next `text_len` text tokens and all image tokens."""
+        """Whether the mask covers the next `text_len` text tokens and all image tokens."""
         return self.text_len >= text_len and self.first == 0 and self.rows.shape[2] == num_image_tokens
 
     def split(self, text_len: int) -> tuple[CallersMask | None, CallersMask | None]:
-        """The part for the next `text_len` text tokens, and the rest."""
+        """Returns the part for the next `text_len` text tokens, and the rest."""
         if self.text_len <= text_len:
             return self, None
         return replace(self, rows=self.rows[:, :text_len]), replace(self, rows=self.rows[:, text_len:])
@@ -100,7 +100,7 @@ class CallersMask:
         return replace(self, over=over)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> CallersMask:
-        """The text rows `indices` of `batch_size`."""
+        """Selects the text rows `indices` (of `batch_size`)."""
         return CallersMask(
             _take_shared(self.rows, indices, batch_size),
             self.first,
@@ -109,7 +109,7 @@ class CallersMask:
 
 
 class Segment(NamedTuple):
-    """Text that was read at once: its end, the image tokens that there were, and the caller's mask for its first tokens."""
+    """Text of one call: start, end, number of image tokens at that time, and the caller's mask for the first text tokens."""
 
     start: int
     stop: int
@@ -119,12 +119,12 @@ class Segment(NamedTuple):
 
 @dataclass(eq=False)
 class History(Unexported):
-    """What is needed to tell the progress at an earlier place of the text.
+    """Gives the progress at earlier positions of the text.
 
     Attributes:
-        counted (`torch.BoolTensor`, *optional*): `(B, text so far)`, markers that count.
+        counted (`torch.BoolTensor`, *optional*): `(B, length)`, True for markers that count.
         segments (`tuple[Segment, ...]`): in the order of the text.
-        length (`int`): text so far.
+        length (`int`): number of text tokens.
     """
 
     __slots__ = ("counted", "segments", "length")
@@ -135,12 +135,12 @@ class History(Unexported):
 
     @classmethod
     def empty(cls) -> History:
-        """Before the first text."""
+        """Returns the history before the first text."""
         return cls(None, (), 0)
 
     @property
     def is_lost(self) -> bool:
-        """Whether an exported program took the text on."""
+        """Whether the history is lost, because an exported program has continued the text."""
         return not hasattr(self, "length")
 
     def add(self, counted: torch.Tensor | None, mask: CallersMask | None, num_tokens: int, text_len: int) -> History:
@@ -159,7 +159,7 @@ class History(Unexported):
         return History(counted, segments, segment.stop)
 
     def until(self, length: int) -> History:
-        """Without the text from `length` on; with unknown text up to there, where the text half holds more."""
+        """Returns the history of the first `length` tokens. If it is shorter, text without markers and masks is added."""
         if length >= self.length:
             counted = self.counted
             if counted is not None:
@@ -177,7 +177,7 @@ class History(Unexported):
         return History(counted, tuple(segments), length)
 
     def progress(self) -> TextProgress:
-        """The progress at the end of this history."""
+        """Returns the progress at the end of this history."""
         counts = held = None
         if self.counted is not None:
             counts = MarkerCounts.none(self.counted)
@@ -203,13 +203,13 @@ class History(Unexported):
 
 @dataclass(eq=False)
 class TextProgress:
-    """What text that was read leaves behind for the text that follows.
+    """What later text needs to know of earlier text.
 
     Attributes:
-        counts ([`MarkerCounts`], *optional*): None where no marker was ever looked for.
-        held ([`CallersMask`], *optional*): the last row of a caller's mask, which holds until the next marker.
-        coming ([`CallersMask`], *optional*): rows for text to come, from `generate`.
-        history ([`History`], *optional*): None where the text cannot be cropped; lost where an exported program took it on.
+        counts ([`MarkerCounts`], *optional*): None if no call has looked for markers.
+        held ([`CallersMask`], *optional*): the last row of a caller's mask. It applies until the next marker.
+        coming ([`CallersMask`], *optional*): rows of a caller's mask for later text, from `generate`.
+        history ([`History`], *optional*): None if the text cannot be cropped; lost if an exported program has continued the text.
     """
 
     counts: MarkerCounts | None = None
@@ -219,16 +219,16 @@ class TextProgress:
 
     @property
     def known_history(self) -> History | None:
-        """The history, where the progress at earlier places can be told."""
+        """The history, or None if the progress at earlier positions is unknown."""
         return None if self.history is None or self.history.is_lost else self.history
 
     @property
     def is_blank(self) -> bool:
-        """Whether it is the same at every place of the text: there were neither markers nor masks to remember."""
+        """Whether the progress is the same at every position, because there were neither markers nor masks."""
         return self.counts is None and self.held is None
 
     def at(self, length: int) -> TextProgress:
-        """The progress where the text half of the cache holds `length` tokens, after a crop as well."""
+        """Returns the progress for `length` tokens in the text half of the cache, also after a crop."""
         history = self.history
         if history is None or history.is_lost or history.length == length:
             return self
@@ -252,14 +252,14 @@ class TextProgress:
         batch_size: int,
         text_len: int,
     ) -> TextProgress:
-        """The progress when `text_len` more tokens were read."""
+        """Returns the progress after `text_len` more tokens."""
         history = self.history
         if history is not None and not history.is_lost:
             history = history.add(counted, covered, num_image_tokens, text_len)
         return TextProgress(counts if counts is not None else self.counts, held, coming, history)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> TextProgress:
-        """The text rows `indices` of `batch_size`."""
+        """Selects the text rows `indices` (of `batch_size`)."""
         return TextProgress(
             None if self.counts is None else MarkerCounts(_take_shared(self.counts.state, indices, batch_size)),
             None if self.held is None else self.held.take(indices, batch_size),
@@ -269,7 +269,7 @@ class TextProgress:
 
 
 def _take_shared(tensor: torch.Tensor, indices: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Rows for the text rows `indices`, of a tensor whose rows are shared by groups of text rows; itself where nothing moves."""
+    """Selects the text rows `indices` from a tensor whose rows are shared by text rows. Returns the same tensor if nothing moves."""
     rows = tensor.shape[0]
     wanted = indices.to(tensor.device) // (batch_size // rows)
     count = wanted.shape[0]

@@ -1,7 +1,7 @@
-"""Which text token may see which image token.
+"""Decides which image tokens each text token may see.
 
-Unlike self-attention there is no causal order on the image axis: a text token sees all tokens of an image or none. So visibility is
-decided from few facts: padding (`image_layout.py`), image markers in the text, and a caller's own mask.
+The image axis has no causal order: a text token sees all tokens of an image or none, unless a caller's mask says otherwise. The decision
+needs padding (`image_layout.py`), the image markers in the text, and the caller's mask.
 
             image 1   image 2            "previous"            "latest"
     text    a a a     b b b              a a a  b b b          a a a  b b b
@@ -11,11 +11,11 @@ decided from few facts: padding (`image_layout.py`), image markers in the text, 
     <image>                              x x x  x x x          . . .  x x x
     dog                                  x x x  x x x          . . .  x x x
 
-A caller's mask decides alone for the text and the images that it covers. Text after it sees what its last row allows, until the next
-image marker.
+For the text and the images that a caller's mask covers, only the mask decides. Text after the mask sees what its last row allows, until
+the next image marker.
 
-Letters: B text rows, T text tokens, N image tokens. Nothing here changes anything: [`look`] returns what the text sees and the
-progress that it leaves, and the cache takes that over when the forward has succeeded.
+Letters: B text rows, T text tokens, N image tokens. [`look`] changes nothing. It returns what the text sees and the new progress, which
+the cache stores when the forward has succeeded.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .text_progress import CallersMask, MarkerCounts, TextProgress
 
 
 class View(NamedTuple):
-    """What the text of a call sees, and its progress afterwards.
+    """What the text of a call sees, and the progress after the call.
 
     Attributes:
-        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, with rows that divide B; None where everything may be seen.
-        progress ([`TextProgress`]): for the text that follows.
+        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, where `rows` divides B; None if the text sees everything.
+        progress ([`TextProgress`]): progress after this text.
     """
 
     sees: torch.Tensor | None
@@ -49,14 +49,14 @@ def look(
     batch_size: int,
     text_len: int,
 ) -> View:
-    """Which image tokens each text token of a call may attend to.
+    """Decides which image tokens each text token of a call may attend to.
 
     Args:
         rule (`str`): `image_visibility`: `"all"`, `"previous"`, `"latest"` or `"latest_group"`.
         layout ([`ImageLayout`]): the images.
-        progress ([`TextProgress`]): of the text before.
-        markers (`torch.BoolTensor`, *optional*): `(B, T)`, where the text holds an image marker. Not used by `"all"`.
-        mask ([`CallersMask`], *optional*): the caller's decision for this text, or the first part of it, and text to come.
+        progress ([`TextProgress`]): progress before this text.
+        markers (`torch.BoolTensor`, *optional*): `(B, T)`, True where the text holds an image marker. `"all"` does not use it.
+        mask ([`CallersMask`], *optional*): the caller's decision for this text or its first part, and for later text.
         batch_size, text_len (`int`): B and T.
     """
     if mask is None:
@@ -77,7 +77,7 @@ def look(
 def _by_markers(
     rule: str, layout: ImageLayout, past: MarkerCounts | None, markers: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, MarkerCounts]:
-    """What the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the counts afterwards."""
+    """Returns what the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the new counts."""
     batch_size = markers.shape[0]
     if past is None:
         past = MarkerCounts.none(markers)
@@ -99,7 +99,7 @@ def _by_mask(
     batch_size: int,
     text_len: int,
 ) -> tuple[torch.Tensor | None, CallersMask | None]:
-    """Lays the caller's mask over what the rule allows. Returns that, and the row that holds for the text that follows."""
+    """Replaces what the rule allows by the caller's mask. Returns the result, and the mask row that applies to later text."""
     held = progress.held
     first = 0
     parts = []
@@ -113,7 +113,7 @@ def _by_mask(
         rest = _rule_part(sees, slice(first, text_len))
         laid = _lay_over(rest, held, layout, batch_size)
         if counted is not None and rest is not None:
-            # The row holds until the next marker of its text row.
+            # The mask row applies until the next marker in its text row.
             passed = counted[:, first:].cumsum(dim=-1) > 0
             if held.over is not None:
                 passed = passed | rows_to(held.over, batch_size)[:, None]
@@ -135,7 +135,7 @@ def _rule_part(sees: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 
 
 def _lay_over(sees: torch.Tensor | None, mask: CallersMask, layout: ImageLayout, batch_size: int) -> torch.Tensor:
-    """`mask` where it covers image tokens, the rule elsewhere."""
+    """Returns `mask` for the image tokens that it covers, and the rule for the others."""
     first, last, total = mask.first, mask.first + mask.rows.shape[-1], layout.num_tokens
     if first == 0 and last == total:
         return mask.rows
@@ -158,7 +158,7 @@ def _without_padding(sees: torch.Tensor | None, layout: ImageLayout, batch_size:
 
 
 def image_order(image_mask: torch.Tensor) -> torch.Tensor:
-    """Number of each image among the real ones of its row, from 1 on; 0 for padding images.
+    """Numbers the real images of each row from 1. Padding images get 0.
 
     Args:
         image_mask (`torch.BoolTensor`): `(R, num_images)`.
@@ -172,15 +172,15 @@ def image_order(image_mask: torch.Tensor) -> torch.Tensor:
 def visible_images(
     order: torch.Tensor, markers_seen: torch.Tensor, before_group: torch.Tensor, rule: str
 ) -> torch.Tensor:
-    """Which images each text token sees, from the number of image markers up to and with it.
+    """Decides which images each text token sees, from the number of image markers up to and including the token.
 
-    As in Flamingo (Alayrac et al., 2022, section 2.3) a marker sees its own image. Extra markers, for example generated ones, are
+    As in Flamingo (Alayrac et al., 2022, section 2.3), a marker sees its own image. Extra markers, for example generated ones, are
     ignored.
 
     Args:
         order (`torch.LongTensor`): `(B or 1, num_images)`, from [`image_order`].
         markers_seen (`torch.LongTensor`): `(B, T)`.
-        before_group (`torch.LongTensor`): `(B, T)`, markers before the latest run of markers without text in between.
+        before_group (`torch.LongTensor`): `(B, T)`, number of markers before the latest run of adjacent markers.
         rule (`str`): `"previous"`, `"latest"` or `"latest_group"`.
 
     Returns:

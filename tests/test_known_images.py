@@ -44,7 +44,7 @@ def test_images_that_come_again(kind):
     for cached, given in (([a, b], [b]), ([a, b], [a]), ([a, b], [b, a]), ([a], [c, a]), ([a, b], [a, c])):
         if kind == "states_flat" and len(cached) == len(given):
             continue  # features without an axis of images are one image, and this is another one
-        with pytest.raises(ValueError, match=r"Row 0 of the cache holds [12], and"):
+        with pytest.raises(ValueError, match=r"Row 0: [12] in the cache, got"):
             length(cached, given)
 
 
@@ -99,7 +99,7 @@ def test_images_of_other_precision_cannot_be_compared():
     """The same picture in bfloat16 appended as another one."""
     model, ids, images = make_model(), token_ids(2, 4), pixels()
     cache = model.encode_images(pixel_values=images)
-    with pytest.raises(ValueError, match=r"bfloat16.*came as torch.float32"):
+    with pytest.raises(ValueError, match=r"in torch.float32.*got torch.bfloat16"):
         model(ids, pixel_values=images.bfloat16(), past_key_values=cache)
     half = make_model()
     half.model.vision_tower.bfloat16()
