@@ -1,8 +1,8 @@
 """Reentrant activation checkpointing (`use_reentrant=True`) of decoder layers that carry blocks.
 
-It gives gradients to the positional arguments of a layer only. The images travel as a keyword argument, so each layer's recomputation
-would run its backward pass through the graph that made them, and the second layer finds that graph freed. Here the images become
-positional arguments of the checkpointed function. The non-reentrant way, the default of transformers, needs none of this.
+Reentrant checkpointing gives gradients only to the positional arguments of a layer. The images are a keyword argument. So the backward
+pass of each layer would go through the graph that encoded the images, and the second layer would find this graph freed. This file makes
+the images positional arguments of the checkpointed function. Non-reentrant checkpointing, the default of transformers, does not need it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .context import KEYWORD, CrossAttentionContext
 from .cross_cache import CrossAttentionLayer
 
 
-# transformers sets this attribute on a layer, and the layer calls it with its own `forward`, bound to all keyword arguments.
+# transformers sets this attribute on a layer. The layer calls it with its own `forward`, bound to all keyword arguments.
 FUNCTION = "_gradient_checkpointing_func"
 
 
@@ -38,29 +38,29 @@ def _write_function(layer: nn.Module, function: Callable[..., Any]) -> None:
     layer.__dict__[FUNCTION] = function
 
 
-# For the class of a layer. A property, because checkpointing may be switched on before the blocks go in, or on the text model alone.
+# For the class of a layer. A property, because checkpointing may be enabled before the blocks are inserted, or on the text model only.
 checkpointing_function = property(_read_function, _write_function)
 
 
 def _checkpoint_layer(
     checkpoint: Callable[..., Any], forward: functools.partial[Any], *args: Any
 ) -> torch.Tensor | tuple[Any, ...]:
-    """Checkpoints a layer's `forward`, with all tensors of the context that want gradients as positional arguments."""
+    """Checkpoints a layer's `forward`. Tensors of the context that require a gradient become positional arguments."""
     layer, context = forward.args[0], forward.keywords.get(KEYWORD)
     blocks = [part for part in layer.children() if isinstance(part, GatedCrossAttentionBlock)]
     if context is None or not blocks or not torch.is_grad_enabled():
         return checkpoint(forward, *args)
     if context.encode_only:
-        return forward(*args)  # gives a nest of tensors, which reentrant checkpointing leaves without gradients
+        return forward(*args)  # returns nested tuples, which reentrant checkpointing leaves without gradients
     if any(isinstance(part, GradientCheckpointingLayer) for part in layer.modules() if part is not layer):
         name = type(layer).__mro__[1].__name__
         raise ValueError(
-            f"Gradient checkpointing with `use_reentrant=True` cannot go through {name}, which checkpoints a layer inside of itself. Use "
+            f"Gradient checkpointing with `use_reentrant=True` does not support {name}, which contains another checkpointed layer. Use "
             '`gradient_checkpointing_kwargs={"use_reentrant": False}`.'
         )
     given, put_back = _tensors_of(context, blocks)
     if any(weight.requires_grad for weight in layer.parameters()):
-        # Without an input that wants a gradient, the weights would silently get none.
+        # Without an input that requires a gradient, the weights would silently get none.
         given.append(torch.empty(0, requires_grad=True))
     count = len(given)
 
@@ -73,7 +73,7 @@ def _checkpoint_layer(
 def _tensors_of(
     context: CrossAttentionContext, blocks: list[GatedCrossAttentionBlock]
 ) -> tuple[list[torch.Tensor], Callable[[tuple[torch.Tensor, ...]], CrossAttentionContext]]:
-    """The tensors of a context that want gradients in `blocks`, and a function that makes the context of others in their place."""
+    """Returns the tensors of a context that require a gradient in `blocks`, and a function that replaces them in the context."""
     states, cache = context.cross_attention_states, context.cache
     with_states = states is not None and states.requires_grad
     given = [states] if states is not None and states.requires_grad else []

@@ -1,13 +1,13 @@
-"""Reading exported programs back.
+"""Loads and runs exported programs.
 
-`torch.export` takes a forward as it is, and transformers' exporters take the model apart for `generate`:
+`torch.export` exports a forward. transformers' exporters export the parts of the model that `generate` needs:
 
     exported = DynamoExporter().export_for_generation(model, {"input_ids": ids, "pixel_values": pixels}, DynamoConfig(dynamic=True))
     step = exported.runners["decode"](input_ids=ids, position_ids=positions, past_key_values=cache)
 
 `cache` is what a forward or `generate` returns, or `image_cache.fork(DynamicCache(config=model.config.text_config))`. Its images must have
-the sizes that those of the export had. `step.past_key_values` goes on to the next call. It has lost what no graph reads: where markers or
-masks decide what text sees, its text cannot be cropped, and nothing tells any more which weights made its images.
+the sizes of the exported example. Pass `step.past_key_values` to the next call. This cache has lost the values that no graph reads: its
+text cannot be cropped if markers or masks decide what the text sees, and it does not know which weights encoded its images.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .xattn_cache import XAttnCache
 
 
 def register_caches() -> None:
-    """Makes this package's caches inputs and outputs of exported programs.
+    """Registers this package's caches as inputs and outputs of exported programs.
 
-    transformers' exporters do that while they export. Call it in a process that only loads a program, and before `torch.export.export` of
-    a forward that takes or returns a cache.
+    transformers' exporters do this themselves. Call this function in a process that only loads a program, and before
+    `torch.export.export` of a forward that takes or returns a cache.
 
     Raises:
-        ImportError: where transformers' exporters are missing.
+        ImportError: if this version of transformers has no exporters.
     """
     from transformers.exporters.exporter_dynamo import register_pytree_node
 

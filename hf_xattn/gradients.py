@@ -1,7 +1,7 @@
-"""Training with a frozen text model: a forward in which no block takes part would leave the loss without a gradient.
+"""Training with a frozen text model: if no block runs in a forward, the loss has no gradient and `backward` fails.
 
-Text without images gets a stand-in image that nobody sees, see `ImageEncoder.placeholder`. Where LayerDrop leaves out every layer that
-carries a block, the outputs get a gradient of zero.
+Text without images gets a stand-in image that no text sees (`ImageEncoder.placeholder`). If LayerDrop skips every layer with a block, the
+outputs get a gradient of zero.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .insertion import BLOCKS
 
 
 def only_images_learn(model: nn.Module) -> bool:
-    """Whether weights want a gradient, but none of the text model's own.
+    """Whether some weights require a gradient, but none of the text model's own.
 
     Args:
-        model ([`XAttnModel`]): with its blocks inside of `text_model`.
+        model ([`XAttnModel`]): with the blocks inside `text_model`.
     """
     found = False
     for name, weight in model.named_parameters():
@@ -30,7 +30,7 @@ def only_images_learn(model: nn.Module) -> bool:
 
 
 def give_gradient(outputs: dict[str, Any], weights: Iterable[nn.Parameter]) -> None:
-    """Ties the outputs of a forward to the first of the weights that wants a gradient. The gradient is zero, the outputs stay equal."""
+    """Connects the outputs of a forward to the first weight that requires a gradient. The gradient is zero, the outputs do not change."""
     learning = next((weight for weight in weights if weight.requires_grad), None)
     if learning is None:
         return

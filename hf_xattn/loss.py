@@ -1,8 +1,8 @@
 """The loss: the mean over the labels that count.
 
-Some labels do not count: -100, as everywhere in transformers, and the image markers, which nobody should learn to write and which may have
-no row in the head. `num_items_in_batch` is the number of labels that count, in all micro-batches of an optimizer step. `Trainer` takes it
-before the model sees the labels, see `trainer_labels.py`.
+Two kinds of labels do not count: -100, as everywhere in transformers, and image markers. A model should not learn to generate markers, and
+the head may have no row for them. `num_items_in_batch` is the number of labels that count, over all micro-batches of an optimizer step.
+`Trainer` counts them before the model gets the labels (see `trainer_labels.py`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class LabelMask(NamedTuple):
     """Which labels count.
 
     Attributes:
-        image_token_id (`int`, *optional*): image marker, ignored.
-        vocab_size (`int`, *optional*): ids from here on have no row in the head and are ignored.
+        image_token_id (`int`, *optional*): id of the image marker, which is ignored.
+        vocab_size (`int`, *optional*): number of rows of the head. Ids without a row are ignored.
     """
 
     image_token_id: int | None
     vocab_size: int | None
 
     def __call__(self, labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
-        """Labels with `ignored` in place of those that do not count. The caller's tensor is not changed."""
+        """Returns labels with `ignored` in place of those that do not count. The caller's tensor is not changed."""
         if self.image_token_id is not None:
             labels = labels.masked_fill(labels == self.image_token_id, ignored)
         if self.vocab_size is not None:
@@ -40,13 +40,13 @@ class LabelMask(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """What a loss is computed from.
+    """The arguments of a loss.
 
     Attributes:
-        labels (`torch.LongTensor`, *optional*): `(batch, text_len)`; the token at a place is predicted by the place before.
-        shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are shifted already; used in place of `labels`.
-        num_items_in_batch (`int` or `torch.Tensor`, *optional*): divides the sum; None takes the mean of this call.
-        ignore_index (`int`, *optional*): stands for no label, -100 where it is None.
+        labels (`torch.LongTensor`, *optional*): `(batch, text_len)`. The position before a token predicts it.
+        shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are already shifted; replaces `labels`.
+        num_items_in_batch (`int` or `torch.Tensor`, *optional*): the loss is the sum divided by this number. None: the mean of this call.
+        ignore_index (`int`, *optional*): the label that does not count. None: -100.
     """
 
     labels: torch.Tensor | None
@@ -56,7 +56,7 @@ class LossInputs(NamedTuple):
 
     @classmethod
     def take_from(cls, mask: LabelMask, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
-        """Takes the arguments of a loss out of `kwargs`, and masks the labels."""
+        """Removes the arguments of a loss from `kwargs`, and masks the labels."""
         given, items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
         index: int | None = kwargs.pop("ignore_index", None)
         ignored = IGNORED if index is None else index
@@ -81,23 +81,23 @@ class LossInputs(NamedTuple):
 def _items_that_count(
     items: int | torch.Tensor, given: torch.Tensor, masked: torch.Tensor, ignored: int
 ) -> int | torch.Tensor:
-    """The number of labels that count, where `items` counts the labels of this call as they were given, image markers among them.
+    """Corrects `num_items_in_batch` if it counts the labels of this call, including image markers.
 
-    The labels of other micro-batches are not known here: a number that covers them is taken as it is.
+    A number that covers other micro-batches is returned unchanged, because their labels are not known here.
     """
     counted, left = given.ne(ignored).sum(), masked.ne(ignored).sum()
     items = torch.as_tensor(items, device=counted.device)
     of_this_call = items == counted
     if not torch.compiler.is_compiling() and bool(((counted != left) & ~of_this_call).any()):
         logger.warning_once(
-            "`labels` hold image markers, which do not count in the loss, and `num_items_in_batch` must not count them either. Where it "
-            "does, the loss is too small: mask the labels before you count them, with `labels = model.mask_labels(labels)`."
+            "`labels` hold image markers, which do not count in the loss. If `num_items_in_batch` counts them, the loss is too small. "
+            "Mask the labels before you count them: `labels = model.mask_labels(labels)`."
         )
     return torch.where(of_this_call, left.clamp(min=1), items)
 
 
 def loss_over_all_logits(text_model: PreTrainedModel, outputs: Any, inputs: LossInputs) -> torch.Tensor:
-    """The loss over logits with more columns than the decoder's own loss expects, with the decoder's balancing loss of experts."""
+    """Computes the loss over all logits, including those of added tokens, and adds the decoder's load-balancing loss of experts."""
     loss = text_model.loss_function(
         outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given}
     )

@@ -1,4 +1,4 @@
-"""`functools.cache` as type checkers should see it."""
+"""`functools.cache` with types."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def memoized(function: Function) -> Function:
-    """`functools.cache`, with the function's own signature: that of `functools` takes anything, and refuses classes of modules."""
+    """`functools.cache` that keeps the function's signature for type checkers."""
     cached: Any = functools.cache(function)
     return cached

@@ -1,12 +1,12 @@
-"""Which model, with which weights, made keys and values.
+"""Identifies the model and the weights that encoded images.
 
-Keys and values of another model, or of this one before more training, have the right shape and would be read as noise. So encoded
-images carry an identity: a hash over the configuration and the weights that images pass on their way to keys and values. The weights
-of the text decoder are not among them.
+Keys and values of another model, or of this model before further training, may have the right shape, but they are noise for this model.
+So encoded images carry an identity: a hash of the configuration and of the weights between the pixels and the keys and values. The
+weights of the text decoder are not included.
 
-Reading all these weights takes about as long as memory needs to deliver them (a 400 MB tower: about 0.2 s on two CPU cores). So each
-weight's sum is kept for as long as its storage, its version counter and a few of its values stay the same. An optimizer step, a loaded
-checkpoint or a conversion changes these; a write through `.data` that spares those few values is not noticed.
+Reading all these weights is limited by memory bandwidth (about 0.2 s for a tower of 400 MB on two CPU cores). So the sum of each weight is
+cached while its storage, its version counter and a few sample values stay the same. An optimizer step, a loaded checkpoint or a conversion
+changes at least one of them. A write through `.data` that does not change the sample values is not noticed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from .configuration_xattn import XAttnConfig
 
 
-SAMPLES = 4  # values of each weight that are compared
-CHUNK = 1 << 20  # words that are summed at once
+SAMPLES = 4  # number of sample values of each weight
+CHUNK = 1 << 20  # number of words that are summed at once
 
-# Of the block's configuration, what changes keys and values without changing a weight's shape.
+# Fields of the configurations that change keys and values without changing the shape of a weight.
 BLOCK_FIELDS = ("num_key_value_heads", "head_dim", "qk_norm", "norm_eps", "quiet_softmax")
 MODEL_FIELDS = ("connector_type", "connector_hidden_act", "vision_feature_select_strategy")
 
 
 class ModelIdentity:
-    """The identity of the image side of a model.
+    """Computes the identity of the image side of a model.
 
     Args:
         config ([`XAttnConfig`]): the model's configuration.
@@ -43,10 +43,10 @@ class ModelIdentity:
         self._sums: dict[str, tuple[Any, int]] = {}
 
     def current(self, parts: dict[str, nn.Module]) -> str:
-        """SHA-256 over configuration, names, dtypes, shapes and sums of the weights as they are now.
+        """Returns the SHA-256 of the configuration, and of the present weights: names, dtypes, shapes and sums.
 
         Args:
-            parts (`dict[str, nn.Module]`): modules that images pass, by name.
+            parts (`dict[str, nn.Module]`): the modules between the pixels and the keys and values, by name.
         """
         digest = hashlib.sha256(json.dumps(self._facts(parts), sort_keys=True, default=str).encode())
         tensors = list(_tensors(parts))
@@ -67,7 +67,7 @@ class ModelIdentity:
         for name in ("vision_config", "perceiver_config"):
             part = getattr(config, name)
             facts[name] = None if part is None else _shape_of(part.to_dict())
-        # Adapters change a layer's output without changing its weights.
+        # Adapters (PEFT) change the output of a layer without changing its weights.
         facts["adapters"] = {
             f"{name}.{inner}": [
                 str(module.active_adapters),
@@ -82,7 +82,7 @@ class ModelIdentity:
 
 
 def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name, values, and whether accelerate keeps it elsewhere, of every weight."""
+    """Yields the name and the values of each weight, and whether accelerate has offloaded it."""
     for name, part in sorted(parts.items()):
         for inner, tensor in sorted(part.state_dict(keep_vars=True).items()):
             if not isinstance(tensor, torch.Tensor):
@@ -94,13 +94,13 @@ def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without what says where it came from or which kernel runs it."""
+    """Returns a configuration without its origin, its dtype and its attention kernel."""
     dropped = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
     return {name: value for name, value in config.items() if name not in dropped and not name.startswith("_attn")}
 
 
 def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
-    """A few values of each tensor; one copy to the host for each device and dtype."""
+    """Returns a few values of each tensor, with one copy to the host for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel() and tensor.is_contiguous() and not tensor.is_meta:
@@ -121,7 +121,7 @@ def _few(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """A sum of the words of a tensor, each multiplied by an odd number of its own, modulo 2^64."""
+    """Returns the sum of the words of a tensor modulo 2^64. Each word is multiplied by a different odd number."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     if data.shape[0] % 8:
         data = nn.functional.pad(data, (0, -data.shape[0] % 8))

@@ -1,10 +1,12 @@
-"""How values of this package are taken apart, for `torch.export` and transformers' exporters.
+"""Makes values of this package pytree nodes, for `torch.export` and transformers' exporters.
 
-A value that `forward` takes as an argument is a pytree node. A cache is none until somebody exports: FSDP and others rebuild whatever
-is one, and a caller's cache must stay the object it is. transformers' exporters make nodes of caches. They take a cache apart by the
-`__dict__` of every object in it: tensors become inputs of the program, everything else must be equal at every call. What differs from
-call to call and no graph reads (how long the text was, which weights made the images) therefore lies in slots, beside an empty
-`__dict__`. A cache that comes out of a program has lost these values.
+Values that `forward` takes as arguments are pytree nodes. Caches become nodes only during an export: FSDP and others rebuild every node,
+and a caller's cache must stay the same object.
+
+transformers' exporters flatten a cache through the `__dict__` of each object in it. Tensors become inputs of the program, and all other
+values must be equal in every call. Some values differ between calls although no graph reads them: the length of the text, and the identity
+of the weights that encoded the images. Such values are in slots, next to an empty `__dict__`. A cache that a program returns has lost
+them.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ T = TypeVar("T")
 
 
 class Unexported:
-    """Base of classes whose values lie in slots."""
+    """Base class for values in slots, which exporters do not see."""
 
     __slots__ = ("__dict__",)
 
 
 class Note(Unexported, Generic[T]):
-    """One such value."""
+    """One value that exporters do not see."""
 
     __slots__ = ("value",)
 
@@ -34,12 +36,12 @@ class Note(Unexported, Generic[T]):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the cache came out of an exported program."""
+        """Whether an exported program has returned the cache, without this value."""
         return not hasattr(self, "value")
 
 
 def dataclass_node(cls: type[T]) -> type[T]:
-    """Makes a dataclass a pytree node, with its fields as children. A class decorator."""
+    """Class decorator: makes a dataclass a pytree node with its fields as children."""
     fields: Any = cls
     names = [field.name for field in dataclasses.fields(fields)]
 

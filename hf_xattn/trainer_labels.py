@@ -1,9 +1,9 @@
-"""Image markers leave the labels before `Trainer` counts them.
+"""Masks image markers in the labels before `Trainer` counts the labels.
 
-`Trainer` counts the labels of all micro-batches of an optimizer step first, and the model divides the sum of its losses by that number. So
-labels that the model ignores must be -100 by then. No argument of `Trainer` and no attribute of a model reaches that place: the method
-that counts is wrapped. It masks the labels of the batches it gets, for models of this package alone. Label smoothing, which takes the
-labels past the model, finds them masked too.
+`Trainer` first counts the labels of all micro-batches of an optimizer step. The model then divides the sum of its losses by that number. So
+labels that the model ignores must be -100 before `Trainer` counts. No argument of `Trainer` and no attribute of a model can do this, so
+this file wraps the counting method of `Trainer`. The wrapper masks the labels of the batches, for models of this package only. Label
+smoothing, which does not pass the labels to the model, then also gets masked labels.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DONE = "_hf_xattn_masks_labels"
 
 
 def mask_labels_in_trainer() -> None:
-    """Wraps the counting method of `Trainer`, once a process."""
-    from transformers import Trainer  # imported where a `Trainer` is built: it is heavy
+    """Wraps the counting method of `Trainer`, once in each process."""
+    from transformers import Trainer  # imported only if somebody uses a `Trainer`, because the import is slow
 
     count = getattr(Trainer, METHOD, None)
     if count is None or hasattr(count, DONE):
@@ -41,7 +41,7 @@ def mask_labels_in_trainer() -> None:
 
 
 def _mask(batch: Any, model: Any) -> None:
-    """Masks the labels of a batch in place; their tensors are not changed."""
+    """Replaces the labels of a batch by masked ones. The tensors are not changed."""
     if not isinstance(batch, MutableMapping):
         return
     for name in ("labels", "shift_labels"):
