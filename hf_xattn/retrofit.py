@@ -1,4 +1,4 @@
-"""A text-only checkpoint, and optionally a vision checkpoint, to a model that sees."""
+"""Turns a text-only checkpoint, and optionally a vision checkpoint, into a model that can see images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .tower import check_tower_class, check_tower_config
 
 logger = logging.get_logger(__name__)
 
-# Keywords of `from_pretrained` that say where a checkpoint is, and so are for its configuration as well.
+# Keywords of `from_pretrained` that locate a checkpoint. The configuration needs them too.
 CONFIG_KEYWORDS = (
     "cache_dir",
     "code_revision",
@@ -42,8 +42,8 @@ CONFIG_KEYWORDS = (
     "token",
     "trust_remote_code",
 )
-# All that reach it. Not `config`, `state_dict`, `gguf_file` and `output_loading_info`: `retrofit` reads a checkpoint as it is, and
-# returns a model.
+# All keywords that go to `from_pretrained`. `config`, `state_dict`, `gguf_file` and `output_loading_info` are not allowed: `retrofit` reads
+# the checkpoint unchanged, and returns only a model.
 LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
     """adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap distributed_config dtype
 experts_implementation fusion_config generation_config ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
@@ -72,28 +72,28 @@ def retrofit(
 ) -> XAttnForConditionalGeneration:
     """Puts gated cross-attention blocks into a text-only causal language model.
 
-    The decoder's weights stay as they are, under their names, and a fresh model gives the base's logits bit for bit. A
-    loaded model is taken over, not copied: it holds the blocks afterwards, and still answers text-only calls.
+    The decoder's weights keep their values and their names, and a fresh model gives the base's logits bit for bit. A loaded
+    model is not copied: it contains the blocks afterwards, and still works for text-only calls.
 
     Args:
-        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, or a loaded causal language model. Of a larger
-            model (a vision-language model with a `text_config`) the text half is taken, and the rest left behind.
+        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, or a loaded causal language model. From a larger
+            model (a vision-language model with a `text_config`) only the text half is used.
         vision (`str`, `Path` or `PreTrainedModel`, *optional*): likewise, a vision model whose output has
-            `last_hidden_state`. Without one the model takes `cross_attention_states`.
-        cross_attention_layers (`list[int]`, *optional*): decoder layers that get a block in front, counted from 0.
+            `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
+        cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in front.
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
-        cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): the blocks' options; sizes that are not given
-            follow the decoder's.
+        cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a `dict`
+            leaves out follow the decoder's.
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type, connector_hidden_act,
             connector_bias, vision_feature_select_strategy, perceiver_config: fields of [`XAttnConfig`].
-        load_kwargs: for `from_pretrained` of the checkpoints: `dtype`, `revision`, `trust_remote_code`, ... Without a checkpoint
-            to load there is no use for them. `attn_implementation` may name the parts: `{"text_config": ..., "vision_config":
-            ..., "cross_attention_config": ...}`.
+        load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`, `trust_remote_code`, ...
+            Only allowed if there is a checkpoint to load. `attn_implementation` may be a `dict` with one entry for each part:
+            `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`.
 
     Raises:
-        TypeError: for an unknown keyword, and anything but models and checkpoints as `text` and `vision`.
-        ValueError: for a checkpoint without safetensors, a model that is no decoder or has blocks already, a wrong layer,
-            or options that contradict one another. All of these before a weight is loaded, where a configuration tells.
+        TypeError: for an unknown keyword, or if `text` or `vision` is neither a model nor a checkpoint.
+        ValueError: for a checkpoint without safetensors, a model that is not a decoder or already has blocks, a wrong layer, or
+            contradictory options. If the configuration is enough to find the error, it is raised before weights are loaded.
     """
     _check_load_kwargs(retrofit, load_kwargs, text, vision)
     attn_implementation = load_kwargs.get("attn_implementation")
@@ -117,7 +117,7 @@ def retrofit(
         cross_attention = complete_cross_attention_config(cross_attention, text_config)
     if not cross_attention.starts_at_identity:
         logger.warning(
-            "`cross_attention` starts with a non-zero gate and non-zero projections: the fresh model differs from its base."
+            "`cross_attention` starts with a non-zero gate and non-zero projections, so the logits of the fresh model differ from its base."
         )
     options: dict[str, Any] = {
         "cross_attention_config": cross_attention,
@@ -132,7 +132,9 @@ def retrofit(
         "vision_feature_select_strategy": vision_feature_select_strategy,
         "perceiver_config": perceiver_config,
     }
-    XAttnConfig(text_config=text_config, vision_config=vision_config, **options)  # every check, before a weight is read
+    XAttnConfig(
+        text_config=text_config, vision_config=vision_config, **options
+    )  # makes all checks before weights are read
 
     if not isinstance(text, PreTrainedModel):
         text = load_text(text, **load_kwargs)
@@ -149,8 +151,7 @@ def retrofit(
 
 
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
-    """The causal language model of a checkpoint: itself, or the text half of a larger one. Arguments and errors as of
-    [`retrofit`]."""
+    """Loads a causal language model, or the text half of a larger model. Arguments and errors are those of [`retrofit`]."""
     _check_load_kwargs(load_text, load_kwargs, text)
     _text_config(text, load_kwargs)
     source = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
@@ -159,24 +160,24 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
 
 
 def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
-    """The vision tower of a checkpoint. Arguments and errors as of [`retrofit`]."""
+    """Loads the vision tower of a checkpoint. Arguments and errors are those of [`retrofit`]."""
     _check_load_kwargs(load_vision, load_kwargs, vision)
     return _load(AutoModel, vision, load_kwargs, config=_vision_config(vision, load_kwargs))
 
 
 def _text_config(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
     if isinstance(text, PreTrainedModel):
-        check_kind(text)  # before a tower is loaded; the model around it looks at the layers
+        check_kind(text)  # before a tower is loaded; the new model checks the layers
         return text.config
     if not isinstance(text, (str, Path)):
-        raise TypeError(f"`text` must be a Hub id, a folder or a PreTrainedModel, got {type(text).__name__}.")
+        raise TypeError(f"Expected `text` to be a Hub id, a folder or a PreTrainedModel, got {type(text).__name__}.")
     check_source("text", text)
     config = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
     if config.model_type == "xattn":
         raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
     if config.is_encoder_decoder:
         raise ValueError(
-            f"`text` ({text}) is an encoder-decoder model ({config.model_type}): it has cross-attention of its own. Use a "
+            f"`text` ({text}) is an encoder-decoder model ({config.model_type}), which already has cross-attention. Use a "
             "decoder-only checkpoint."
         )
     if is_composite(config):
@@ -195,35 +196,37 @@ def _vision_config(vision: str | Path | PreTrainedModel, load_kwargs: dict[str, 
         config = vision.config
         if getattr(config, "vision_config", None) is not None:
             raise ValueError(
-                f"`vision` is a {type(vision).__name__}, which holds more than a vision model. Pass its vision part, or its "
-                "folder."
+                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which contains more than a vision model. "
+                "Pass its vision part, or its folder."
             )
         if config.model_type not in TILED_VISION_TYPES:
             check_tower_class("vision", type(vision))
         return config
     if not isinstance(vision, (str, Path)):
-        raise TypeError(f"`vision` must be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}.")
+        raise TypeError(
+            f"Expected `vision` to be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}."
+        )
     check_source("vision", vision)
     config = AutoConfig.from_pretrained(vision, **_config_kwargs(load_kwargs))
     config = getattr(config, "vision_config", None) or config
     if hasattr(config, "vision_use_head"):
-        config.vision_use_head = False  # its pooled output is not used, so it would never get a gradient
+        config.vision_use_head = False  # the pooled output is not used, so this head would never get a gradient
     check_tower_config("vision", config)
     _check_safetensors("vision", vision, load_kwargs.get("subfolder") or "")
     return config
 
 
 def _check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *sources: Any) -> None:
-    """Raises where a keyword is none of `from_pretrained`, or nothing would read it."""
+    """Raises an error for a keyword that `from_pretrained` does not take, or that no checkpoint would use."""
     refuse_unknown(caller, load_kwargs, LOAD_KEYWORDS)
     if load_kwargs and all(source is None or isinstance(source, PreTrainedModel) for source in sources):
         raise ValueError(
-            f"`{next(iter(load_kwargs))}` is for loading a checkpoint, but the models are loaded already: pass it to their "
-            "`from_pretrained`."
+            f"`{next(iter(load_kwargs))}` is an argument for loading a checkpoint, but the models are already loaded. Pass it to "
+            "their `from_pretrained`."
         )
     if load_kwargs.get("use_safetensors") is False:
         raise ValueError(
-            "`use_safetensors=False` would read pickled weights, which may run code: only safetensors are read."
+            "`use_safetensors=False` would read pickled weights, which can run code. Only safetensors are supported."
         )
 
 
@@ -232,11 +235,15 @@ def _config_kwargs(load_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_safetensors(name: str, source: str | Path, subfolder: str = "") -> None:
-    """A local folder must hold safetensors: nothing pickled is ever read."""
+    """Raises a `ValueError` if a local folder holds no safetensors. Pickled weights are never read."""
     folder = Path(source) / subfolder
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         others = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f" It holds {others}: load them where you trust them, and `save_pretrained` again." if others else ""
+        hint = (
+            f" It holds {others}. If you trust these files, load the model with transformers and save it again."
+            if others
+            else ""
+        )
         raise ValueError(f"`{name}` ({source}) holds no *.safetensors file.{hint}")
 
 
@@ -245,18 +252,18 @@ def _load(auto_class, source: str | Path, load_kwargs: dict[str, Any], **kwargs)
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
-    """Leaves only what was added trainable: blocks and connector.
+    """Freezes all weights except those of the blocks and the connector.
 
     Args:
         model ([`XAttnForConditionalGeneration`]): changed in place.
-        vision (`bool`, defaults to `True`): freeze the vision tower as well.
+        vision (`bool`, defaults to `True`): also freeze the vision tower.
 
     Raises:
         TypeError: for a model without blocks.
     """
     if not isinstance(model, XAttnForConditionalGeneration):
         raise TypeError(
-            f"Expected `model` to be an XAttnForConditionalGeneration, got {type(model).__name__}: `retrofit` makes one."
+            f"Expected `model` to be an XAttnForConditionalGeneration, got {type(model).__name__}. `retrofit` makes such a model."
         )
     model.requires_grad_(False)
     for block in model.blocks:

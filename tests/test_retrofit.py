@@ -230,7 +230,7 @@ def test_keywords_of_from_pretrained(folders):
     known |= {"attn_implementation", "experts_implementation"}  # of the configuration
     assert LOAD_KEYWORDS <= known
     assert {name for name in known - LOAD_KEYWORDS if not name.startswith("_")} >= {"config", "output_loading_info"}
-    with pytest.raises(ValueError, match="`dtype` is for loading a checkpoint.*loaded already"):
+    with pytest.raises(ValueError, match="`dtype` is an argument for loading a checkpoint.*already loaded"):
         retrofit(make_text(), AutoModel.from_config(vision_config()), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="use_safetensors=False"):
         retrofit(folders / "text", use_safetensors=False)
