@@ -1,7 +1,7 @@
-"""Encoded images as values: asked again and again, put together, taken apart, written to a file and read back.
+"""Encoded images that can be reused, combined, split, saved to a file and loaded.
 
-Encoded images carry the identity of the model and the weights that made them (see `model_identity.py`), in memory and in a file. Keys and
-values of another model, or of this one before more training, would be read as noise and fail silently, so they are refused.
+In memory and in a file, encoded images carry the identity of the model and the weights that encoded them (see `model_identity.py`). Keys
+and values of another model, or of this model before further training, would be noise, so they are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = "hf_xattn image cache 3"
 
 
 class _Model(Protocol):
-    """What a file of encoded images asks of a model."""
+    """What this file needs of a model."""
 
     @property
     def config(self) -> Any: ...
@@ -43,20 +43,20 @@ class _Model(Protocol):
 
 
 class ImageCache(XAttnCache):
-    """Images that were encoded once: an `EncoderDecoderCache` with an empty self-attention half.
+    """Encoded images: an `EncoderDecoderCache` with an empty self-attention half.
 
-    `generate(past_key_values=image_cache)` works on a fork and leaves this object as it is, so it can be asked again.
+    `generate(past_key_values=image_cache)` uses a fork and does not change this object, so the images can be used again.
     """
 
     def fork(self, self_attention_cache: Cache) -> XAttnCache:
-        """The same images, not copied, beside another self-attention half."""
+        """Returns a cache with the same images and another self-attention half. The images are not copied."""
         fork = XAttnCache(self_attention_cache, self.cross_attention_cache.shared())
         fork.mark_updated(len(self.cross_attention_cache.layers))
         return fork
 
 
 def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCache:
-    """The image rows `rows` of a cache, in that order; a row may come more than once.
+    """Returns the image rows `rows` of a cache, in that order. A row may be selected more than once.
 
     Raises:
         TypeError: if `cache` is not a cache, or `rows` not a list or tensor of integers.
@@ -76,26 +76,26 @@ def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCac
 
 
 def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
-    """Image caches of several calls as one batch, the rows of the first cache first. Shorter rows are padded and masked.
+    """Combines image caches of several calls into one batch. Rows with fewer images are padded and masked.
 
     Raises:
-        TypeError: for anything but a list of caches.
-        ValueError: for no caches, caches without images, or caches of different models.
+        TypeError: if `caches` is not a list of caches.
+        ValueError: if the list is empty, a cache holds no images, or the caches come from different models.
     """
     if not isinstance(caches, Sequence):
         raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
     if not caches:
-        raise ValueError("`caches` is empty: give one image cache or more.")
+        raise ValueError("Expected `caches` to hold at least one image cache, got an empty list.")
     parts = [_filled(f"caches[{index}]", cache) for index, cache in enumerate(caches)]
     shapes = {(len(cross.layers), *cross.layers[0].keys.shape[1::2]) for cross, _ in parts}
     if len(shapes) > 1:
         raise ValueError(
-            f"`caches` come from different models: (blocks, K/V heads, head width) are {sorted(shapes)}; they must be equal."
+            f"Expected `caches` of one model, got caches of different models: (blocks, K/V heads, head width) are {sorted(shapes)}."
         )
     makers = {cross.made_by for cross, _ in parts}
     if len(makers) > 1:
         raise ValueError(
-            "`caches` come from different models, or from one with different weights: their identities are "
+            "Expected `caches` of one model, got caches of different models or different weights: their identities are "
             f"{sorted(str(maker)[:12] for maker in makers)}."
         )
     layout = _combine_layouts([layout for _, layout in parts], [cross.rows for cross, _ in parts])
@@ -117,11 +117,11 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     Args:
         cache ([`ImageCache`]): from `encode_images`.
         path (`str` or `Path`): the file.
-        model: the model that encoded them; its identity goes into the file.
+        model: the model that encoded the images. Its identity is saved in the file.
 
     Raises:
-        TypeError: for anything but a cache, a path and a model of this package.
-        ValueError: for a cache without images, or where another model, or other weights, encoded them.
+        TypeError: if an argument is not a cache, a path or a model of this package.
+        ValueError: if the cache holds no images, or if another model or other weights encoded them.
     """
     cross, layout = _filled("cache", cache)
     check_path("path", path)
@@ -129,7 +129,7 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     identity = model.image_identity()
     if cross.made_by not in (None, identity):
         raise ValueError(
-            "`cache` was encoded by another model than `model`, or by other weights of it. Encode the images again."
+            "Expected `cache` to be encoded by `model`, but another model or other weights encoded it. Encode the images again."
         )
     tensors = {"images.token_mask": layout.token_mask, "images.image_mask": layout.image_mask}
     facts: dict[str, Any] = {"sizes": layout.sizes, "digests": None}
@@ -151,19 +151,20 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
 
 
 def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
-    """Reads encoded images, each block's onto the device of that block.
+    """Loads encoded images from a file, to the devices of the blocks.
 
-    Reads all weights that images pass, to compare them with those that made the file: see `model_identity.py` for what that costs.
+    This reads all weights between pixels and keys and values, to compare them with those that encoded the images. See
+    `model_identity.py` for the time that it takes.
 
     Raises:
-        TypeError: for anything but a path and a model of this package.
-        FileNotFoundError: where there is no such file.
-        ValueError: where the file is no image cache, is damaged, or was written with other weights.
+        TypeError: if an argument is not a path or a model of this package.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is not an image cache, is damaged, or was written with other weights.
     """
     check_path("path", path)
     _check_model(model)
     if not Path(path).is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
+        raise FileNotFoundError(f"Expected `path` to be a file, got {path}, which does not exist.")
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
@@ -192,7 +193,7 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
 def _cross_of_file(
     metadata: dict[str, str], tensors: dict[str, torch.Tensor], model: _Model, identity: str
 ) -> CrossCache:
-    """What a file holds, every shape checked."""
+    """Checks and converts the content of a file."""
     block = model.config.cross_attention_config
     facts = json.loads(metadata["images"])
     sizes = tuple(int(size) for size in facts["sizes"])
@@ -203,7 +204,7 @@ def _cross_of_file(
         device = device_of(layer.attn.k_proj)
         pair = []
         for name in (f"layers.{index}.keys", f"layers.{index}.values"):
-            heads = tensors[name].shape[1]  # of a rank under tensor parallelism, some of the heads
+            heads = tensors[name].shape[1]  # under tensor parallelism a rank holds only some of the heads
             _check_tensor(tensors, name, (rows, heads, count + block.quiet_softmax, block.head_dim), None)
             if not heads or block.num_key_value_heads % heads:
                 raise ValueError(f"expected {block.num_key_value_heads} K/V heads in {name}, got {heads}")
@@ -250,7 +251,7 @@ def _check_tensor(
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Where a layer computes, also where accelerate keeps its weights elsewhere."""
+    """Returns the device on which a layer computes, even if accelerate has offloaded its weights."""
     weight = next(module.parameters())
     if not weight.is_meta:
         return weight.device
@@ -260,14 +261,14 @@ def device_of(module: torch.nn.Module) -> torch.device:
 
 
 def image_cache_of(cross: CrossCache, self_attention_cache: Cache) -> ImageCache:
-    """An [`ImageCache`] of filled images."""
+    """Makes an [`ImageCache`] from images."""
     cache = ImageCache(self_attention_cache, cross)
     cache.mark_updated(len(cross.layers))
     return cache
 
 
 def _empty_like(cache: Cache) -> Cache:
-    """A text half of the same kind, whose layers fit the decoder, without text."""
+    """Returns an empty text half of the same kind, with layers that fit the decoder."""
     empty = copy.deepcopy(cache)
     empty.reset()
     return empty
@@ -285,7 +286,7 @@ def _filled(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
 
 
 def _integers(name: str, values: Any) -> torch.Tensor:
-    """A tensor of integers, from one or from a list."""
+    """Makes a tensor of integers from a tensor or a list."""
     if isinstance(values, torch.Tensor):
         check_integers(name, values)
         return values.long()
@@ -306,10 +307,10 @@ def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:
-    """One layout for all rows; padding is masked."""
+    """Makes one layout for all rows. Padding is masked."""
     widest = max(parts, key=lambda part: part.num_tokens)
     if any(part.sizes != widest.sizes[: part.num_images] for part in parts):
-        raise ValueError("`caches` hold images of different numbers of tokens: combine caches of equally large images.")
+        raise ValueError("Expected `caches` with equally large images, got images with different numbers of tokens.")
     device = widest.image_of_token.device
     token_masks: list[torch.Tensor] = []
     image_masks: list[torch.Tensor] = []
@@ -331,7 +332,7 @@ def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:
 
 
 def _combine_digests(parts: list[tuple[Digests, ...] | None]) -> tuple[Digests, ...] | None:
-    """The content of all rows, where all are of one kind; else it is not known any more."""
+    """Combines the digests of all rows if all are of one kind. Returns None otherwise: the content is then unknown."""
     found = [part[0] for part in parts if part is not None and len(part) == 1]
     if len(found) < len(parts) or len({(part.of, part.dtype) for part in found}) > 1:
         return None

@@ -1,11 +1,11 @@
-"""A call that fails leaves its cache as it was.
+"""Restores a cache if a call fails.
 
-An exception inside a forward (out of memory, an interrupt, a hook that raises) finds some layers of the text half with the new text and
-others without it. A retry would append the text a second time there. So a forward notes what it needs to take the text back: lengths for
-layers that grow by concatenation, and the tensors of sliding windows, which drop their oldest entries. Nothing is copied.
+After an exception inside a forward (out of memory, an interrupt, a hook that raises), some layers of the text half hold the new text and
+others do not. A retry would append the text to some layers twice. So a forward records what it needs to remove the text again: lengths
+for layers that grow by concatenation, and the tensors of sliding windows, which drop their oldest entries. Nothing is copied.
 
-States of state-space layers, quantized layers and a full static window are overwritten in place. They can be taken back where they were
-empty; otherwise the cache is marked as broken and says so when it is used again.
+States of state-space layers, quantized layers and full static windows are overwritten in place. They can be restored only if they were
+empty before. Otherwise the cache is marked as broken, and the next call that uses it raises an error.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .xattn_cache import XAttnCache
 
 
 BROKEN = (
-    "`past_key_values` was in use when an earlier call failed, and its {} cannot be taken back to the text before that call. Start from an "
-    "empty cache (`past_key_values.reset()`)."
+    "An earlier call with `past_key_values` failed, and its {} cannot be restored to the text before that call. Start from an empty cache "
+    "(`past_key_values.reset()`)."
 )
 
 
 @contextlib.contextmanager
 def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
-    """Takes back, where the body raises, what it did to a cache.
+    """Restores a cache if the body of the `with` statement raises.
 
-    Under `torch.compile` nothing is taken back: the body is one graph, whose failure leaves Python's state alone.
+    Under `torch.compile` there is nothing to restore: the body is one graph, and its failure does not change Python's state.
     """
     if cache is None or torch.compiler.is_compiling():
         yield
@@ -55,7 +55,7 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
 
 
 class _TextMark:
-    """Where the text half stood before a call."""
+    """The state of the text half before a call."""
 
     def __init__(self, cache: XAttnCache):
         text = cache.self_attention_cache
@@ -69,16 +69,16 @@ class _TextMark:
         }
 
     def take_back(self, text: Cache) -> str | None:
-        """Restores the layers. Returns why that is impossible, where it is."""
+        """Restores the layers. Returns a reason if that is impossible, and None otherwise."""
         broken = None
         for index, layer in enumerate(text.layers[: self.num_layers]):
             broken = self._take_back_layer(index, layer) or broken
-        if text.layer_class_to_replicate is not None:  # layers that appear as they are written
+        if text.layer_class_to_replicate is not None:  # layers that are created when they are first written
             del text.layers[self.num_layers :]
         return None if broken is None else BROKEN.format(broken)
 
     def _take_back_layer(self, index: int, layer: Any) -> str | None:
-        has_keys = isinstance(layer, (DynamicLayer, StaticLayer))  # of a hybrid layer, beside its state
+        has_keys = isinstance(layer, (DynamicLayer, StaticLayer))  # a hybrid layer has keys and a state
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             broken = None
             if any(layer.has_previous_state.values()):
@@ -105,7 +105,7 @@ class _TextMark:
                 return "full static windows"
             layer.cumulative_length_int = length
             layer.cumulative_length.fill_(length)
-        elif isinstance(layer, StaticLayer):  # what lies behind its length is never read
+        elif isinstance(layer, StaticLayer):  # nothing behind its length is read
             for name in ("cumulative_length", "indexer_cumulative_length"):
                 if (counter := getattr(layer, name, None)) is not None:
                     counter.fill_(self.length)
@@ -126,7 +126,7 @@ class _TextMark:
 def _cut(layer: Any, length: int) -> None:
     if layer.is_initialized:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
-    # Of sparse attention; it may have been written without the keys, or the keys without it.
+    # Of sparse attention. Keys and indexer keys are written one after the other, so only one of them may be too long.
     if getattr(layer, "indexer_keys", None) is not None:
         layer.indexer_keys = layer.indexer_keys[:, :length]
     if getattr(layer, "indexer_position_ids", None) is not None:

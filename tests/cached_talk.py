@@ -285,9 +285,7 @@ class Talk:
             return function()
         except ValueError as error:
             # What a layer overwrites in place cannot be taken back, and a `generate` that failed has read its prompt.
-            if not re.search(
-                "cannot be taken back|Expected `input_ids` with the text in `past_key_values`", str(error)
-            ):
+            if not re.search("cannot be restored|Expected `input_ids` with the text in `past_key_values`", str(error)):
                 raise
             raise Over from error
 

@@ -165,7 +165,7 @@ def test_file_with_other_settings_is_refused(tmp_path):
         load_image_cache(file, other)
     encoded = model.encode_images(pixel_values=pixels(1))
     model.blocks[0].attn.k_proj.weight.data.add_(1)
-    with pytest.raises(ValueError, match="encoded by another model"):
+    with pytest.raises(ValueError, match="another model or other weights encoded it"):
         save_image_cache(encoded, file, model)
 
 

@@ -64,7 +64,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(place, name, kind):
             fails_once(PLACES[place](model), call)
         if cache.__dict__.get("broken"):
             assert kind == "static" and name != "llama", "only full static windows are overwritten"
-            with pytest.raises(ValueError, match="full static windows cannot be taken back"):
+            with pytest.raises(ValueError, match="full static windows cannot be restored"):
                 call()
             return
         assert close(call(), expected[:, part])
@@ -85,7 +85,7 @@ def test_a_state_space_decoder_says_that_its_cache_is_broken(name):
     expected = model(ids, pixel_values=images, use_cache=False).logits
     assert close(first, expected[:, :5])
     failing(input_ids=ids[:, 5:])
-    with pytest.raises(ValueError, match="state-space layers cannot be taken back.*reset"):
+    with pytest.raises(ValueError, match="state-space layers cannot be restored.*reset"):
         model(ids[:, 5:], past_key_values=cache)
     cache.reset()
     assert close(model(ids, pixel_values=images, past_key_values=cache).logits, expected)
