@@ -1,9 +1,9 @@
-"""One forward of the model around a decoder, in steps.
+"""The steps of one forward, before and after the decoder runs.
 
 read_call       finds the cache
 prepare_blocks  encodes new images, decides what each text token sees, and makes the context of the blocks
-(the decoder runs, with the context as a keyword)
-keep            puts into the cache what the forward leaves: images of all blocks, and what the text has seen
+(the decoder runs and gets the context as a keyword argument)
+keep            updates the cache: keys and values of new images for all blocks, and what the text has seen
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from .xattn_cache import XAttnCache
 
 logger = logging.get_logger(__name__)
 
-# Why nothing of a forward is cached.
+# Reasons why a forward must not write into a cache.
 RECOMPUTES = "Gradient checkpointing runs layers twice"
-SKIPS_LAYERS = "LayerDrop leaves layers out in training"
+SKIPS_LAYERS = "LayerDrop skips layers in training"
 
 
 @dataclass
 class Call:
-    """One forward, its arguments checked.
+    """The checked arguments of one forward.
 
     Attributes:
         text (`dict`): the decoder's own arguments.
         rows, length (`int`): of the text.
         device (`torch.device`): of the text.
-        images ([`ImageInputs`] or [`PreparedImages`]): the image arguments; from `generate` without a cache they are encoded already.
-        cache ([`XAttnCache`], *optional*): None where nothing is kept, or the caller's cache has no place for images.
-        text_cache (`Cache`, *optional*): what the decoder gets.
+        images ([`ImageInputs`] or [`PreparedImages`]): the image arguments. `generate` without a cache has already encoded
+            them.
+        cache ([`XAttnCache`], *optional*): None if nothing is cached, or if the caller's cache cannot hold images.
+        text_cache (`Cache`, *optional*): the cache that the decoder gets.
         use_cache, output_attentions (`bool`): as in `forward`.
-        uncached (`str`, *optional*): why nothing of this forward may be cached, where that is so.
-        continues (`bool`): the caller gave or asked for a cache, so that more text may follow.
+        uncached (`str`, *optional*): why this forward must not write into a cache; None if it may.
+        continues (`bool`): whether the caller passed a cache or asked for one, so more text may follow.
     """
 
     text: dict[str, Any]
@@ -68,7 +69,7 @@ class Call:
 
     @property
     def takes_up_images(self) -> bool:
-        """Whether cached images come into use with this call, or others are added to them: of another model they would be noise."""
+        """Whether this call is the first to use cached images, or adds images to them. They must then be images of this model."""
         if self.cache is None or isinstance(self.images, PreparedImages):
             return False
         return self.cache.text_rows is None or self.images.images is not None
@@ -76,13 +77,13 @@ class Call:
 
 @dataclass
 class BlockInputs:
-    """What the blocks of a forward get, and what is kept when it has succeeded.
+    """What the blocks of a forward get, and what goes into the cache if the forward succeeds.
 
     Attributes:
-        context ([`CrossAttentionContext`], *optional*): None where there is nothing to look at.
-        new ([`NewImages`], *optional*): images to keep, where there is a cache.
-        layout ([`ImageLayout`], *optional*): of the cached images, as this conversation sees them from now on.
-        progress ([`TextProgress`], *optional*): of the text afterwards.
+        context ([`CrossAttentionContext`], *optional*): None if there are no images.
+        new ([`NewImages`], *optional*): new images for the cache; None if there are none, or no cache.
+        layout ([`ImageLayout`], *optional*): new layout of the cached images, for this conversation.
+        progress ([`TextProgress`], *optional*): progress of the text after this call.
     """
 
     context: CrossAttentionContext | None = None
@@ -101,24 +102,24 @@ def read_call(
     recomputes: bool,
     skips_layers: bool,
 ) -> Call:
-    """Finds the cache of a call whose text was checked (`text_inputs.py`). What `forward` leaves open follows the configuration.
+    """Finds the cache of a call. `text_inputs.py` has checked the text. Arguments that are None follow the configuration.
 
     Args:
         config ([`XAttnConfig`]): the model's.
         text, images, past_key_values, use_cache, output_attentions: as in `forward`.
-        recomputes (`bool`): layers run a second time, under gradient checkpointing.
-        skips_layers (`bool`): layers may be left out, under LayerDrop.
+        recomputes (`bool`): whether layers run twice, under gradient checkpointing.
+        skips_layers (`bool`): whether layers may be skipped, under LayerDrop.
 
     Raises:
-        TypeError: for a cache of another kind.
-        ValueError: for a cache that cannot be used.
+        TypeError: if `past_key_values` is not a cache of transformers.
+        ValueError: if the cache cannot be used for this call.
     """
     input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
     given = input_ids if input_ids is not None else inputs_embeds
     assert given is not None
     if past_key_values is not None and not isinstance(past_key_values, Cache):
         raise TypeError(
-            f"Expected `past_key_values` to be a cache of transformers, got {type_name(past_key_values)}: pass "
+            f"Expected `past_key_values` to be a cache of transformers, got {type_name(past_key_values)}. Pass "
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
     continues = past_key_values is not None or bool(use_cache)
@@ -134,17 +135,17 @@ def read_call(
         cache = XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)))
     elif past_key_values is not None and (isinstance(images, PreparedImages) or images.images is not None):
         raise ValueError(
-            f"`past_key_values` is a {type(past_key_values).__name__}, which has no place for images: pass "
+            f"Expected `past_key_values` to be a cache for text and images, got a {type(past_key_values).__name__}. Pass "
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
     text_cache = past_key_values if cache is None else cache.self_attention_cache
     if cache is not None and uncached is not None:
         if not int(cache.get_seq_length()):
-            text_cache = None  # nothing to read, and some layers must not write
+            text_cache = None  # it holds nothing to read, and the layers must not write
         elif skips_layers:
             raise ValueError(
-                f"{SKIPS_LAYERS}, so text cannot be added to `past_key_values`, which holds some: call `model.eval()`, or set `layerdrop` "
-                "of the decoder to 0."
+                f"{SKIPS_LAYERS}, so no text can be added to `past_key_values`, which already holds text. Call `model.eval()`, or set "
+                "`layerdrop` of the decoder to 0."
             )
     if output_attentions is not None or config.output_attentions:
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -169,13 +170,14 @@ def read_call(
 def prepare_blocks(
     config: XAttnConfig, encoder: ImageEncoder, call: Call, trains: bool, only_images_learn: Callable[[], bool]
 ) -> BlockInputs:
-    """Encodes the new images of a call, and decides what each text token sees of all images. The cache is not changed.
+    """Encodes the new images of a call, and decides which image tokens each text token sees. The cache is not changed.
 
     Args:
         config ([`XAttnConfig`]), encoder ([`ImageEncoder`]): the model's.
         call ([`Call`]): from [`read_call`].
-        trains (`bool`): a gradient is wanted.
-        only_images_learn (`Callable`): whether no weight of the text model itself wants one. Called only where there are no images.
+        trains (`bool`): whether the model is in training mode and computes gradients.
+        only_images_learn (`Callable`): whether some weights require a gradient, but none of the text model's own. Called only if
+            there are no images.
     """
     images = _images_of(call, encoder, trains)
     cross = None if call.cache is None else call.cache.cross_attention_cache
@@ -193,19 +195,19 @@ def prepare_blocks(
     if cross is not None and cross.layers:
         if call.rows % cross.rows:
             raise ValueError(
-                f"Expected a batch that is a multiple of {cross.rows}, the image rows in `past_key_values`, got {call.rows} text rows."
+                f"Expected a text batch that is a multiple of {cross.rows}, the number of image rows in `past_key_values`, got {call.rows}."
             )
         if call.uncached is not None and new is not None:
             raise ValueError(
-                f"{call.uncached}, so images cannot be added to a cache that holds some: pass all images in one call, or encode them "
-                "before with `encode_images`."
+                f"{call.uncached}, so no images can be added to `past_key_values`, which already holds images. Pass all images in one "
+                "call, or encode them before with `encode_images`."
             )
         image_rows = cross.rows
     if cross is not None and cross.layers and trains:
         _warn_of_constant_images(cross, encoder)
     sees, after = layout.token_mask, None
     if stands_in and sees is not None:
-        sees = sees[:, None]  # nobody sees it, whatever the text holds, and nothing is left to remember
+        sees = sees[:, None]  # no text sees the stand-in image, and there is no progress to keep
     else:
         markers = _markers(config, call, decided=mask is not None and mask.decides(call.length, layout.num_tokens))
         if markers is not None and mask is None:
@@ -236,7 +238,7 @@ def prepare_blocks(
 
 
 def keep(call: Call, prepared: BlockInputs) -> None:
-    """What a forward leaves in its cache: images of all blocks, and what the text has seen."""
+    """Updates the cache after a forward: keys and values of new images for all blocks, and what the text has seen."""
     cache, context = call.cache, prepared.context
     if cache is None or call.uncached is not None:
         return
@@ -258,16 +260,16 @@ def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
         return ImagesOfCall(call.images.new, call.images.new.layout, call.images.mask)
     call.images.check_device(call.device, "text")
-    # Digests cost a pass over the images. In training nobody asks again, and compiled code cannot compare them.
+    # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
     record = call.cache is not None and not trains and not torch.compiler.is_compiling()
     return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length), record)
 
 
 def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor | None:
-    """`(B, T)`, where the text holds an image marker; None where `image_visibility` does not ask.
+    """Returns `(B, T)`, True where the text holds an image marker; None if `image_visibility` does not depend on markers.
 
     Args:
-        decided (`bool`): the caller's mask decides everything, so that markers may be unknown.
+        decided (`bool`): whether the caller's mask decides everything, so the markers may be unknown.
     """
     if config.image_visibility == "all":
         return None
@@ -276,16 +278,16 @@ def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor | N
         return input_ids == config.image_token_id
     if not decided:
         raise ValueError(
-            f"`image_visibility={config.image_visibility!r}` follows the image markers in `input_ids`: with "
-            "`inputs_embeds`, pass a `cross_attention_mask` of shape (batch, text_len, num_image_tokens)."
+            f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got `inputs_embeds`. Pass "
+            "`input_ids`, or a `cross_attention_mask` of shape (batch, text_len, num_image_tokens)."
         )
     return torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
 
 
 def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor) -> None:
-    """Raises where nobody could see an image of the call: its row has fewer markers, and no text will follow.
+    """Raises a `ValueError` if no text token can see an image: its row has too few markers, and no text will follow.
 
-    A run on such rows trains nothing: the gradient of every block is zero.
+    Training on such rows would change nothing, because the gradient of every block is zero.
     """
     if (
         call.continues
@@ -300,27 +302,29 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
     if bool((found < total).any()):
         wanted = total.tolist() if isinstance(total, torch.Tensor) else [total] * call.rows
         raise ValueError(
-            f"Expected an image marker (token {config.image_token_id}) in `input_ids` for each image, as "
-            f"`image_visibility={config.image_visibility!r}` follows them: rows have {wanted} images, got {found.tolist()} markers. Where "
-            "the rest of the text follows in another call, pass `use_cache=True`."
+            f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image, because of "
+            f"`image_visibility={config.image_visibility!r}`: {wanted} images a row, got {found.tolist()} markers. If the rest of the "
+            "text follows in another call, pass `use_cache=True`."
         )
 
 
 def _warn_of_constant_images(cross: CrossCache, encoder: ImageEncoder) -> None:
-    """Says so where projections should learn from keys and values that were made without gradients."""
+    """Warns if weights should learn, but the cached keys and values were computed without gradients."""
     if not cross.layers[0].keys.requires_grad and encoder.learns():
         logger.warning_once(
             "The images in `past_key_values` were encoded without gradients, so key and value projections, connector and vision tower do "
-            "not learn from this text. Call `encode_images` outside of `torch.no_grad()`, or pass the images themselves; to train the "
-            "rest alone, set `requires_grad_(False)` on these parts."
+            "not learn from this text. Call `encode_images` outside of `torch.no_grad()`, or pass the images instead of a cache. To train "
+            "only the other weights, call `requires_grad_(False)` on these parts."
         )
 
 
 def _query_positions(call: Call) -> torch.Tensor:
-    """`(B or 1, T)`, places of the text tokens."""
+    """Returns the positions of the text tokens, `(B or 1, T)`."""
     positions = call.text.get("position_ids")
     if positions is not None:
-        return positions if positions.dim() == 2 else positions[0]  # one row for each axis of an image
+        return (
+            positions if positions.dim() == 2 else positions[0]
+        )  # 3-D positions have one row for each axis of an image
     past = 0 if call.cache is None else call.cache.get_seq_length()
     return torch.arange(call.length, device=call.device)[None] + past
 

@@ -1,8 +1,8 @@
-"""The one thing that travels from the model to its blocks: a keyword argument through the decoder's own layers.
+"""What the model passes to its blocks: one keyword argument that goes through the decoder's own layers.
 
-It is a transformers `ModelOutput`, a mapping and a pytree, so that accelerate's device hooks move its tensors, FSDP casts
-them, and activation checkpointing hands the very same tensors to the recomputation. Nothing is left on modules, in globals
-or in hooks: those are missing under DDP, deepcopy and recomputation, where the gradients silently become zero.
+The context is a `ModelOutput` of transformers, that is a mapping and a pytree. So accelerate's device hooks move its tensors, FSDP
+casts them, and activation checkpointing passes the same tensors to the recomputation. Nothing is stored on modules, in globals or in
+hooks: under DDP, deepcopy and recomputation it would be missing, and gradients would silently be zero.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from .folded_mask import FoldedMask, fold_mask
 from .tensor_checks import check_bool, check_tensor, type_name
 
 
-# The keyword under which it travels. No decoder of transformers has an argument of this name.
+# Name of the keyword argument. No decoder of transformers has an argument of this name.
 KEYWORD = "cross_attention_context"
 
 
 class Recorder:
-    """Collects what the blocks of one forward report: attention weights, and keys and values of new images.
+    """Collects attention weights, and keys and values of new images, from the blocks of one forward.
 
-    Keys and values get into a cache when the forward has succeeded, for all blocks at once. There is one recorder a forward, whoever
-    copies the context on the way: `to` returns the object itself to device hooks, and so does the pytree node, without leaves, to FSDP
-    and to export.
+    When the forward has succeeded, the keys and values of all blocks go into a cache at once. Device hooks, FSDP and export copy the
+    context, but all copies share one recorder: `to` returns the object itself, and as a pytree node it has no leaves.
     """
 
     def __init__(self) -> None:
@@ -40,12 +39,12 @@ class Recorder:
         return self
 
     def collected(self) -> list[KeyValue]:
-        """Keys and values in the order of the blocks."""
+        """Returns keys and values in the order of the blocks."""
         return [self.keys_values[index] for index in sorted(self.keys_values)]
 
 
 class _SameRecorder:
-    """A recorder as the context of a pytree node. All are equal: no structure of inputs differs by its recorder."""
+    """Holds a recorder as the context of a pytree node. All instances are equal, so that input structures compare equal."""
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
@@ -72,18 +71,18 @@ pytree.register_pytree_node(
 class CrossAttentionContext(ModelOutput):
     """What the blocks of one forward share.
 
-    Every default is None: a mapping that accelerate rebuilds from a dict must not look half filled.
+    Every default is None: accelerate rebuilds the context from one dict, which `ModelOutput` reads only if all other fields are None.
 
     Attributes:
-        cross_attention_states (`torch.Tensor`, *optional*): `(R, N, context_size)`, images that are new in this forward.
-        cache ([`CrossCache`], *optional*): images of earlier forwards. It is read here, never written.
+        cross_attention_states (`torch.Tensor`, *optional*): `(R, N, context_size)`, the new images.
+        cache ([`CrossCache`], *optional*): images of earlier forwards. Blocks only read it.
         mask, visible (`torch.BoolTensor`, *optional*): see [`FoldedMask`].
         query_positions (`torch.LongTensor`, *optional*): `(B or 1, T)`, for a relative position bias.
-        key_positions (`torch.LongTensor`, *optional*): `(rows, N)`, likewise; 0 ... N - 1 where it is None.
-        output_attentions (`bool`, *optional*): blocks report their attention weights.
-        keep_keys_values (`bool`, *optional*): blocks report the keys and values of new images, for a cache.
-        encode_only (`bool`, *optional*): blocks report these and do nothing else.
-        recorder ([`Recorder`], *optional*): where blocks report.
+        key_positions (`torch.LongTensor`, *optional*): `(rows, N)`, likewise; None stands for 0 ... N - 1.
+        output_attentions (`bool`, *optional*): blocks record their attention weights.
+        keep_keys_values (`bool`, *optional*): blocks record keys and values for a cache.
+        encode_only (`bool`, *optional*): blocks record keys and values and do nothing else.
+        recorder ([`Recorder`], *optional*): the object that blocks record to.
     """
 
     cross_attention_states: torch.Tensor | None = None
@@ -102,23 +101,23 @@ class CrossAttentionContext(ModelOutput):
         return FoldedMask(self.mask, self.visible)
 
     def cached(self, layer_idx: int) -> KeyValue | None:
-        """Keys and values of the images that a block has projected before; None where there are none."""
+        """Returns a block's keys and values of cached images, or None if there are no cached images."""
         if self.cache is None or not self.cache.layers:
             return None
         return self.cache.layers[layer_idx].read()
 
 
 def check_context(context: Any) -> None:
-    """Raises a `TypeError` for anything but what a model makes."""
+    """Raises a `TypeError` for anything but a [`CrossAttentionContext`]."""
     if not isinstance(context, CrossAttentionContext):
         raise TypeError(
-            f"`cross_attention` is what a model hands to its blocks, a CrossAttentionContext, got {type_name(context)}: pass "
-            "`cross_attention_states` and `cross_attention_mask`."
+            f"Expected `cross_attention` to be a CrossAttentionContext, which only a model makes, got {type_name(context)}. Pass "
+            "`cross_attention_states` and `cross_attention_mask` instead."
         )
 
 
 def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: int, num_tokens: int) -> None:
-    """Raises where a layer's `cross_attention_mask` is not `(batch, num_image_tokens)` or `(batch, text_len, num_image_tokens)`.
+    """Checks that a layer's `cross_attention_mask` is `(batch, num_image_tokens)` or `(batch, text_len, num_image_tokens)`.
 
     Raises:
         TypeError: for a mask that is not boolean.
@@ -141,7 +140,7 @@ def plain_context(
     config: CrossAttentionConfig,
     output_attentions: bool = False,
 ) -> CrossAttentionContext:
-    """Context of a layer that is used on its own, one image row a text row."""
+    """Makes the context of a layer that is used on its own, with one image row for each text row."""
     batch_size, text_len = hidden_states.shape[:2]
     sees = None
     if cross_attention_mask is not None:

@@ -1,7 +1,8 @@
-"""What the image inputs of a call mean, given the conversation so far.
+"""Compares the image inputs of a call with the cache of the conversation.
 
-A call brings images that the cache holds already, new ones, or none; masks over all images or over the new ones, for the text of the call
-or for the whole text. Here they become three things: the images to encode, a layout of all images, and a mask for the text of the call.
+A call may pass images that the cache already holds, new images, or none. Its masks may cover all images or only the new ones, and the
+whole text or only the text of the call. This file makes three things of them: the images to encode, a layout of all images, and a mask
+for the text of the call.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .xattn_cache import XAttnCache
 
 
 class TextOfCall(NamedTuple):
-    """The text that a call's images belong to.
+    """The text that the images of a call belong to.
 
     Attributes:
-        rows (`int`, *optional*): its batch; None where images are encoded without a text.
-        new (`int`): tokens that the cache does not hold.
-        cached (`int`): tokens that it holds, where a caller's mask may cover them too.
+        rows (`int`, *optional*): batch of the text; None if images are encoded without a text.
+        new (`int`): number of tokens that the cache does not hold.
+        cached (`int`): number of cached tokens that a caller's mask may also cover.
     """
 
     rows: int | None
@@ -39,11 +40,11 @@ class TextOfCall(NamedTuple):
 
 
 class ImagesOfCall(NamedTuple):
-    """Images and masks of a call, beside its cache.
+    """Images and mask of a call, next to those of the cache.
 
     Attributes:
         new ([`NewImages`], *optional*): images to encode.
-        layout ([`ImageLayout`], *optional*): of all images, those of the cache in front; None where there are none.
+        layout ([`ImageLayout`], *optional*): of all images, the cached ones first; None if there are no images.
         mask ([`CallersMask`], *optional*): the caller's decision for the text that follows.
         stored ([`StoredImages`], *optional*): in place of `new`, where a call has a store.
     """
@@ -62,10 +63,10 @@ def read_images(
     record_content: bool,
     store: StoreReader | None = None,
 ) -> ImagesOfCall:
-    """Encodes the new images of a call, and lays its masks over all images. The cache is not changed.
+    """Encodes the new images of a call, and extends its masks to all images. The cache is not changed.
 
     Raises:
-        TypeError, ValueError: for images and masks that fit neither one another, nor the text, nor the cache.
+        TypeError, ValueError: if images, masks, text and cache do not fit together.
     """
     cross = None if cache is None else cache.cross_attention_cache
     cached = None if cross is None else cross.layout
@@ -90,7 +91,7 @@ def read_images(
 
 
 def _narrowed(cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
-    """Cached images under the masks of a call that brings none: they act while nothing was read, and must agree afterwards."""
+    """Applies the masks of a call without images to the cached images. Once text is cached, they must equal the known masks."""
     for name, given, size in (
         ("image_mask", inputs.image_mask, cached.num_images),
         ("cross_attention_mask", inputs.token_mask, cached.num_tokens),
@@ -110,14 +111,15 @@ def _narrowed(cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> Image
 
 
 def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, text: TextOfCall) -> CallersMask:
-    """The rows for new text of a mask over the whole text. The others must be what the cached text has seen."""
+    """Returns the rows for new text of a mask for the whole text. The other rows must equal what the cached text has seen."""
     assert text.rows is not None
     layout = cache.cross_attention_cache.layout
     history = cache.current_progress().known_history
     if history is None:
         raise ValueError(
-            f"`{name}` covers the {text.cached} text tokens in `past_key_values`, which as a static cache, one of a state-space decoder, "
-            f"or one from an exported program, does not tell what they have seen. Pass a mask for the {text.new} new tokens."
+            f"Expected `{name}` for the {text.new} new text tokens, got one that also covers the {text.cached} tokens in "
+            "`past_key_values`. This cache (static, of a state-space decoder, or from an exported program) does not know what earlier "
+            "text has seen, so the mask cannot be compared."
         )
     before = mask.rows[:, : text.cached]
     end = mask.first + mask.rows.shape[2]
@@ -127,7 +129,7 @@ def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, tex
         seen = what_text_saw(rule, layout, history, text.rows)
         seen = torch.nn.functional.pad(seen, (0, max(0, end - seen.shape[2])))[..., mask.first : end]
         if layout.token_mask is not None and mask.first == 0:
-            # Padding is never seen, whatever the mask says of it.
+            # No text sees padding, whatever the mask contains.
             padding = rows_to(layout.token_mask, text.rows)
             padding = torch.nn.functional.pad(padding, (0, end - padding.shape[1]), value=True)
             before = before & padding[:, None].to(before.device)
@@ -135,14 +137,14 @@ def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, tex
     if differs.any():
         row, token = differs.nonzero()[0].tolist()
         raise ValueError(
-            f"`{name}` covers the whole text, but for the {text.cached} tokens in `past_key_values` it differs from what they have seen, "
+            f"Expected `{name}` to equal what the {text.cached} text tokens in `past_key_values` have seen, but it differs from that, "
             f"first for token {token} of row {row}. Pass a mask for the {text.new} new tokens, or start from an empty cache."
         )
     return replace(mask, rows=mask.rows[:, text.cached :])
 
 
 def what_text_saw(rule: str, layout: ImageLayout, history: History, batch_size: int) -> torch.Tensor:
-    """What cached text has seen, `(B, text so far, N)`: its calls once more, with the images that there were."""
+    """Returns what the cached text has seen, `(B, cached text, N)`. Repeats the calls with the images of that time."""
     device = layout.image_of_token.device
     progress, parts, end = TextProgress(history=None), [], 0
     for segment in history.segments:
@@ -166,10 +168,10 @@ def what_text_saw(rule: str, layout: ImageLayout, history: History, batch_size: 
 @dataclass_node
 @dataclass(eq=False)
 class PreparedImages:
-    """Images that `generate` encoded once for decoding without a cache.
+    """Images that `generate` has encoded once, for decoding without a cache.
 
     Attributes:
-        new ([`NewImages`]): one row an image row; text rows share them.
+        new ([`NewImages`]): the images. Text rows share their rows.
         mask ([`CallersMask`], *optional*): the caller's decision for the first part of the text.
     """
 
@@ -180,19 +182,20 @@ class PreparedImages:
 def given_images(
     config: XAttnConfig, prepared: PreparedImages | None, **arguments: Any
 ) -> ImageInputs | PreparedImages:
-    """The images of a forward: its image arguments, or those that `generate` prepared.
+    """Returns the images of a forward: those of its image arguments, or those that `generate` has prepared.
 
     Raises:
-        TypeError, ValueError: as [`ImageInputs.of`]; for both of them, and for other things as `image_inputs`.
+        TypeError: as [`ImageInputs.of`], and if `image_inputs` is not [`PreparedImages`].
+        ValueError: as [`ImageInputs.of`], and if both are given.
     """
     if prepared is None:
         return ImageInputs.of(config, **arguments)
     if not isinstance(prepared, PreparedImages):
         raise TypeError(
-            f"`image_inputs` is for `generate` alone, which passes PreparedImages, got {type_name(prepared)}: pass `pixel_values` or "
-            "`cross_attention_states`."
+            f"Expected `image_inputs` to be PreparedImages, which only `generate` makes, got {type_name(prepared)}. Pass `pixel_values` "
+            "or `cross_attention_states` instead."
         )
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"Give `image_inputs` or `{name}`, not both.")
+            raise ValueError(f"Expected `image_inputs` or `{name}`, got both.")
     return prepared

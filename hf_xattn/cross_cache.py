@@ -1,11 +1,11 @@
 """The cross-attention half of an `EncoderDecoderCache`: keys and values of images, projected once.
 
-It differs from a self-attention cache in what its rows are. A row is an image row, not a text row: beams, return sequences and many
-questions about one image share it, and attention folds them into one query axis. Its length is the number of image tokens, whatever
-the decoder's sliding window or the length of the text.
+A row of this cache is an image row, not a text row. Beams, return sequences and many questions about one image share an image row,
+and attention folds them into one query axis. The length of this cache is the number of image tokens. It depends neither on the length
+of the text nor on a sliding window of the decoder.
 
-It holds images of all blocks, with their layout, or nothing: [`CrossCache.fill`] is the one way in, and takes all at once. Tensors are
-replaced and never written into, so that caches which share an image share its keys and values.
+The cache holds keys and values for all blocks and their layout, or nothing. Only [`CrossCache.fill`] adds images, for all blocks at
+once. Tensors are replaced and never written into, so several caches can share the keys and values of an image.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class CrossAttentionLayer(DynamicLayer):
     """Keys and values of one block.
 
     Attributes:
-        keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With `quiet_softmax` the first
-            key is the null key, in front of the image tokens.
+        keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With `quiet_softmax` the null
+            key is in front of the image tokens.
     """
 
     keys: torch.Tensor
@@ -41,10 +41,12 @@ class CrossAttentionLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, *args, **kwargs):
-        raise RuntimeError("Images are cached by the model, for all blocks at once: see `CrossCache.fill`.")
+        raise RuntimeError(
+            "Images cannot be added to one layer. The model adds them to all blocks at once, with `CrossCache.fill`."
+        )
 
     def read(self) -> KeyValue:
-        """Keys and values on the block's device; they stay offloaded where they are."""
+        """Returns keys and values on the block's device. Offloaded ones are copied and stay offloaded."""
         if self.keys.device == self.device:
             return self.keys, self.values
         return self.keys.to(self.device, non_blocking=True), self.values.to(self.device, non_blocking=True)
@@ -54,9 +56,9 @@ class CrossCache(DynamicCache):
     """Images of a batch, for all blocks.
 
     Attributes:
-        layers (`list[CrossAttentionLayer]`): one a block; empty where there are no images.
-        layout ([`ImageLayout`], *optional*): what the image tokens are; None where there are no images.
-        made_by (`str`, *optional*): identity of the model and the weights that made them, see `model_identity.py`.
+        layers (`list[CrossAttentionLayer]`): one for each block; empty if there are no images.
+        layout ([`ImageLayout`], *optional*): describes the image tokens; None if there are no images.
+        made_by (`str`, *optional*): identity of the model and the weights that encoded the images, see `model_identity.py`.
     """
 
     def __init__(self):
@@ -75,15 +77,15 @@ class CrossCache(DynamicCache):
 
     @property
     def rows(self) -> int:
-        """Number of image rows; 0 where there are no images."""
+        """Number of image rows; 0 if there are no images."""
         return self.layers[0].keys.shape[0] if self.layers else 0
 
     def fill(self, layout: ImageLayout, keys_values: list[KeyValue], made_by: str | None = None) -> None:
-        """Appends images: their keys and values in every block, in the order of the blocks.
+        """Appends images, for all blocks.
 
         Args:
             layout ([`ImageLayout`]): of the new images.
-            keys_values (`list[tuple]`): of all images, those that are here already in front.
+            keys_values (`list[tuple]`): one tuple for each block, in order: keys and values of all images, cached ones first.
             made_by (`str`, *optional*): identity of the model and the weights.
         """
         layers = [CrossAttentionLayer(key, value) for key, value in keys_values]
@@ -93,26 +95,26 @@ class CrossCache(DynamicCache):
         self.layers, self.layout, self.made_by = layers, appended, made_by
 
     def state(self) -> tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]:
-        """What [`restore`] brings back. Nothing is copied: images are replaced and never written into."""
+        """Returns the present state for [`restore`]. Copies nothing, because tensors are never written into."""
         return self.layers, self.layout, self.made_by
 
     def restore(self, state: tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]) -> None:
-        """Takes back what was filled in since `state` was taken."""
+        """Returns to a `state`: images added since then are gone."""
         self.layers, self.layout, self.made_by = state
 
     def shared(self) -> CrossCache:
-        """The same images, not copied, for another conversation."""
+        """Returns a cache with the same images for another conversation. Nothing is copied."""
         other = CrossCache()
         other.layers = [copy.copy(layer) for layer in self.layers]
         other.layout, other.made_by = self.layout, self.made_by
         return other
 
     def show(self, layout: ImageLayout) -> None:
-        """Describes the same image tokens differently, for this conversation."""
+        """Replaces the layout, for this conversation only. The image tokens stay the same."""
         self.layout = layout
 
     def select(self, rows: torch.Tensor, layout: ImageLayout) -> None:
-        """Keeps the image rows `rows`, in that order, which `layout` describes."""
+        """Keeps the image rows `rows`, in that order. `layout` describes them."""
         self.layers = [
             CrossAttentionLayer(layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)])
             for layer in self.layers
@@ -120,16 +122,16 @@ class CrossCache(DynamicCache):
         self.layout = layout
 
     def reset(self) -> None:
-        # Dropped, never zeroed: other caches may share the tensors.
+        # Drop the tensors and do not zero them: other caches may share them.
         self.layers, self.layout, self.made_by = [], None, None
 
     def offload_all(self) -> None:
-        """Moves keys and values to the host; blocks bring them back for as long as they use them."""
+        """Moves keys and values to the host. Each block copies its own back while it runs."""
         for layer in self.layers:
             layer.offload()
 
     def mark_static(self) -> None:
-        """Keeps addresses out of the guards of compiled decoding: a CUDA graph reads these tensors at every step."""
+        """Tells `torch.compile` that the addresses of keys and values do not change, as a CUDA graph requires."""
         for layer in self.layers:
             torch._dynamo.mark_static_address(layer.keys)
             torch._dynamo.mark_static_address(layer.values)
@@ -144,7 +146,7 @@ class CrossCache(DynamicCache):
         raise _needs_text_rows("batch_select_indices")
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("Images are not cropped. Crop the text: call `crop` of the whole cache.")
+        raise ValueError("Images cannot be cropped. To crop the text, call `crop` of the whole cache.")
 
 
 def _needs_text_rows(method: str) -> RuntimeError:
@@ -154,21 +156,21 @@ def _needs_text_rows(method: str) -> RuntimeError:
 
 
 def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, head_dim: int) -> None:
-    """Raises a `ValueError` where cached images do not fit the model."""
+    """Raises a `ValueError` if cached images do not fit the model."""
     if len(cache.layers) != num_blocks:
         raise ValueError(
-            f"Expected images for {num_blocks} cross-attention blocks in `past_key_values`, got {len(cache.layers)}: they are of "
-            "another model."
+            f"Expected images for {num_blocks} cross-attention blocks in `past_key_values`, got {len(cache.layers)}. "
+            "Another model encoded them."
         )
     _, heads, _, width = cache.layers[0].keys.shape
-    # Under tensor parallelism a rank holds some of the heads.
+    # Under tensor parallelism a rank holds only some of the heads.
     if num_key_value_heads % heads or width != head_dim:
         raise ValueError(
-            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `past_key_values`, got {heads} of width {width}: its "
-            "images are of another model."
+            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `past_key_values`, got {heads} of width {width}. "
+            "Another model encoded the images."
         )
 
 
 def is_empty(cache: Cache) -> bool:
-    """Whether a cache of any kind holds nothing."""
+    """Whether a cache of any kind is empty."""
     return not any(getattr(layer, "is_initialized", False) for layer in cache.layers)

@@ -1,11 +1,11 @@
-"""The image arguments of a call, checked once, as one value.
+"""Checks the image arguments of a call once, and makes one value of them.
 
-`forward`, `generate` and `encode_images` take the same arguments. Each makes one [`ImageInputs`] of them at once; everything below takes
-that value.
+`forward`, `generate` and `encode_images` take the same image arguments. Each of them first makes an [`ImageInputs`], and passes only this
+value on.
 
-Shapes that are taken (batch = text rows, T = text tokens, n = images, N = image tokens):
+Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens):
 
-    pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image a row
+    pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image for each row
                              (batch, n, max_num_tiles, channels, height, width) with a tiled vision tower
     cross_attention_states   (batch, N, context_size), or (batch, n, tokens, context_size)
     image_mask               (batch, n), False = padding image
@@ -14,8 +14,8 @@ Shapes that are taken (batch = text rows, T = text tokens, n = images, N = image
                              (batch, T, n, max_num_tiles): the same, by tile
     image_attention_mask     (batch, T, n): the same, by image (Idefics)
 
-n and N count the images of the call, or all images: those of the cache and those of the call. T is the text of the call. In `generate` it
-may also be the whole text, that of the cache included.
+For masks, n and N count the images of the call, or all images: those of the cache, then those of the call. T is the length of the call's
+text. In `generate` it may also be the length of the whole text, including the cached text.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ IMAGE_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class ImageAxis:
-    """An image axis that a mask for each text token may have.
+    """An image axis that a mask of the caller may have.
 
     Attributes:
-        sizes (`tuple[int, ...]`): the tokens of each image on it.
-        first (`int`): image tokens of the cache before its first one.
-        places (`torch.LongTensor`, *optional*): `(R, images)`, the place of each image among all images, -1 for padding; None where they
-            stand in order.
-        all_sizes (`tuple[int, ...]`): with `places`, the tokens of all images.
+        sizes (`tuple[int, ...]`): number of tokens of each image on the axis.
+        first (`int`): number of cached image tokens in front of the axis.
+        places (`torch.LongTensor`, *optional*): `(R, images)`, the position of each image among all images, -1 for padding; None if
+            the order is the same.
+        all_sizes (`tuple[int, ...]`): with `places`, the number of tokens of each of all images.
     """
 
     sizes: tuple[int, ...]
@@ -62,13 +62,13 @@ class ImageAxis:
     all_sizes: tuple[int, ...] = ()
 
     def moved(self, mask: torch.Tensor) -> torch.Tensor:
-        """A mask `(rows, T, tokens of this axis)` over the tokens of all images."""
+        """Maps a mask `(rows, T, tokens of this axis)` to the tokens of all images."""
         if self.places is None:
             return mask
         rows, text_len, _ = mask.shape
         tokens, total = self.sizes[0], len(self.all_sizes)
         places = rows_to(self.places, rows).to(mask.device)
-        places = torch.where(places < 0, total, places)  # padding goes into a place that is cut off
+        places = torch.where(places < 0, total, places)  # padding is written to an extra position, which is cut off
         result = mask.new_zeros(rows, text_len, total + 1, tokens)
         index = places[:, None, :, None].expand(-1, text_len, -1, tokens)
         result.scatter_(2, index, mask.unflatten(2, (-1, tokens)))
@@ -77,17 +77,17 @@ class ImageAxis:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Images and masks of one call.
+    """The images and masks of one call.
 
     Attributes:
-        name (`str`, *optional*): the argument that holds the images; None where the call brings none.
+        name (`str`, *optional*): name of the argument with the images; None if the call has no images.
         pixel_values (`torch.Tensor`, *optional*): `(R, n, ...)`.
         tiles ([`Tiles`], *optional*): with a tiled vision tower.
         states (`torch.Tensor`, *optional*): `(R, n, tokens, context_size)`.
         image_mask (`torch.BoolTensor`, *optional*): `(rows, n)`.
         token_mask (`torch.BoolTensor`, *optional*): `(rows, N)`.
         text_mask (`torch.BoolTensor`, *optional*): `(B, T, N)` or `(B, T, n, tiles)`.
-        text_mask_name (`str`): the argument that held `text_mask`.
+        text_mask_name (`str`): name of the argument with `text_mask`.
     """
 
     name: str | None = None
@@ -112,11 +112,11 @@ class ImageInputs:
         aspect_ratio_mask: torch.Tensor | None = None,
         image_attention_mask: torch.Tensor | None = None,
     ) -> ImageInputs:
-        """Checks everything that needs neither the text nor a cache.
+        """Makes the checks that need neither the text nor a cache.
 
         Raises:
-            TypeError: for anything but tensors, masks that are not boolean, or images that are not floating point.
-            ValueError: where arguments contradict one another, or for a wrong rank or width.
+            TypeError: for arguments that are not tensors, masks that are not boolean, or images that are not floating point.
+            ValueError: for contradictory arguments, or a wrong rank or width.
         """
         given = (
             pixel_values,
@@ -133,24 +133,24 @@ class ImageInputs:
                 check_tensor(argument, value)
                 count += 1
         if not count:
-            return NO_IMAGES  # as in every decode step
+            return NO_IMAGES  # for example in a decode step
         if pixel_values is not None and cross_attention_states is not None:
-            raise ValueError("Give `pixel_values` or `cross_attention_states`, not both.")
+            raise ValueError("Expected `pixel_values` or `cross_attention_states`, not both.")
         if image_attention_mask is not None and cross_attention_mask is not None:
-            raise ValueError("Give `image_attention_mask` or `cross_attention_mask`, not both.")
+            raise ValueError("Expected `image_attention_mask` or `cross_attention_mask`, not both.")
         name = tiles = states = None
         if pixel_values is not None:
             name = "pixel_values"
             if config.vision_config is None:
                 raise ValueError(
-                    "`pixel_values` were given, but this model has no vision tower (`config.vision_config` is None). Pass image "
+                    "Expected no `pixel_values`, because this model has no vision tower (`config.vision_config` is None). Pass image "
                     "features as `cross_attention_states`, or retrofit with `vision=`."
                 )
             pixel_values, tiles = check_pixels(config.vision_config, pixel_values, aspect_ratio_ids, aspect_ratio_mask)
         else:
             for argument, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
                 if value is not None:
-                    raise ValueError(f"`{argument}` was given without `pixel_values`, whose tiles it describes.")
+                    raise ValueError(f"`{argument}` was given without `pixel_values`, but it describes their tiles.")
         if cross_attention_states is not None:
             name = "cross_attention_states"
             check_states(cross_attention_states, config.cross_attention_config.context_size, by_image=True)
@@ -174,7 +174,7 @@ class ImageInputs:
                     f"(batch, text_len, num_images, max_num_tiles), got {tuple(cross_attention_mask.shape)}."
                 )
             if cross_attention_mask.dim() == 4:
-                text_mask = cross_attention_mask != 0  # Mllama's processor makes integers
+                text_mask = cross_attention_mask != 0  # Mllama's processor returns integers
             else:
                 check_bool("cross_attention_mask", cross_attention_mask)
                 if cross_attention_mask.dim() == 2:
@@ -185,7 +185,7 @@ class ImageInputs:
 
     @classmethod
     def take_from(cls, config: XAttnConfig, kwargs: dict[str, Any]) -> ImageInputs:
-        """Takes the image arguments out of `kwargs`."""
+        """Removes the image arguments from `kwargs` and checks them."""
         return cls.of(config, **{name: kwargs.pop(name) for name in IMAGE_ARGUMENTS if name in kwargs})
 
     def each_image(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ImageInputs:
@@ -209,7 +209,7 @@ class ImageInputs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the call brings neither images nor masks."""
+        """Whether the call has neither images nor masks."""
         return self.name is None and self.image_mask is None and self.token_mask is None and self.text_mask is None
 
     @property
@@ -218,7 +218,7 @@ class ImageInputs:
 
     @property
     def real_images(self) -> torch.Tensor | None:
-        """`(R, n)`, which of the given images are real; None where all are, or none are given."""
+        """Which of the given images are real, `(R, n)`; None if all are, or there are no images."""
         if self.image_mask is None and self.tiles is not None:
             return self.tiles.aspect_ratio_ids > 0
         return self.image_mask
@@ -237,11 +237,11 @@ class ImageInputs:
                 )
 
     def check_rows(self, text_rows: int | None, cached_rows: int) -> None:
-        """Raises a `ValueError` where batches do not fit one another.
+        """Raises a `ValueError` if the batches of text, images, masks and cache do not fit together.
 
         Args:
-            text_rows (`int`, *optional*): batch of the text; None where there is none yet.
-            cached_rows (`int`): image rows of the cache; 0 where it holds none.
+            text_rows (`int`, *optional*): batch of the text; None if there is no text yet.
+            cached_rows (`int`): number of image rows in the cache; 0 if it holds no images.
         """
         images = self.images
         if images is None and not cached_rows:
@@ -252,29 +252,31 @@ class ImageInputs:
             ):
                 if mask is not None:
                     raise ValueError(
-                        f"`{argument}` was given without images: pass `pixel_values` or `cross_attention_states`, or a cache that "
+                        f"`{argument}` was given without images. Pass `pixel_values` or `cross_attention_states`, or a cache that "
                         "holds images."
                     )
             return
         image_rows = cached_rows or text_rows
         if images is not None and image_rows is not None and images.shape[0] != image_rows:
             raise ValueError(
-                f"`{self.name}` has batch {images.shape[0]}, expected {image_rows}. To ask many questions about one image, encode it "
-                "once with `encode_images` and pass the cache."
+                f"Expected `{self.name}` of batch {image_rows}, got batch {images.shape[0]}. To ask many questions about one image, "
+                "encode it once with `encode_images` and pass the cache."
             )
         allowed = {rows for rows in (text_rows, cached_rows, None if images is None else images.shape[0]) if rows}
         for argument, mask in (("image_mask", self.image_mask), ("cross_attention_mask", self.token_mask)):
             if mask is not None and mask.shape[0] not in allowed:
-                raise ValueError(f"`{argument}` has batch {mask.shape[0]}, expected {_either(allowed)}.")
+                raise ValueError(f"Expected `{argument}` of batch {_either(allowed)}, got batch {mask.shape[0]}.")
         if self.text_mask is not None and text_rows is not None and self.text_mask.shape[0] != text_rows:
-            raise ValueError(f"`{self.text_mask_name}` has batch {self.text_mask.shape[0]}, expected {text_rows}.")
+            raise ValueError(
+                f"Expected `{self.text_mask_name}` of batch {text_rows}, got batch {self.text_mask.shape[0]}."
+            )
 
     def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask | None:
-        """What the caller decided for each text token, over image tokens.
+        """Returns the caller's mask for each text token, over image tokens.
 
         Args:
             axes (`list[ImageAxis]`): image axes that the mask may have.
-            text_lens (`tuple[int, ...]`): lengths of text that it may have.
+            text_lens (`tuple[int, ...]`): text lengths that the mask may have.
 
         Raises:
             ValueError: for another shape.
@@ -322,7 +324,7 @@ def _check_image_attention_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _of_tokens(mask: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """A mask over tiles `(B, T, n, tiles)` as one over image tokens `(B, T, N)`."""
+    """Turns a mask over tiles `(B, T, n, tiles)` into a mask over image tokens `(B, T, N)`."""
     tiles = mask.shape[3]
     columns = [image * tiles + token * tiles // size for image, size in enumerate(sizes) for token in range(size)]
     return mask.flatten(2)[:, :, torch.tensor(columns, device=mask.device)]

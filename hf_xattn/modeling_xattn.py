@@ -1,8 +1,8 @@
 """A text decoder with gated cross-attention blocks, and optionally a vision tower.
 
-Unlike the vision-language models of transformers, which build their own decoder, these hold any causal language model of
-transformers as it is. Its layers carry the blocks (see `insertion.py`), its head gives the logits, its cache is the
-self-attention half of an `EncoderDecoderCache`.
+Vision-language models of transformers build their own decoder. These models contain any causal language model of transformers, unchanged.
+Its layers contain the blocks (see `insertion.py`), its head computes the logits, and its cache is the self-attention half of an
+`EncoderDecoderCache`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from .xattn_cache import XAttnCache
 
 
 class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
-    """Decoder, blocks, connector and vision tower; gives hidden states.
+    """Decoder, blocks, connector and vision tower. Returns hidden states.
 
     Args:
-        config ([`XAttnConfig`]): the parts and where the blocks go.
-        text_model (`PreTrainedModel`, *optional*): a causal language model to take over, weights and all; blocks are
-            put into its layers in place. Built from `config.text_config` otherwise.
-        vision_tower (`PreTrainedModel`, *optional*): a vision model to take over. Built from `config.vision_config`
-            otherwise.
+        config ([`XAttnConfig`]): configuration of the parts, and the layers that get a block.
+        text_model (`PreTrainedModel`, *optional*): a causal language model. It is not copied: the blocks are inserted into its
+            layers. By default a model with random weights is built from `config.text_config`.
+        vision_tower (`PreTrainedModel`, *optional*): a vision model. By default a model with random weights is built from
+            `config.vision_config`.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return find_decoder(self.text_model)[0]
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """transformers' own, but for a decoder that does not take the images as an argument (see `channel.py`): none.
+        """`PreTrainedModel.get_encoder`, except for a decoder that does not take the images as an argument (see `channel.py`).
 
-        transformers' exporters export encoder and decoder apart where there are both. Such a decoder alone would be exported without
-        images, and without a word; so there the whole model is exported.
+        If a model has an encoder and a decoder, transformers' exporters export them separately. Such a decoder would silently be
+        exported without images. So for such a decoder this method returns the whole model, and the exporters export it as one.
         """
         return super().get_encoder(modality) if self._interface.receives_keywords else self
 
@@ -121,7 +121,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         use_cache: bool | None,
         output_attentions: bool | None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
-        """Runs the decoder (`runner`: with or without its head) with the images as one keyword argument."""
+        """Runs the decoder with the images as one keyword argument. `runner` is the decoder with or without its head."""
         check_text(text, past_key_values is None, self.get_input_embeddings)
         recomputes = bool(self.training and self.is_activation_checkpointing)
         skips = may_skip_layers(self.text_model)
@@ -148,13 +148,13 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
     def _weights_of_blocks(
         self, context: CrossAttentionContext | None, output_attentions: bool, skips_layers: bool
     ) -> tuple[torch.Tensor, ...] | None:
-        """Attention weights of every block that ran, where they are asked for; and a check that all ran, but for layers left out."""
+        """Returns the attention weights of all blocks, if requested. Raises a `RuntimeError` if a block has not run, except under LayerDrop."""
         if context is None or context.recorder is None:
             return None
         weights, expected = context.recorder.weights, len(self.config.cross_attention_layers)
         if not (torch.compiler.is_compiling() or skips_layers) and len(weights) != expected:
             raise RuntimeError(
-                f"{type(self.text_model).__name__} did not hand the images to its layers: {len(weights)} of {expected} blocks ran."
+                f"{type(self.text_model).__name__} did not pass the images to its layers: {len(weights)} of {expected} blocks ran."
             )
         in_order = [weights[index] for index in sorted(weights)]
         return tuple(each for each in in_order if each is not None) if output_attentions else None
@@ -183,37 +183,37 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         Args:
             input_ids (`torch.LongTensor`): `(batch, text_len)`.
             pixel_values (`torch.Tensor`, *optional*): `(batch, num_images, channels, height, width)`; `(batch, channels,
-                height, width)` means one image a row.
+                height, width)` means one image for each row.
             image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True = a real image.
             cross_attention_states (`torch.Tensor`, *optional*): `(batch, num_image_tokens, context_size)`, or `(batch,
-                num_images, tokens, context_size)`; bypasses the vision tower.
-            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, or `(batch,
-                text_len, num_image_tokens)` where the caller decides for each text token, or `(batch, text_len, num_images,
+                num_images, tokens, context_size)`; used instead of the vision tower.
+            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, `(batch,
+                text_len, num_image_tokens)` for a decision for each text token, or `(batch, text_len, num_images,
                 max_num_tiles)` with a tiled vision tower. Text after such a mask sees what its last row allows, until the next
-                image marker. Images are those of the call, or all: those of the cache and those of the call.
+                image marker. The mask covers the images of the call, or all images: those of the cache, then those of the call.
             aspect_ratio_ids, aspect_ratio_mask (`torch.Tensor`, *optional*): `(batch, num_images)` and `(batch, num_images,
-                max_num_tiles)`, with a tiled vision tower (Mllama's), whose `pixel_values` are `(batch, num_images,
+                max_num_tiles)`, required with a tiled vision tower (Mllama's). Its `pixel_values` are `(batch, num_images,
                 max_num_tiles, channels, height, width)`.
-            image_attention_mask (`torch.Tensor`, *optional*): `(batch, text_len, num_images)`, Idefics' form of a
-                `cross_attention_mask` for each text token.
-            attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, the text's own.
+            image_attention_mask (`torch.Tensor`, *optional*): `(batch, text_len, num_images)`, Idefics' form of
+                `cross_attention_mask`.
+            attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, mask of the text.
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`.
-            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. Beside a cache that holds
-                images, pass no images, only new ones, or all of them in their order and then new ones; anything else is
-                refused. Images are compared by content, row by row.
+            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds images,
+                pass no images, only new images, or all images in their order and then new ones. Anything else is refused.
+                Images are compared by content, row by row.
             inputs_embeds (`torch.Tensor`, *optional*): `(batch, text_len, hidden_size)`, in place of `input_ids`.
-            use_cache (`bool`, *optional*): return a cache.
-            output_attentions (`bool`, *optional*): `cross_attentions` holds, for each block, the weights `(batch,
-                num_attention_heads, text_len, num_image_tokens)`; `attentions` those of the decoder's layers, where its attention
-                implementation gives them. None: as in `config.output_attentions`.
-            return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.
-            image_inputs (`PreparedImages`, *optional*): what `generate` encoded once, in place of all image arguments.
+            use_cache (`bool`, *optional*): whether to return a cache.
+            output_attentions (`bool`, *optional*): return `cross_attentions`, the weights `(batch, num_attention_heads,
+                text_len, num_image_tokens)` of each block, and `attentions`, those of the decoder's layers if its attention
+                implementation returns them. None: as in `config.output_attentions`.
+            return_dict (`bool`, *optional*): False = return a tuple. None: as in `config.return_dict`.
+            image_inputs (`PreparedImages`, *optional*): images that `generate` has encoded, in place of all image arguments.
 
         Raises:
-            TypeError: for unknown keywords, arguments that are no tensors, masks that are not boolean, or states and pixels
+            TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and pixels
                 that are not floating point.
-            ValueError: for shapes that do not fit, an empty text or ids outside the vocabulary (on a CPU; a GPU would have to wait
-                for the check), images without a vision tower, or contradicting arguments.
+            ValueError: for wrong shapes, an empty text, ids outside the vocabulary (checked only on a CPU, because a GPU would have
+                to wait for the check), pixels without a vision tower, or contradictory arguments.
         """
         if kwargs:
             self._interface.check_keywords(self.forward, kwargs, body=True)
@@ -299,7 +299,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
 
     @property
     def lm_head(self) -> nn.Module | None:
-        """The decoder's head, under the name that transformers' exporters look for."""
+        """The decoder's head. transformers' exporters look for this name."""
         return self.get_output_embeddings()
 
     def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling | tuple:
@@ -356,14 +356,15 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
         Args:
-            labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, ids to predict, -100 = ignored. Image markers
-                are ignored too: they need no row in the head.
-            shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are shifted already, in place of
+            labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, ids to predict; -100 = ignored. Image markers
+                are also ignored, so they need no row in the head.
+            shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are already shifted, in place of
                 `labels`.
-            num_items_in_batch (`int` or `torch.Tensor`, *optional*): the loss is the sum over the labels divided by this number,
-                for gradient accumulation; a mean otherwise. It counts the labels of all micro-batches that are not ignored, see
-                [`~XAttnForConditionalGeneration.mask_labels`].
-            logits_to_keep (`int` or `torch.Tensor`): logits of the last positions only; 0 = all.
+            num_items_in_batch (`int` or `torch.Tensor`, *optional*): for gradient accumulation: the number of labels in all
+                micro-batches that are not ignored (see [`~XAttnForConditionalGeneration.mask_labels`]). The loss is the sum over
+                the labels divided by this number. By default the loss is the mean.
+            logits_to_keep (`int` or `torch.Tensor`): number of last positions, or indices of positions, whose logits are
+                computed; 0 = all.
             others: as in [`XAttnModel.forward`].
         """
         if kwargs:
@@ -385,7 +386,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
                 ignored = kwargs.get("ignore_index", IGNORED)
                 check_labels(name, given, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
         targets = LossInputs.take_from(self._label_mask(), labels, kwargs)
-        # A decoder's own loss expects no more logits than its vocabulary has, and does not look at `shift_labels` alone.
+        # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` without `labels`.
         own_loss = targets.has_labels and (self.config.additional_vocab_in_head or labels is None)
         outputs, cache, cross_attentions = self.model._run(
             text_model,
@@ -428,15 +429,15 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         return LabelMask(self.config.image_token_id, vocab_size)
 
     def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels as the loss counts them: -100 in place of image markers and of ids that the head has no row for.
+        """Returns labels with -100 in place of image markers and of ids without a row in the head. The loss ignores these.
 
-        `forward` does this too. Call it in a training loop of your own, before you count labels for `num_items_in_batch`.
+        `forward` also does this. In your own training loop, call it before you count the labels for `num_items_in_batch`.
 
         Args:
-            labels (`torch.LongTensor`): of any shape; not changed.
+            labels (`torch.LongTensor`): of any shape. The tensor is not changed.
 
         Raises:
-            TypeError: for anything but integers of 64 bits.
+            TypeError: for anything but a tensor of 64-bit integers.
         """
         check_tensor("labels", labels)
         check_integers("labels", labels, (torch.int64,))
@@ -444,7 +445,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """`forward` takes `num_items_in_batch`. `Trainer` asks when it is built, which is the time to make it count right."""
+        """True: `forward` takes `num_items_in_batch`. `Trainer` reads this when it is created, so this also corrects its counting."""
         mask_labels_in_trainer()
         return True
 

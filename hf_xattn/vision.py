@@ -1,8 +1,7 @@
-"""How a vision tower is called, and what its output means.
+"""Calls a vision tower and interprets its output.
 
-Most towers read one square image at a time. Mllama's reads an image as tiles: a large image is cut into up to `max_num_tiles`
-squares, and the arrangement (the aspect ratio) goes in with them. An image with fewer tiles is padded, and the tokens of
-padding tiles must not be seen.
+Most towers take whole images. Mllama's tower takes tiles: a large image is cut into up to `max_num_tiles` squares, and their arrangement
+(the aspect ratio) is another argument. An image with fewer tiles is padded, and no text may see the tokens of padding tiles.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_s
 
 
 class Tiles(NamedTuple):
-    """What a tiled tower wants to know beside the pixels.
+    """What a tiled tower needs in addition to the pixels.
 
     Attributes:
         aspect_ratio_ids (`torch.LongTensor`): `(batch, num_images)`, 0 = no image.
@@ -35,15 +34,15 @@ class Tiles(NamedTuple):
     aspect_ratio_mask: torch.Tensor
 
     def drop(self, count: int) -> Tiles:
-        """Without the first `count` images."""
+        """Returns the tiles without those of the first `count` images."""
         return Tiles(self.aspect_ratio_ids[:, count:], self.aspect_ratio_mask[:, count:])
 
 
 def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
-    """A vision tower with random weights.
+    """Builds a vision tower with random weights.
 
     Raises:
-        ValueError: for a model that is no vision tower.
+        ValueError: for a model that is not a vision tower.
     """
     check_tower_config("vision_config", config)
     if config.model_type in TILED_VISION_TYPES:
@@ -54,14 +53,14 @@ def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def follow_tower(connector: torch.nn.Module, tower: PreTrainedModel) -> None:
-    """Brings a new connector to the device and dtype of the tower whose features it gets."""
+    """Moves a new connector to the device and dtype of the tower."""
     weight = next(tower.parameters())
     if not weight.is_meta:
         connector.to(device=weight.device, dtype=weight.dtype)
 
 
 def is_tiled(config: PreTrainedConfig) -> bool:
-    """Whether a vision tower reads tiles."""
+    """Whether a vision tower takes tiles."""
     return config.model_type in TILED_VISION_TYPES
 
 
@@ -71,11 +70,11 @@ def check_pixels(
     aspect_ratio_ids: torch.Tensor | None,
     aspect_ratio_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Tiles | None]:
-    """Pixels with one entry an image on axis 1, and how its tiles lie.
+    """Checks pixels and tiles. Returns the pixels with the images on axis 1, and the tiles.
 
     Raises:
         TypeError: for pixels that are not floating point.
-        ValueError: for a wrong rank or size, or aspect ratios where the tower takes none or wants some.
+        ValueError: for a wrong rank or size, or for aspect ratios that the tower does not take, or that are missing.
     """
     shape = tuple(pixel_values.shape)
     check_floating("pixel_values", pixel_values, remedy=": run the image processor first")
@@ -85,21 +84,23 @@ def check_pixels(
     else:
         for name, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
             if value is not None:
-                raise ValueError(f"`{name}` was given, but the vision tower ({config.model_type}) reads no tiles.")
+                raise ValueError(
+                    f"Expected no `{name}`, because the vision tower ({config.model_type}) takes no tiles."
+                )
         if pixel_values.dim() == 4:
             pixel_values = pixel_values[:, None]
         if pixel_values.dim() != 5:
             raise ValueError(
-                "`pixel_values` must be (batch, num_images, channels, height, width) or (batch, channels, height, width), "
-                f"got shape {shape}."
+                "Expected `pixel_values` of shape (batch, num_images, channels, height, width) or (batch, channels, height, "
+                f"width), got {shape}."
             )
     channels = getattr(config, "num_channels", None)
     if channels is not None and pixel_values.shape[-3] != channels:
         raise ValueError(
-            f"`pixel_values` has {pixel_values.shape[-3]} channels, the vision tower takes {channels} (shape {shape})."
+            f"Expected `pixel_values` with {channels} channels, got {pixel_values.shape[-3]} channels (shape {shape})."
         )
     if 0 in shape:
-        raise ValueError(f"`pixel_values` holds no image: its shape is {shape}.")
+        raise ValueError(f"Expected `pixel_values` with at least one image, got no image: the shape is {shape}.")
     return pixel_values, tiles
 
 
@@ -112,8 +113,8 @@ def _check_tiles(
     shape, tiles = tuple(pixel_values.shape), config.max_num_tiles
     if pixel_values.dim() != 6 or pixel_values.shape[2] != tiles:
         raise ValueError(
-            f"`pixel_values` must be (batch, num_images, max_num_tiles={tiles}, channels, height, width) for a "
-            f"{config.model_type}, got shape {shape}. The image processor of the checkpoint makes them."
+            f"Expected `pixel_values` of shape (batch, num_images, max_num_tiles={tiles}, channels, height, width) for a "
+            f"{config.model_type}, got {shape}. The image processor of the checkpoint makes such pixels."
         )
     if (size := image_size_of(config)) != shape[-2:]:
         raise ValueError(
@@ -124,7 +125,9 @@ def _check_tiles(
         ("aspect_ratio_mask", aspect_ratio_mask, shape[:3]),
     ):
         if value is None:
-            raise ValueError(f"`{name}` is required with `pixel_values`: the vision tower reads tiles.")
+            raise ValueError(
+                f"`{name}` is required with `pixel_values`, because the vision tower takes tiles, got None."
+            )
         if tuple(value.shape) != expected:
             raise ValueError(f"Expected `{name}` of shape {expected}, got {tuple(value.shape)}.")
     assert aspect_ratio_ids is not None and aspect_ratio_mask is not None
@@ -135,13 +138,13 @@ def _check_tiles(
 def run_tower(
     tower: PreTrainedModel, pixel_values: torch.Tensor, tiles: Tiles | None, **returns: bool | None
 ) -> BaseModelOutput:
-    """A tower's own output for `(R, num_images, ...)` pixels; towers without tiles have `R * num_images` rows.
+    """Runs a tower on `(R, num_images, ...)` pixels. The output of towers without tiles has `R * num_images` rows.
 
     Args:
-        returns (`bool`, *optional*): `output_hidden_states`, `output_attentions`; None: as in the tower's configuration.
+        returns (`bool`, *optional*): `output_hidden_states`, `output_attentions`. None: as in the tower's configuration.
 
     Raises:
-        ValueError: for images of a size that the tower does not read.
+        ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state`.
     """
     asked = {name: value for name, value in returns.items() if value is not None}
     if not tower.config.return_dict:
@@ -167,9 +170,9 @@ def run_tower(
 
 @contextlib.contextmanager
 def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Collects what the layers of Mllama's tower return, local layers and then global ones.
+    """Records what the layers of Mllama's tower return: first the local layers, then the global ones.
 
-    transformers' own recording finds nothing in this tower: it looks for the classes of Mllama's text layers.
+    The recording of transformers does not work for this tower, because it looks for the classes of Mllama's text layers.
 
     Args:
         recorded (`dict`): lists to fill, under `"hidden_states"` and `"attentions"`.
@@ -201,14 +204,14 @@ def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Ten
 def connect(
     connector: torch.nn.Module, features: torch.Tensor, images: tuple[int, int], tiled: bool, drop_first: bool = False
 ) -> torch.Tensor:
-    """A tower's `last_hidden_state` to `(R, num_images, tokens an image, context_size)`.
+    """Maps a tower's `last_hidden_state` to `(R, num_images, tokens of an image, context_size)`.
 
     Args:
         images (`tuple[int, int]`): R and num_images.
-        drop_first (`bool`): without the tower's first token, the class token.
+        drop_first (`bool`): drop the tower's first token, the class token.
     """
     if tiled:
-        return connector(features).flatten(2, 3)  # a tile's tokens follow one another
+        return connector(features).flatten(2, 3)  # the tokens of one tile stay together
     if features.dim() == 4:  # convolutional towers: (batch, channels, height, width)
         features = features.flatten(2).transpose(1, 2)
     return connector(features[:, 1:] if drop_first else features).unflatten(0, images)
@@ -222,7 +225,7 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
     if size is not None and shape[-2:] != size:
         raise ValueError(
             f"Expected `pixel_values` with images of {size} (height, width), the only size that the vision tower "
-            f"({tower.config.model_type}) reads, got shape {shape}. The image processor of its checkpoint resizes images."
+            f"({tower.config.model_type}) supports, got shape {shape}. The image processor of its checkpoint resizes images."
         )
     try:
         output = tower(pixel_values=pixels, **taken)
@@ -232,8 +235,7 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
         weight = next(tower.parameters())
         if pixel_values.device != weight.device and not weight.is_meta:
             raise ValueError(
-                f"Expected `pixel_values` on {weight.device}, the device of the vision tower, got them on "
-                f"{pixel_values.device}."
+                f"Expected `pixel_values` on {weight.device}, the device of the vision tower, got them on {pixel_values.device}."
             ) from error
         if shape[-2:] == image_size_of(tower.config):
             raise
@@ -251,11 +253,11 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
 
 
 def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
-    """Which of an image's tokens are real, `(batch, num_images * tokens)`; None where all are.
+    """Returns which image tokens are real, `(batch, num_images * tokens)`, or None if all are.
 
     Args:
         tiles ([`Tiles`], *optional*), image_mask (`torch.BoolTensor`, *optional*): padding tiles and padding images.
-        tokens (`int`): tokens an image.
+        tokens (`int`): number of tokens of an image.
     """
     if tiles is None:
         return None if image_mask is None else image_mask.repeat_interleave(tokens, dim=1)
@@ -266,7 +268,7 @@ def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: 
 
 
 def blank_image(config: PreTrainedConfig, like: torch.Tensor) -> tuple[torch.Tensor, Tiles | None]:
-    """One black image for one row, on the device and in the dtype of `like`."""
+    """Makes one black image for one row, on the device and in the dtype of `like`."""
     size = getattr(config, "image_size", 224)
     size = (size, size) if isinstance(size, int) else tuple(size)
     pixels = like.new_zeros(1, 1, getattr(config, "num_channels", 3), *size)

@@ -1,7 +1,7 @@
-"""A conversation's cache: text in one half, images in the other, and what the text has seen of them.
+"""The cache of a conversation: text in one half, images in the other half.
 
-It is transformers' `EncoderDecoderCache`. Three things are added, because text rows and image rows are not the same rows: it knows
-how many text rows there are, it keeps the progress of the text (`text_progress.py`), and where text rows change places their images
+The cache is transformers' `EncoderDecoderCache` with three additions, because text rows and image rows differ. It knows the number of
+text rows. It keeps what the text has seen of the images (`text_progress.py`). If text rows are reordered or selected, their images
 follow.
 """
 
@@ -27,9 +27,9 @@ class XAttnCache(EncoderDecoderCache):
 
     Attributes:
         progress ([`TextProgress`]): what the text has seen of the images.
-        text_rows (`int`, *optional*): rows of the text so far; None before the first.
-        text_length (`torch.LongTensor`, *optional*): text tokens so far, beside a decoder whose cache does not tell it.
-        broken (`str`, *optional*): why the text half cannot be used any more.
+        text_rows (`int`, *optional*): batch of the cached text; None if there is no text yet.
+        text_length (`torch.LongTensor`, *optional*): number of cached text tokens, for decoders whose cache does not know it.
+        broken (`str`, *optional*): why the text half can no longer be used.
     """
 
     cross_attention_cache: CrossCache
@@ -46,30 +46,31 @@ class XAttnCache(EncoderDecoderCache):
 
     @classmethod
     def adopt(cls, cache: EncoderDecoderCache) -> XAttnCache:
-        """Makes a caller's `EncoderDecoderCache` able to hold images, in place: it is the object that the caller passes again.
+        """Turns a caller's `EncoderDecoderCache` into an [`XAttnCache`], in place, because the caller passes the same object again.
 
-        A caller's cross half would follow beams, or be sized by text or by a sliding window, so another one takes its place.
+        The cross half becomes a [`CrossCache`]. The caller's would follow beams, or have the length of the text or of a sliding window.
 
         Raises:
-            ValueError: where the cross half was filled by something else, or the cache is of an unknown class.
+            TypeError: for anything but an `EncoderDecoderCache`.
+            ValueError: for an unknown subclass, or if another model filled the cross half.
         """
         if isinstance(cache, XAttnCache):
             return cache
         if not isinstance(cache, EncoderDecoderCache):
             raise TypeError(
-                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got {type_name(cache)}: pass "
+                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got {type_name(cache)}. Pass "
                 "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
         if type(cache) is not EncoderDecoderCache:
             raise ValueError(
-                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}: pass "
+                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}. Pass "
                 "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
         cross = cache.cross_attention_cache
         if not is_empty(cross):
             raise ValueError(
-                f"`past_key_values.cross_attention_cache` was filled by another model: it has {len(cross.layers)} layers of "
-                f"{type(cross.layers[0]).__name__}."
+                "Expected `past_key_values.cross_attention_cache` to be empty or filled by this model, got "
+                f"{len(cross.layers)} layers of {type(cross.layers[0]).__name__}."
             )
         cache.__class__ = cls
         assert isinstance(cache, XAttnCache)
@@ -87,22 +88,22 @@ class XAttnCache(EncoderDecoderCache):
         self._rows = Note(rows)
 
     def check_usable(self, batch_size: int) -> None:
-        """Raises a `ValueError` where an earlier call broke the cache, or text comes in another batch than before."""
+        """Raises a `ValueError` if an earlier call broke the cache, or the text has another batch than the cached text."""
         if self.broken is not None:
             raise ValueError(self.broken)
         if self.text_rows is not None and batch_size != self.text_rows:
             raise ValueError(
-                f"Expected text of batch {self.text_rows}, as in `past_key_values`, got {batch_size}. To go on with other rows, use "
-                "`batch_select_indices` or `batch_repeat_interleave` of the cache."
+                f"Expected text of batch {self.text_rows}, as in `past_key_values`, got {batch_size}. To continue with other rows, "
+                "call `batch_select_indices` or `batch_repeat_interleave` of the cache."
             )
 
     @property
     def offloads(self) -> bool:
-        """Whether keys and values stay on the host."""
+        """Whether keys and values are offloaded to the host."""
         return bool(getattr(self.self_attention_cache, "offloading", False))
 
     def is_stateful(self) -> bool:
-        """Whether no layer of the text half knows how much text there was: those of state-space decoders hold states only."""
+        """Whether the text half holds only states, as for state-space decoders. Such a cache does not know the length of the text."""
         layers = self.self_attention_cache.layers
         return bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
@@ -112,7 +113,7 @@ class XAttnCache(EncoderDecoderCache):
         return super().get_seq_length(layer_idx)
 
     def count_text(self, text_len: int, device: torch.device) -> None:
-        """Counts text beside a decoder whose cache does not. A tensor and no integer: compiled code does not guard on its value."""
+        """Counts text tokens if the text half does not. The count is a tensor, because compiled code would guard on an integer."""
         if not self.is_stateful():
             return
         if self.text_length is None:
@@ -124,22 +125,22 @@ class XAttnCache(EncoderDecoderCache):
         return isinstance(self.self_attention_cache, DynamicCache) and not self.is_stateful()
 
     def current_progress(self) -> TextProgress:
-        """The progress at the present length of the text half, which may have been cropped since the last call."""
+        """Returns the progress for the present length of the text half, which may be shorter than after the last call (`crop`)."""
         if not self.can_be_cropped:
             return self.progress if self.progress.history is None else self.progress.without_history()
         return self.progress.at(self.get_seq_length())
 
     def mark_updated(self, num_blocks: int) -> None:
-        """transformers' own flags: the cross half of these layers is filled."""
+        """Sets the flags by which transformers knows that the cross half is filled."""
         for index in range(num_blocks):
             self.is_updated[index] = True
 
     def _take_text_rows(self, indices: torch.Tensor, may_share: bool) -> None:
-        """Lets images and progress follow text rows to their new places.
+        """Selects images and progress for the new text rows.
 
         Args:
-            indices (`torch.LongTensor`): text rows.
-            may_share (`bool`): rows of one sample may go on sharing their images.
+            indices (`torch.LongTensor`): the text rows to keep, in their new order.
+            may_share (`bool`): whether text rows may continue to share image rows.
         """
         rows = self.cross_attention_cache.rows
         batch_size = self.text_rows or rows
@@ -161,12 +162,12 @@ class XAttnCache(EncoderDecoderCache):
         cross.select(wanted, cross.layout.select_text_rows(indices, batch_size, rows))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorders text rows for beam search. Images follow; nothing is copied where beams stay within their sample."""
+        """Reorders text rows for beam search. Images follow, without a copy if the beams stay within their sample."""
         self.self_attention_cache.reorder_cache(beam_idx)
         self._take_text_rows(beam_idx, may_share=True)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats text rows, which share their images."""
+        """Repeats text rows. The copies share the image rows."""
         self.check_dynamic_cache(self.batch_repeat_interleave.__name__)
         self.self_attention_cache.batch_repeat_interleave(repeats)
         batch_size = self.text_rows or self.cross_attention_cache.rows
@@ -174,21 +175,21 @@ class XAttnCache(EncoderDecoderCache):
             self.text_rows = batch_size * repeats
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the text rows `indices`, each with an image row of its own."""
+        """Keeps the text rows `indices`. Each gets its own image row."""
         self.check_dynamic_cache(self.batch_select_indices.__name__)
         self.self_attention_cache.batch_select_indices(indices)
         self._take_text_rows(indices, may_share=False)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes text from the end (a negative number); what it has seen of the images goes with it.
+        """Removes text from the end (a negative number), and returns to what the remaining text has seen of the images.
 
         Raises:
-            ValueError: where an exported program has lost what the text had seen at its earlier places.
+            ValueError: if the cache comes from an exported program, which does not keep what earlier text has seen.
         """
         if self.can_be_cropped and self.progress.known_history is None and not self.progress.is_blank:
             raise ValueError(
-                "`past_key_values` comes from an exported program, which does not keep what earlier text has seen of the images: "
-                "its text cannot be cropped. Start from an empty cache."
+                "The text in `past_key_values` cannot be cropped: the cache comes from an exported program, which does not keep what "
+                "earlier text has seen of the images. Start from an empty cache."
             )
         super().crop(tokens_to_remove)
         if self.can_be_cropped:
@@ -200,7 +201,7 @@ class XAttnCache(EncoderDecoderCache):
 
 
 def _rows_of_text(cache: Cache) -> int | None:
-    """Batch of the text that a cache holds; None where it holds none."""
+    """Returns the batch of the text in a cache, or None if the cache holds no text."""
     for layer in cache.layers:
         for value in vars(layer).values():
             for tensor in value.values() if isinstance(value, dict) else (value,):

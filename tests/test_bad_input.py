@@ -17,7 +17,7 @@ def states(batch=2, num_tokens=5, width=32, seed=5):
 BAD_CALLS = {
     "states_rank": ({"cross_attention_states": torch.zeros(2, 32)}, ValueError, r"cross_attention_states.*\(2, 32\)"),
     "states_width": ({"cross_attention_states": torch.zeros(2, 5, 31)}, ValueError, "context_size=32.*31"),
-    "states_batch": ({"cross_attention_states": torch.zeros(3, 5, 32)}, ValueError, "batch 3, expected 2"),
+    "states_batch": ({"cross_attention_states": torch.zeros(3, 5, 32)}, ValueError, "batch 2, got batch 3"),
     "states_dtype": (
         {"cross_attention_states": torch.zeros(2, 5, 32, dtype=torch.long)},
         TypeError,
@@ -65,8 +65,8 @@ BAD_CALLS = {
         "image_mask.*boolean.*int64",
     ),
     "pixels_rank": ({"pixel_values": torch.zeros(3, 32, 32)}, ValueError, r"pixel_values.*\(3, 32, 32\)"),
-    "pixels_channels": ({"pixel_values": torch.zeros(2, 1, 1, 32, 32)}, ValueError, "1 channels.*takes 3"),
-    "pixels_batch": ({"pixel_values": pixels(3)}, ValueError, "pixel_values.*batch 3, expected 2"),
+    "pixels_channels": ({"pixel_values": torch.zeros(2, 1, 1, 32, 32)}, ValueError, "3 channels, got 1"),
+    "pixels_batch": ({"pixel_values": pixels(3)}, ValueError, "pixel_values.*batch 2, got batch 3"),
     "pixels_dtype": (
         {"pixel_values": torch.zeros(2, 1, 3, 32, 32, dtype=torch.uint8)},
         TypeError,
@@ -161,7 +161,7 @@ def test_generate_names_its_text(served, case):
 
 def test_empty_batches_are_not_encoded(served):
     """An empty cache that fails when it is used."""
-    with pytest.raises(ValueError, match="`pixel_values` holds no image"):
+    with pytest.raises(ValueError, match="`pixel_values` with at least one image"):
         served.encode_images(pixel_values=pixels()[:0])
     with pytest.raises(ValueError, match="`cross_attention_states` holds no image token"):
         served.encode_images(cross_attention_states=states()[:0])
@@ -246,7 +246,7 @@ def test_images_need_a_way_in():
 def test_caches_that_do_not_fit_are_refused():
     """Images of another model or batch, read as noise."""
     model, ids = make_model(), token_ids()
-    with pytest.raises(ValueError, match="DynamicCache, which has no place for images"):
+    with pytest.raises(ValueError, match="a cache for text and images, got a DynamicCache"):
         model(ids, pixel_values=pixels(), past_key_values=DynamicCache())
     fewer = make_model(cross_attention_layers=[1]).encode_images(pixel_values=pixels())
     with pytest.raises(ValueError, match="Expected images for 2 cross-attention blocks.*got 1"):
@@ -258,11 +258,11 @@ def test_caches_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="Expected 2 K/V heads of width 8.*got 2 of width 6"):
         model(ids, past_key_values=width.encode_images(pixel_values=pixels()))
     two = model.encode_images(pixel_values=pixels())
-    with pytest.raises(ValueError, match="multiple of 2, the image rows.*got 3 text rows"):
+    with pytest.raises(ValueError, match="multiple of 2, the number of image rows.*got 3"):
         model(token_ids(3), past_key_values=two)
     foreign = EncoderDecoderCache(DynamicCache(), DynamicCache())
     foreign.cross_attention_cache.update(torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 8), 0)
-    with pytest.raises(ValueError, match="filled by another model"):
+    with pytest.raises(ValueError, match="empty or filled by this model, got 1 layers"):
         model(ids, pixel_values=pixels(), past_key_values=foreign)
     with pytest.raises(ValueError, match="encode_images.*needs"):
         model.encode_images()

@@ -61,10 +61,10 @@ def test_no_half_filled_cache():
         for past, inputs in ((cache, {"cross_attention_states": STATES}), (encoded, {})):
             assert torch.allclose(model(IDS, past_key_values=past, **inputs).logits, expected, atol=1e-5)
     model.train()
-    with pytest.raises(ValueError, match="LayerDrop leaves layers out.*`past_key_values`.*`layerdrop`"):
+    with pytest.raises(ValueError, match="LayerDrop skips layers.*`past_key_values`.*`layerdrop`"):
         model(IDS, past_key_values=cache)
     fresh = copy.deepcopy(dropping()).encode_images(cross_attention_states=STATES)
-    with pytest.raises(ValueError, match="LayerDrop leaves layers out.*images cannot be added"):
+    with pytest.raises(ValueError, match="LayerDrop skips layers.*no images can be added"):
         model(IDS, past_key_values=fresh, cross_attention_states=STATES + 1)
 
 
@@ -86,6 +86,6 @@ def test_layers_that_get_nothing_are_told():
     for training in (True, False):
         model.train(training)
         with pytest.raises(
-            RuntimeError, match="OPTForCausalLM did not hand the images to its layers: 0 of 4 blocks ran"
+            RuntimeError, match="OPTForCausalLM did not pass the images to its layers: 0 of 4 blocks ran"
         ):
             model(IDS, cross_attention_states=STATES)

@@ -54,7 +54,7 @@ def test_mask_that_contradicts_what_cached_text_has_seen():
         right = sees_of(chat, "previous", 2) if rule == "previous" else torch.ones(2, 14, 32, dtype=torch.bool)
         wrong = right.clone()
         wrong[1, 2] = ~wrong[1, 2]
-        with pytest.raises(ValueError, match="differs from what they have seen"):
+        with pytest.raises(ValueError, match="to equal what the 10 text tokens.*it differs"):
             generate(model, chat, past_key_values=first.past_key_values, cross_attention_mask=wrong)
         answer = generate(model, chat, past_key_values=first.past_key_values, cross_attention_mask=right)
         assert torch.equal(
@@ -70,7 +70,7 @@ def test_mask_over_the_chat_beside_a_static_cache():
     chat = torch.cat([first.sequences, token_ids(2, 4, seed=9)], dim=1)
     mask = torch.rand(2, chat.shape[1], 16) < 0.5
     mask[:, :10] = True
-    with pytest.raises(ValueError, match="covers the 10 text tokens.*static cache"):
+    with pytest.raises(ValueError, match="new text tokens, got one that also covers the 10 tokens.*static"):
         generate(model, chat, past_key_values=cache, cross_attention_mask=mask)
     answer = generate(model, chat, past_key_values=cache, cross_attention_mask=mask[:, 10:])
     assert torch.equal(answer, generate(model, chat, pixel_values=images, use_cache=False, cross_attention_mask=mask))
@@ -141,11 +141,11 @@ def test_masks_beside_a_conversation_must_agree():
     more = token_ids(2, 3, seed=8)
     expected = model(torch.cat([ids, more], 1), pixel_values=images, image_mask=mask).logits[:, 6:]
     assert close(model(more, past_key_values=cache, image_mask=mask).logits, expected)
-    with pytest.raises(ValueError, match="`image_mask` as the images.*in row 0, 2 of 2"):
+    with pytest.raises(ValueError, match="the same `image_mask` for the images.*In row 0, 2 of 2"):
         model(more, past_key_values=cache, image_mask=~mask)
     tokens = torch.ones(2, 32, dtype=torch.bool)
     tokens[1, 3:7] = False
-    with pytest.raises(ValueError, match="`cross_attention_mask` as the images.*in row 1, 4 of 32"):
+    with pytest.raises(ValueError, match="the same `cross_attention_mask` for the images.*In row 1, 4 of 32"):
         model(more, past_key_values=cache, cross_attention_mask=tokens)
     assert cache.get_seq_length() == 9
 

@@ -83,7 +83,7 @@ def test_images_without_markers_are_refused(rule, train):
     """Images that no text token may see: a run whose blocks have zero gradients, an answer about nothing."""
     model, ids, images = marked(rule).train(train), token_ids(), pixels(2, 2)
     ids[:, 1] = ids[0, 3] = MARKER
-    with pytest.raises(ValueError, match=r"rows have \[2, 2\] images, got \[2, 1\] markers"):
+    with pytest.raises(ValueError, match=r"\[2, 2\] images a row, got \[2, 1\] markers"):
         model(ids, pixel_values=images, labels=ids)
     with pytest.raises(ValueError, match=r"got \[0, 0\] markers"):
         model(token_ids(), pixel_values=images)
