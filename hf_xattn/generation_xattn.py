@@ -1,8 +1,8 @@
-"""What `generate` does differently: images are encoded once, before the first step, and never expanded.
+"""Overrides of `generate`: images are encoded once, before the first step, and never repeated.
 
-With a cache, image inputs end where the cache is made: the cross half holds their keys and values, one row an image row, and a caller's
-mask waits there for its text. No decoding method ever sees them. So beams and return sequences share images, assisted decoding and chunked
-prefill need no special case, and nothing is as long as the text. Without a cache every step gets the encoded images as one value.
+With a cache, the cross half holds the keys and values of the images before the first step, and the mask of the caller for the text to come.
+No decoding method handles images. So beams and return sequences share images, and assisted decoding and chunked prefill need no special
+case. Without a cache, every step gets the encoded images as one value.
 
 transformers collects what every step returns in its own outputs, which have no `cross_attentions` for decoder-only models. Those are
 collected here, after each step and only on request.
@@ -54,8 +54,9 @@ class XAttnGenerationMixin:
 
         Raises:
             TypeError: for text that is no tensor or of a wrong dtype.
-            ValueError: for text of a wrong rank; where the text names images that were not given, or, with `image_visibility` other
-                than `"all"`, where their numbers differ; where batches or lengths of text, images, masks and cache differ.
+            ValueError: for text of a wrong rank, if the text has image markers but there are no images, if the numbers of markers and
+                images differ (with `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks and cache
+                do not fit together.
         """
         images = ImageInputs.take_from(self.config, kwargs)
         cache = kwargs.get("past_key_values")
@@ -63,7 +64,7 @@ class XAttnGenerationMixin:
             cache = kwargs["past_key_values"] = XAttnCache.adopt(cache)
         elif isinstance(cache, Cache) and images.images is not None:
             raise ValueError(
-                f"`past_key_values` is a {type(cache).__name__}, which has no place for images: pass "
+                f"Expected `past_key_values` to be a cache for text and images, got a {type(cache).__name__}. Pass "
                 "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")

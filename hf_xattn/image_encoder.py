@@ -1,6 +1,6 @@
-"""From image inputs to the source of keys and values: vision tower, connector, layout, and which images are new.
+"""Turns image inputs into image tokens: finds new images, runs vision tower and connector, and makes the layout.
 
-It knows the configuration, the tower and the connector, not the model around them.
+It uses the configuration, the tower and the connector, but not the model around them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NewImages:
 
     Attributes:
         states (`torch.Tensor`): `(R, N, context_size)`.
-        layout ([`ImageLayout`]): what the N tokens are.
+        layout ([`ImageLayout`]): describes the N tokens.
     """
 
     states: torch.Tensor
@@ -51,10 +51,10 @@ class StoredImages(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The images of a call, as far as they are new.
+    """The new images of a call, and the axes of its masks.
 
     Attributes:
-        new ([`NewImages`] or [`StoredImages`], *optional*): None where the cache holds all of them.
+        new ([`NewImages`] or [`StoredImages`], *optional*): None if the cache holds all images.
         axes (`list[ImageAxis]`): image axes that a caller's mask for each text token may have.
     """
 
@@ -67,7 +67,7 @@ class ImageEncoder:
 
     Args:
         config ([`XAttnConfig`]): the model's configuration.
-        vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None where the model takes features.
+        vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None if the model takes features.
         find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called only where it
             is needed, as it looks through the decoder.
     """
@@ -116,7 +116,7 @@ class ImageEncoder:
             store ([`StoreReader`], *optional*): where to look for images that were encoded in earlier calls.
 
         Raises:
-            ValueError: where it cannot be told which images are new, or a mask contradicts the cache.
+            ValueError: if it is not clear which images are new, or if a mask contradicts the cache.
         """
         if inputs.images is None:
             return Reading(None, [] if cached is None else [ImageAxis(cached.sizes)])
@@ -181,15 +181,15 @@ class ImageEncoder:
         return dtype if dtype.is_floating_point else inputs.images.dtype
 
     def learns(self) -> bool:
-        """Whether any weight that images pass wants a gradient."""
+        """Whether any weight between pixels and keys and values requires a gradient."""
         parts = [part for part in (self.vision_tower, self.connector) if part is not None]
         return self._find_like().requires_grad or any(
             weight.requires_grad for part in parts for weight in part.parameters()
         )
 
     def placeholder(self, batch_size: int) -> NewImages:
-        """An image that nobody sees. Lets a rank without images call every module that the others call, so that
-        collectives match and all gradients exist."""
+        """Makes a stand-in image that no text sees. With it, a rank without images runs the same modules as the other ranks, so
+        that collectives match and all gradients exist."""
         like = self._find_like()
         if self.vision_tower is None or self.config.vision_config is None:
             states = like.new_zeros(batch_size, 1, self.config.cross_attention_config.context_size)

@@ -289,7 +289,7 @@ def test_bad_input_is_named():
     model, ids = make_model(), token_ids()
     with pytest.raises(ValueError, match="not both"):
         generate(model, ids, pixel_values=pixels(), cross_attention_states=torch.zeros(2, 5, 32))
-    with pytest.raises(ValueError, match="DynamicCache, which has no place for images"):
+    with pytest.raises(ValueError, match="a cache for text and images, got a DynamicCache"):
         generate(model, ids, pixel_values=pixels(), past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="`image_mask` was given without images"):
         generate(model, ids, image_mask=torch.ones(2, 1, dtype=torch.bool))
@@ -300,7 +300,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="pixel_value"):
         generate(model, ids, pixel_value=pixels())
     for options in ({}, {"use_cache": False}):
-        with pytest.raises(ValueError, match="batch 3, expected 2"):
+        with pytest.raises(ValueError, match="batch 2, got batch 3"):
             generate(model, ids, pixel_values=pixels(3), **options)
         with pytest.raises(ValueError, match="batch 1, expected 2"):
             generate(model, ids, pixel_values=pixels(1), **options)
