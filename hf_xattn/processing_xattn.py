@@ -1,22 +1,30 @@
-"""A tokenizer and an image processor as one: texts and their images to a model's inputs."""
+"""A tokenizer and an image processor as one: texts, chats and their images to a model's inputs."""
 
 from __future__ import annotations
 
-import inspect
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import BatchFeature, ProcessorMixin
-from transformers.image_utils import is_valid_image
+from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
 
+from .image_reading import KINDS, is_array, is_pil, read_frames, read_image
 from .keywords import refuse_unknown
 from .tensor_checks import type_name
 
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
-# How transformers' processors take arguments for one of their parts, and inputs that this one does not read.
-NESTED = ("text_kwargs", "images_kwargs", "common_kwargs")
-OTHER_SENSES = ("videos", "audio")
+# How transformers' processors take arguments for one of their parts.
+NESTED = ("text_kwargs", "images_kwargs", "videos_kwargs", "common_kwargs")
+# How frames are taken of a video: they are images from there on. `apply_chat_template` adds the last.
+OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
+
+
+class XAttnProcessorKwargs(ProcessingKwargs, total=False):
+    """Keyword arguments of [`XAttnProcessor`], beside those of its own image processor."""
 
 
 class XAttnProcessor(ProcessorMixin):
@@ -31,6 +39,8 @@ class XAttnProcessor(ProcessorMixin):
         chat_template (`str`, *optional*): as in transformers.
         image_token (`str`, *optional*): the marker of an image in the text.
     """
+
+    valid_processor_kwargs = XAttnProcessorKwargs
 
     def __init__(
         self, image_processor=None, tokenizer=None, chat_template=None, image_token: str | None = None, **kwargs
@@ -58,17 +68,24 @@ class XAttnProcessor(ProcessorMixin):
         self,
         images: Any = None,
         text: str | list[str] | None = None,
+        videos: Any = None,
         return_tensors: str | None = "pt",
         **kwargs,
     ) -> BatchFeature:
         """
         Args:
             images (*optional*): for one text, an image or a list of images. For a list of texts, a list with, for each
-                text, an image, a list of images (possibly empty) or None.
+                text, an image, a list of images (possibly empty) or None. An image is a PIL image, an array or tensor, a path,
+                a URL, a data URL or base64. All of them are read as upright RGB pictures; what is transparent becomes white.
             text (`str` or `list[str]`): one text or a batch.
-            return_tensors (`str`, defaults to `"pt"`): only `"pt"`.
-            kwargs: for the tokenizer (`padding`, `truncation`, ...) and the image processor (`do_resize`, `size`, ...). A batch is
-                padded unless `padding` says otherwise.
+            videos (*optional*): as `images`, with a video in place of an image: an array `(frames, height, width, channels)` or
+                `(frames, channels, height, width)`, a list of images, or a video file where a decoder (PyAV) is installed. Their
+                frames follow the text's images. `num_frames` takes as many of them, evenly spaced.
+            return_tensors (`str`, *optional*, defaults to `"pt"`): `"pt"`, `"np"`, or None for lists of token ids, with images as
+                tensors.
+            kwargs: for the tokenizer (`padding`, `truncation`, ...) and the image processor (`do_rescale`, `size`, ...), flat or as
+                `text_kwargs`, `images_kwargs` and `videos_kwargs`. A batch is padded unless `padding` says otherwise. A text that
+                starts with the BOS token, as a rendered chat may, gets no second one.
 
         Returns:
             `BatchFeature`: `input_ids` and `attention_mask` `(batch, text_len)`; with images also `pixel_values` `(batch,
@@ -80,58 +97,95 @@ class XAttnProcessor(ProcessorMixin):
             TypeError: for texts that are no strings, images that are none, or unknown keywords.
             ValueError: where texts and images do not match in number, or images come out in different sizes.
         """
-        if return_tensors != "pt":
-            raise ValueError(f"`return_tensors` must be 'pt', got {return_tensors!r}.")
-        if text is None and images is None:
+        if return_tensors not in ("pt", "np", None):
+            raise ValueError(f"`return_tensors` must be 'pt', 'np' or None, got {return_tensors!r}.")
+        if text is None and images is None and videos is None:
             raise ValueError("Give `text`, `images` or both.")
         texts = None if text is None else _texts(text, images)
-        for_tokenizer, for_images = self._split(kwargs)
-        data: dict[str, Any] = {}
+        merged = self._merged(kwargs)
         samples = None
-        if images is not None:
-            samples = _samples(images, texts, one_text=isinstance(text, str))
-            data.update(self._pixels(samples, for_images))
+        if images is not None or videos is not None:
+            samples = _with_videos(images, videos, texts, isinstance(text, str), merged["videos_kwargs"])
+        data: dict[str, Any] = {} if samples is None else self._pixels(samples, merged["images_kwargs"])
         if texts is not None:
-            self._check_markers(texts, samples)
-            if len(texts) > 1:
-                for_tokenizer.setdefault("padding", True)
-            for_tokenizer.setdefault("return_token_type_ids", False)  # decoders take none, some tokenizers make them
-            data = {**self.tokenizer(texts, return_tensors="pt", **for_tokenizer), **data}
+            made = self._tokenized(texts, samples, return_tensors, merged)
+            data = {**made, **data}
+        if return_tensors == "np":
+            data = {
+                name: value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+                for name, value in data.items()
+            }
         return BatchFeature(data)
 
-    def _split(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arguments for the tokenizer and for the image processor, given flat or as `text_kwargs` and `images_kwargs`.
+    def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments for the tokenizer, the image processor and the frames of videos, merged as transformers does.
 
         Raises:
-            TypeError: for names that neither takes.
+            TypeError: for names that none of them takes, and values of another type.
         """
-        tokenizer = frozenset(inspect.signature(self.tokenizer.__call__).parameters) | {"split_special_tokens"}
-        valid = getattr(self.image_processor, "valid_kwargs", None)
-        image_processor = frozenset(() if valid is None else valid.__annotations__)
-        known = (tokenizer | image_processor) - {"text", "return_tensors", "kwargs", "tokenizer_kwargs"}
-        flat = {name: value for name, value in kwargs.items() if name not in (*NESTED, *OTHER_SENSES)}
-        for name in OTHER_SENSES:
-            if kwargs.get(name) is not None:
-                raise TypeError(f"`{name}` was given, but this processor reads text and images only.")
+        if kwargs.get("audio") is not None or kwargs.get("audio_kwargs"):
+            raise TypeError("`audio` was given, but this processor reads text, images and videos without sound only.")
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("audio", "audio_kwargs")}
         for name in NESTED:
-            flat.update(kwargs.get(name) or {})
-        refuse_unknown(self.__call__, flat, known)
-        for_images = {name: value for name, value in flat.items() if name in image_processor and name not in tokenizer}
-        return {name: value for name, value in flat.items() if name not in for_images}, for_images
+            if kwargs.get(name) is None:
+                kwargs.pop(name, None)
+            elif not isinstance(kwargs[name], dict):
+                raise TypeError(f"Expected `{name}` to be a dict, got {type_name(kwargs[name])}.")
+        text, images, flat = self._known_kwargs()
+        by_part = {
+            "text_kwargs": text,
+            "images_kwargs": images,
+            "videos_kwargs": frozenset(OF_VIDEOS),
+            "common_kwargs": text | images,
+        }
+        refuse_unknown(self.__call__, kwargs, flat)
+        for name, known in by_part.items():
+            refuse_unknown(self.__call__, kwargs.get(name, {}), known)
+        try:
+            return self._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
+        except StrictDataclassError as error:
+            raise TypeError(str(error)) from error
+
+    def _known_kwargs(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+        """Names for the tokenizer, for the image processor, and all that a call may bring."""
+        of_image_processor = getattr(getattr(self.image_processor, "valid_kwargs", None), "__annotations__", {})
+        text = frozenset(TextKwargs.__annotations__) - {"return_tensors"}
+        images = frozenset({*ImagesKwargs.__annotations__, *of_image_processor}) - {"return_tensors"}
+        of_both = ("return_mm_token_type_ids", "return_text_replacement_offsets")
+        return text, images, text | images | {*NESTED, *OF_VIDEOS, *of_both}
+
+    def _tokenized(
+        self, texts: list[str], samples: list[list[Any]] | None, return_tensors: str | None, merged: dict[str, Any]
+    ) -> dict[str, Any]:
+        for_tokenizer = dict(merged["text_kwargs"])
+        with_types = for_tokenizer.pop("return_mm_token_type_ids", None) or merged.get("return_mm_token_type_ids")
+        for_tokenizer.pop("return_text_replacement_offsets", None)  # no marker is replaced by others
+        for_tokenizer["return_tensors"] = return_tensors
+        if len(texts) > 1 and return_tensors is not None:
+            for_tokenizer.setdefault("padding", True)
+        for_tokenizer.setdefault("return_token_type_ids", False)  # decoders take none, some tokenizers make them
+        bos = self.tokenizer.bos_token
+        if bos is not None and all(text.startswith(bos) for text in texts):
+            for_tokenizer.setdefault("add_special_tokens", False)
+        made = dict(self.tokenizer(texts, **for_tokenizer))
+        if len(made["input_ids"]) != len(texts):
+            raise ValueError(
+                f"`return_overflowing_tokens` made {len(made['input_ids'])} rows of {len(texts)} texts, whose images are not "
+                "repeated: truncate without it."
+            )
+        self._check_markers(texts, made["input_ids"], samples)
+        if with_types:
+            types = self.create_mm_token_type_ids(made["input_ids"])
+            made["mm_token_type_ids"] = types if return_tensors is None else torch.tensor(types)
+        return made
 
     def _pixels(self, samples: list[list[Any]], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        flat = [image for sample in samples for image in sample]
+        flat = self._read([image for sample in samples for image in sample], kwargs)
         if not flat:
             return {}
         # One list an image: a tiled image processor then gives each a row of tiles.
         tiled = hasattr(self.image_processor, "max_image_tiles")
-        try:
-            made = self.image_processor([[image] for image in flat] if tiled else flat, return_tensors="pt", **kwargs)
-        except ValueError as error:
-            paths = [image for image in flat if isinstance(image, str)]
-            if not paths:
-                raise
-            raise ValueError(f"`images` holds {paths[0]!r}: {error} Text goes in as `text=`.") from error
+        made = self.image_processor([[image] for image in flat] if tiled else flat, **kwargs, return_tensors="pt")
         if isinstance(made, torch.Tensor):  # Idefics' image processor
             made = {"pixel_values": made}
         pixels = made["pixel_values"]
@@ -155,16 +209,32 @@ class XAttnProcessor(ProcessorMixin):
             start += len(sample)
         return batch if mask.all() else {**batch, "image_mask": mask}
 
-    def _check_markers(self, texts: list[str], samples: list[list[Any]] | None) -> None:
+    def _read(self, images: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Images as upright RGB pictures. `input_data_format` is read here, and taken out of the arguments."""
+        kwargs.pop("return_tensors", None)
+        if kwargs.get("do_convert_rgb") is False:  # a caller who says so brings what the tower reads
+            return [read_image(image) if isinstance(image, (str, Path)) else image for image in images]
+        rescale = kwargs.get("do_rescale", getattr(self.image_processor, "do_rescale", True)) is not False
+        layout = kwargs.pop("input_data_format", None)
+        pictures = [read_image(image, input_data_format=layout, rescale=rescale) for image in images]
+        if getattr(self.image_processor, "backend", None) == "pil":
+            pictures = [picture.cpu() if isinstance(picture, torch.Tensor) else picture for picture in pictures]
+        if pictures and all(is_array(picture) for picture in pictures):
+            kwargs["input_data_format"] = "channels_first"  # also where a side of three pixels looks like channels
+        return pictures
+
+    def _check_markers(self, texts: list[str], input_ids: Any, samples: list[list[Any]] | None) -> None:
+        """Raises a `ValueError` where the model would not see one marker an image. Token ids tell: they are what it sees."""
         if self.image_token is None:
             return
         for row, text in enumerate(texts):
-            markers = text.count(self.image_token)
+            markers = int((np.asarray(input_ids[row]) == self.image_token_id).sum())
             images = len(samples[row]) if samples is not None else 0
             if markers != images:
+                cut = " Truncation cut markers off." if text.count(self.image_token) == images else ""
                 raise ValueError(
                     f"Expected one image marker ({self.image_token!r}) for each image of text {row}, got {markers} markers and {images} "
-                    "images. For a model that needs no markers, make the processor without `image_token`."
+                    f"images.{cut} For a model that needs no markers, make the processor without `image_token`."
                 )
 
     @property
@@ -191,6 +261,45 @@ def _texts(text: Any, images: Any) -> list[str]:
     )
 
 
+def _with_videos(
+    images: Any, videos: Any, texts: list[str] | None, one_text: bool, kwargs: dict[str, Any]
+) -> list[list[Any]]:
+    """The images of each text, and the frames of its videos after them."""
+    options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
+    if kwargs.get("do_sample_frames") is False:
+        options = {}
+    if videos is None:
+        return _samples(images, texts, one_text)
+    if one_text:
+        entries = [videos]
+    elif isinstance(videos, (list, tuple)) or getattr(videos, "ndim", None) == 5:
+        entries = list(videos)
+    else:
+        raise ValueError("`videos` must be a list with one entry a text: a video, a list of videos, None or [].")
+    if texts is not None and len(entries) != len(texts):
+        raise ValueError(
+            f"`videos` has {len(entries)} entries for {len(texts)} texts: give one entry a text, None or [] where a text has none."
+        )
+    samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
+    if len(samples) != len(entries):
+        raise ValueError(f"`images` has {len(samples)} entries, but `videos` has {len(entries)}.")
+    for sample, entry in zip(samples, entries):
+        for video in _videos(entry):
+            sample.extend(read_frames(video, **options))
+    return samples
+
+
+def _videos(entry: Any) -> list[Any]:
+    """The videos of one text."""
+    if getattr(entry, "ndim", None) == 5:
+        return list(entry)
+    if isinstance(entry, (list, tuple)):
+        frames = [is_pil(part) or (is_array(part) and part.ndim in (2, 3)) for part in entry]
+        if not entry or not all(frames):
+            return [video for video in entry if video is not None]
+    return [] if entry is None else [entry]
+
+
 def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[Any]]:
     """A list of images for each text."""
     entries = _entries(images)
@@ -214,7 +323,7 @@ def _entries(images: Any) -> list[Any] | None:
     """The images of a list, or of an array with an axis of images; None for a single image."""
     if isinstance(images, (list, tuple)):
         return list(images)
-    return list(images) if getattr(images, "ndim", None) == 4 else None
+    return list(images) if getattr(images, "ndim", None) in (4, 5) else None
 
 
 def _images(entry: Any) -> list[Any]:
@@ -225,19 +334,18 @@ def _images(entry: Any) -> list[Any]:
         ValueError: for an array of another rank.
     """
     entries = _entries(entry)
-    images = [image for image in ([entry] if entries is None else entries) if image is not None]
+    given = [image for image in ([entry] if entries is None else entries) if image is not None]
+    images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]
     for image in images:
-        if isinstance(image, str):
-            continue  # a URL, a path or base64: the image processor loads it
-        if not is_valid_image(image):
-            raise TypeError(
-                f"Expected `images` to hold images (PIL, numpy, torch), URLs or paths, got {type_name(image)}."
-            )
+        if isinstance(image, (str, Path)):
+            continue
+        if not (is_array(image) or is_pil(image)):
+            raise TypeError(f"Expected `images` to hold {KINDS}, got {type_name(image)}.")
         rank = getattr(image, "ndim", None)
-        if rank is not None and rank != 3:
+        if rank is not None and rank not in (2, 3):
             raise ValueError(
-                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), got shape "
-                f"{tuple(image.shape)}."
+                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 if it is "
+                f"grey, got shape {tuple(image.shape)}."
             )
     return images
 

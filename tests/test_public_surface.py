@@ -374,7 +374,8 @@ SURFACES = {
         XAttnProcessor.__call__,
         call_processor,
         {
-            "images": value(none=Fine(None), kind=3, rank=torch.zeros(3, 3), dtype=Wrong([3], "got int")),
+            "images": value(none=Fine(None), kind=3, rank=torch.zeros(3), dtype=Wrong([3], "got int")),
+            "videos": value(none=Fine(None), kind=3, rank=torch.zeros(2, 3, 3), size=Wrong([[]], "no frames")),
             "text": value(
                 none=Wrong(None, "`images` or both"),
                 kind=3,
@@ -382,7 +383,7 @@ SURFACES = {
                 size=Wrong([], "empty"),
                 dtype=Wrong([3], "list with int"),
             ),
-            "return_tensors": value(none=None, kind=3, size="np"),
+            "return_tensors": value(none=Fine(None), kind=3, size="tf"),
         },
     ),
     "processor_parts": Surface(

@@ -1,0 +1,274 @@
+"""Images and videos as users have them, to upright RGB pictures.
+
+Transformers' image processors turn no picture upright and, by their settings, keep a palette or an alpha channel. Here every form of
+a picture gives the same pixels: as a PIL image, an array, a tensor, a path, a URL, a data URL or base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.image_utils import ChannelDimension, infer_channel_dimension_format
+from transformers.utils import logging
+
+from .tensor_checks import type_name
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+logger = logging.get_logger(__name__)
+
+URL_TIMEOUT = 60.0  # seconds
+KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64 or paths"
+
+
+def is_array(image: Any) -> bool:
+    return isinstance(image, (np.ndarray, torch.Tensor))
+
+
+def is_pil(image: Any) -> bool:
+    from PIL import Image
+
+    return isinstance(image, Image.Image)
+
+
+def read_image(image: Any, name: str = "images", *, input_data_format: Any = None, rescale: bool = True) -> Any:
+    """Returns an upright RGB picture: PIL images, files and URLs as a PIL image, arrays as `(3, height, width)`.
+
+    What is transparent is laid over white, as transformers' `convert_to_rgb` does.
+
+    Args:
+        image: a PIL image, an array or tensor, a path, a URL, a data URL or base64.
+        name (`str`): the argument, for errors.
+        input_data_format (*optional*): as of the image processor, for arrays.
+        rescale (`bool`): whether the image processor will divide the values by 255.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a file that is no image, and arrays of other shapes or values.
+    """
+    if isinstance(image, (str, Path)):
+        image = _open(image, name)
+    if is_pil(image):
+        return _rgb(image, name)
+    if is_array(image):
+        return _rgb_array(image, name, input_data_format, rescale)
+    raise TypeError(f"Expected `{name}` to hold {KINDS}, got {type_name(image)}.")
+
+
+def read_frames(video: Any, num_frames: int | None = None, fps: float | None = None) -> list[Any]:
+    """Returns the frames of a video, as images.
+
+    Args:
+        video: an array or tensor `(frames, height, width, channels)` or `(frames, channels, height, width)`, a list of images,
+            or the path or URL of a video file, which needs a decoder (PyAV).
+        num_frames (`int`, *optional*): as many frames, evenly spaced. All frames by default.
+        fps (`float`, *optional*): frames a second, of a video file.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a video without frames, or `fps` without a video file.
+        ImportError: for a video file where no decoder is installed.
+    """
+    if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
+        raise ValueError(f"`num_frames` must be an int of at least 1, got {num_frames!r}.")
+    if isinstance(video, (str, Path)):
+        from transformers.video_utils import load_video
+
+        if not str(video).startswith(("http://", "https://")) and not Path(video).is_file():
+            raise ValueError(f"`videos` holds {_short(video)}, which is no file and no URL.")
+        try:
+            file: Any = str(video)  # not among the types that the function names
+            return list(load_video(file, num_frames=num_frames, fps=fps)[0])
+        except ImportError as error:
+            raise ImportError(
+                f"Reading the video file {_short(video)} needs a decoder: `pip install av`. Or pass its frames: an array "
+                "(frames, height, width, channels) or a list of images."
+            ) from error
+    if fps is not None:
+        raise ValueError("`fps` needs a video file, which knows its own speed. Of frames, take `num_frames`.")
+    if is_array(video):
+        if video.ndim != 4:
+            raise ValueError(
+                "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, height, "
+                f"width), got shape {tuple(video.shape)}."
+            )
+        frames = list(video)
+    elif isinstance(video, (list, tuple)):
+        frames = list(video)
+        for frame in frames:
+            if not (is_pil(frame) or isinstance(frame, (str, Path)) or (is_array(frame) and frame.ndim in (2, 3))):
+                raise TypeError(f"Expected the frames of `videos` to be {KINDS}, got {type_name(frame)}.")
+    else:
+        raise TypeError(
+            f"Expected each of `videos` to be an array of frames, a list of images or a video file, got {type_name(video)}."
+        )
+    if not frames:
+        raise ValueError("One of `videos` has no frames.")
+    return frames if num_frames is None else _evenly(frames, num_frames)
+
+
+def _evenly(frames: Sequence[Any], number: int) -> list[Any]:
+    """As many frames from first to last; all of them where there are fewer."""
+    if len(frames) <= number:
+        return list(frames)
+    return [frames[round(place)] for place in np.linspace(0, len(frames) - 1, number).tolist()]
+
+
+def _open(source: str | Path, name: str) -> Image:
+    """The image of a path, URL, data URL or base64.
+
+    `load_image` of transformers would drop the alpha channel, and with it what is transparent.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    text = str(source)
+    try:
+        if isinstance(source, str) and text.startswith(("http://", "https://")):
+            return Image.open(BytesIO(_download(text, name)))
+        if isinstance(source, str) and text.startswith("data:"):
+            return Image.open(BytesIO(base64.b64decode(text.partition(",")[2], validate=False)))
+        if isinstance(source, Path) or (len(text) < 4096 and Path(text).is_file()):
+            return Image.open(source)
+        return Image.open(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
+    except (UnidentifiedImageError, binascii.Error, UnicodeError) as error:
+        raise ValueError(
+            f"`{name}` holds {_short(source)}, which is no image and no URL, data URL, base64 or path of one. Text goes in as "
+            "`text=`."
+        ) from error
+    except (OSError, Image.DecompressionBombError) as error:
+        raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error
+
+
+def _download(url: str, name: str) -> bytes:
+    from huggingface_hub.utils import httpx  # as transformers' own `load_image`
+
+    try:
+        answer = httpx.get(url, timeout=URL_TIMEOUT, follow_redirects=True)
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        raise ValueError(f"`{name}` holds {_short(url)}, which cannot be loaded: {error}") from error
+    return answer.content
+
+
+def _short(source: str | Path) -> str:
+    text = str(source)
+    return repr(text) if len(text) <= 120 else f"{text[:80]!r}... ({len(text)} characters)"
+
+
+def _rgb(image: Image, name: str) -> Image:
+    from PIL import Image, ImageOps
+
+    try:
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # `convert` would cut values off at 255
+            return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+        if image.mode in ("I", "F"):
+            raise ValueError(
+                f"`{name}` holds a PIL image of mode {image.mode!r}, whose range of values is not known. Bring it to 0..255 and "
+                "`convert('L')`."
+            )
+        if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            image = Image.alpha_composite(white, image)
+        return image.convert("RGB")
+    except (OSError, EOFError, SyntaxError, struct.error, Image.DecompressionBombError) as error:  # it ends early
+        raise ValueError(f"`{name}` holds an image that cannot be read: {error}") from error
+
+
+def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> Any:
+    tensor: Any = image if isinstance(image, torch.Tensor) else torch.from_numpy(_plain(image, name))
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        raise TypeError(f"Expected `{name}` to hold real numbers, got {tensor.dtype}.")
+    if tensor.ndim == 2:
+        tensor = tensor[None]
+    elif tensor.ndim != 3:
+        raise ValueError(
+            f"Expected each of `{name}` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 if it is "
+            f"grey, got shape {tuple(image.shape)}."
+        )
+    else:
+        if input_data_format is None:
+            try:
+                input_data_format = infer_channel_dimension_format(tensor, num_channels=(1, 3, 4))
+            except ValueError as error:
+                raise ValueError(
+                    f"Expected each of `{name}` to have 1, 3 or 4 channels on its first or last axis, got shape "
+                    f"{tuple(image.shape)}."
+                ) from error
+        if ChannelDimension(input_data_format) == ChannelDimension.LAST:
+            tensor = tensor.permute(2, 0, 1)
+        if tensor.shape[0] not in (1, 3, 4):
+            raise ValueError(
+                f"Expected each of `{name}` to have 1, 3 or 4 channels, got shape {tuple(image.shape)} as {input_data_format}."
+            )
+    if 0 in tensor.shape:
+        raise ValueError(f"Expected each of `{name}` to have pixels, got shape {tuple(image.shape)}.")
+    tensor = _bytes_or_floats(tensor, name, rescale)
+    if tensor.shape[0] == 1:
+        tensor = tensor.expand(3, -1, -1)
+    elif tensor.shape[0] == 4:
+        tensor = _over_white(tensor, name)
+    tensor = tensor.contiguous()
+    return tensor if isinstance(image, torch.Tensor) else tensor.numpy()
+
+
+def _plain(array: np.ndarray, name: str) -> np.ndarray:
+    if array.dtype == np.uint16:  # torch knows little of it
+        return array.astype(np.int32)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"Expected `{name}` to hold numbers, got a numpy.ndarray of {array.dtype}.")
+    return array.copy() if not array.flags.writeable or any(step < 0 for step in array.strides) else array
+
+
+def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Tensor:
+    """Integers as uint8, floating point as float32.
+
+    Raises:
+        ValueError: for values that are no pixels.
+    """
+    if tensor.dtype == torch.uint8:
+        return tensor
+    if tensor.dtype == torch.bool:
+        return tensor.to(torch.uint8) * 255
+    low, high = float(tensor.min()), float(tensor.max())
+    if not tensor.is_floating_point():
+        if low < 0 or high > 255:
+            raise ValueError(f"Expected integers of `{name}` to be in 0..255, got {low:.0f}..{high:.0f}.")
+        return tensor.to(torch.uint8)
+    if rescale and (low < 0 or high > 255):
+        raise ValueError(
+            f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for values in 0..1; "
+            "images that are normalised already are `pixel_values` of the model."
+        )
+    if rescale and 0 < high <= 1 and low != high:
+        logger.warning_once(
+            f"`{name}` holds values in 0..1, which the image processor divides by 255: the picture becomes black. Pass "
+            "`do_rescale=False` if they are to be read as they are."
+        )
+    tensor = tensor.to(torch.float32)
+    return tensor.round() if rescale and high > 1 else tensor  # the PIL backend takes whole numbers only
+
+
+def _over_white(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`(4, height, width)` over white: `(3, height, width)`."""
+    if tensor.dtype == torch.uint8:  # through PIL, so that arrays and files give the same bytes
+        from PIL import Image
+
+        picture = Image.fromarray(tensor.permute(1, 2, 0).cpu().contiguous().numpy())
+        return torch.from_numpy(np.array(_rgb(picture, name))).permute(2, 0, 1)
+    white = 1.0 if float(tensor.max()) <= 1 else 255.0
+    alpha = tensor[3:] / white
+    laid = tensor[:3] * alpha + (1 - alpha) * white
+    return laid if white == 1 else laid.round()

@@ -1,0 +1,268 @@
+"""Pictures in every form that users have them: the same pixels."""
+
+import base64
+import io
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import SiglipImageProcessorPil, ViTImageProcessor
+
+from hf_xattn import XAttnProcessor, image_reading
+from hf_xattn.image_reading import read_frames, read_image
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from tiny_checkpoints import make_picture, make_text_checkpoint
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(make_text_checkpoint(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(scope="module", params=[SiglipImageProcessorPil, ViTImageProcessor])
+def processor(request, tokenizer):
+    """ViT's image processor converts nothing to RGB by itself."""
+    return XAttnProcessor(request.param(size={"height": 32, "width": 32}), tokenizer)
+
+
+def picture():
+    """Not square: a picture on its side is another one."""
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8))
+
+
+def as_file(image, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def test_every_form_gives_the_same_pixels(processor, tmp_path):
+    """A path that is refused, an array on its side, an alpha channel that is taken for a colour."""
+    image = picture()
+    expected = processor(images=image)["pixel_values"]
+    array = np.asarray(image)
+    file = tmp_path / "a.png"
+    file.write_bytes(as_file(image))
+    encoded = base64.b64encode(as_file(image)).decode()
+    opaque = image.convert("RGBA")
+    forms = [
+        file,
+        str(file),
+        encoded,
+        f"data:image/png;base64,{encoded}",
+        array,
+        array.transpose(2, 0, 1),
+        array.astype(np.int64),
+        array.astype(np.float64),
+        torch.from_numpy(array.copy()),
+        torch.from_numpy(array.copy()).permute(2, 0, 1),
+        torch.from_numpy(array.copy()).float(),
+        array[None],
+        opaque,
+        np.asarray(opaque),
+        torch.from_numpy(np.asarray(opaque).copy()).permute(2, 0, 1),
+        np.asarray(opaque).astype(np.float32),
+    ]
+    for form in forms:
+        made = processor(images=form)["pixel_values"]
+        assert made.shape == expected.shape and torch.allclose(made, expected, atol=1e-4), repr(form)[:80]
+    mixed = processor(images=[[form] for form in forms])["pixel_values"]
+    assert torch.allclose(mixed, expected.expand_as(mixed), atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "PA", "1", "CMYK", "YCbCr", "HSV", "RGBA", "I;16"])
+def test_modes_of_pil(processor, mode):
+    """A palette's indices taken for colours; 16 bits that turn white."""
+    if mode == "I;16":
+        grey = np.asarray(picture().convert("L"))
+        image, plain = Image.fromarray(grey.astype(np.uint16) * 257), Image.fromarray(grey)
+        assert image.mode == "I;16"
+    else:
+        plain = image = picture().convert("L" if mode == "LA" else "P" if mode == "PA" else "RGB").convert(mode)
+    expected = processor(images=plain.convert("RGB"))["pixel_values"]
+    assert torch.equal(processor(images=image)["pixel_values"], expected)
+
+
+def test_grey_arrays(processor):
+    """A grey array that is refused, or whose one channel is broadcast in a batch of colours."""
+    grey = picture().convert("L")
+    array = np.asarray(grey)
+    expected = processor(images=grey.convert("RGB"))["pixel_values"]
+    for form in (array, array[None], array[..., None], torch.from_numpy(array.copy())):
+        assert torch.equal(processor(images=[form])["pixel_values"], expected)
+    both = processor(images=[array, picture()], text=["a", "dog"])["pixel_values"]
+    assert torch.equal(both[0], expected[0])
+
+
+def test_transparent_becomes_white(processor, tmp_path):
+    """Colours that nobody sees, where the picture is transparent."""
+    rgba = np.zeros((24, 40, 4), dtype=np.uint8)
+    rgba[:, 20:] = (255, 0, 0, 255)
+    rgba[:, :5] = (0, 255, 0, 128)
+    image = Image.fromarray(rgba)
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    expected = processor(images=white)["pixel_values"]
+    palette = image.convert("RGB").convert("P")
+    file = tmp_path / "a.png"
+    image.save(file)
+    for form in (image, rgba, torch.from_numpy(rgba), file, torch.from_numpy(rgba / 1.0)):
+        made = processor(images=form)["pixel_values"]
+        assert torch.allclose(made, expected, atol=0.02), type(form)
+    palette.putpixel((0, 0), 0)
+    palette.info["transparency"] = palette.getpixel((39, 0))
+    assert read_image(palette).getpixel((39, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_photographs_stand_upright(processor, tmp_path, orientation):
+    """A photograph that the camera saved on its side."""
+    image = picture()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    lying = Image.open(io.BytesIO(as_file(image, exif=exif)))
+    back = {
+        2: [Image.Transpose.FLIP_LEFT_RIGHT],
+        3: [Image.Transpose.ROTATE_180],
+        4: [Image.Transpose.FLIP_TOP_BOTTOM],
+        5: [Image.Transpose.TRANSPOSE],
+        6: [Image.Transpose.ROTATE_270],
+        7: [Image.Transpose.TRANSVERSE],
+        8: [Image.Transpose.ROTATE_90],
+    }[orientation]
+    upright = image
+    for step in back:
+        upright = upright.transpose(step)
+    assert torch.equal(processor(images=lying)["pixel_values"], processor(images=upright)["pixel_values"])
+
+
+def test_values_in_0_to_1(processor, caplog, monkeypatch):
+    """A tensor in 0..1 that is divided by 255 although `do_rescale=False` was given."""
+    image = picture()
+    tensor = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
+    expected = processor(images=image)["pixel_values"]
+    for options in ({"do_rescale": False}, {"images_kwargs": {"do_rescale": False}}):
+        made = processor(images=tensor, text="a", **options)["pixel_values"]
+        assert torch.allclose(made, expected, atol=0.02)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    image_reading.logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        processor(images=tensor, text="a")
+    assert "`do_rescale=False`" in caplog.text
+
+
+def test_size_of_a_call(processor):
+    """`size=` that changes nothing."""
+    image = make_picture()
+    size = {"height": 16, "width": 24}
+    flat = processor(images=image, text="a", size=size)["pixel_values"]
+    assert flat.shape[-2:] == (16, 24)
+    assert torch.equal(processor(images=image, text="a", images_kwargs={"size": size})["pixel_values"], flat)
+    plain = processor(images=image, do_normalize=False, do_rescale=False, do_resize=False)["pixel_values"]
+    assert torch.equal(plain[0, 0], torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1))
+
+
+def test_three_pixels_wide(processor):
+    """Three columns taken for three channels, in a batch or alone."""
+    array = np.random.default_rng(1).integers(0, 255, (3, 9, 3), dtype=np.uint8)
+    expected = processor(images=Image.fromarray(array))["pixel_values"]
+    made = processor(images=array, input_data_format="channels_last")["pixel_values"]
+    assert torch.equal(made, expected)
+
+
+def test_frames_of_videos(processor):
+    """A video of which one frame is seen, or whose frames end in another sample."""
+    frames = [make_picture(seed) for seed in range(5)]
+    array = np.stack([np.asarray(frame) for frame in frames])
+    expected = processor(images=frames, text="a")["pixel_values"]
+    for video in (frames, array, array.transpose(0, 3, 1, 2), torch.from_numpy(array), [frames], array[None]):
+        assert torch.equal(processor(videos=video, text="a")["pixel_values"], expected)
+    assert torch.equal(processor(images=frames[:2], videos=frames[2:], text="a")["pixel_values"], expected)
+    batch = processor(videos=[array[:2], [array[2:], array[:1]], None], text=["a", "dog", "a"])
+    assert batch["image_mask"].sum(1).tolist() == [2, 4, 0]
+    assert torch.equal(batch["pixel_values"][1, :3], expected[0, 2:])
+    few = processor(videos=array, text="a", num_frames=3)["pixel_values"]
+    assert torch.equal(few, expected[:, [0, 2, 4]])
+    assert torch.equal(processor(videos=array, text="a", videos_kwargs={"num_frames": 3})["pixel_values"], few)
+    with pytest.raises(ValueError, match="`videos` has 1 entries for 2 texts"):
+        processor(videos=[array], text=["a", "dog"])
+    with pytest.raises(ValueError, match="no frames"):
+        read_frames(array[:0])
+    with pytest.raises(ValueError, match="`num_frames`.*got 0"):
+        read_frames(array, num_frames=0)
+    with pytest.raises(ValueError, match="`fps` needs a video file"):
+        read_frames(array, fps=1.0)
+    with pytest.raises(ValueError, match="no/such.mp4.*no file"):
+        read_frames("no/such.mp4")
+
+
+def test_video_file_without_a_decoder(processor, tmp_path, monkeypatch):
+    """A file whose frames are silently not there."""
+    import transformers.video_utils
+
+    monkeypatch.setattr(transformers.video_utils, "is_av_available", lambda: False)
+    (tmp_path / "a.mp4").write_bytes(b"x")
+    with pytest.raises(ImportError, match="pip install av.*frames"):
+        processor(videos=[tmp_path / "a.mp4"], text="a")
+
+
+def test_what_is_no_image(processor, tmp_path):
+    """A broken picture that is read as far as it goes, or values that are no pixels."""
+    whole = as_file(make_picture())
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no picture")
+    wrong = {
+        "cannot be read": tmp_path / "cut.png",
+        "text.png.*no image": tmp_path / "text.png",
+        "missing.png.*cannot be read": tmp_path / "missing.png",
+        "missing.png.*no image": "missing.png",
+        "0..255, got 0..300": np.full((4, 4, 3), 300),
+        "0..255, got values from -1": np.array([[[-1.0, 1.0, 0.0]]]),
+        "1, 3 or 4 channels": np.zeros((5, 5, 5), dtype=np.uint8),
+        "have pixels": np.zeros((0, 5, 3), dtype=np.uint8),
+        "mode 'F'": Image.new("F", (4, 4)),
+        r"\(10000 characters\)": "A" * 10_000,
+    }
+    for message, image in wrong.items():
+        if message.endswith("300"):
+            image = image.copy()
+            image[0] = 0
+        with pytest.raises(ValueError, match=f"`images`.*{message}"):
+            processor(images=image, text="a")
+
+
+def test_images_over_http(processor):
+    """An error page of a server taken for a picture."""
+    import http.server
+    import threading
+
+    body = as_file(picture())
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/a.png" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        expected = processor(images=picture())["pixel_values"]
+        assert torch.equal(processor(images=f"{url}/a.png")["pixel_values"], expected)
+        with pytest.raises(ValueError, match="`images`.*cannot be loaded.*404"):
+            processor(images=f"{url}/b.png")
+    finally:
+        server.shutdown()
+        server.server_close()
