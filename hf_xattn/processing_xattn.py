@@ -10,17 +10,19 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import BatchFeature, ProcessorMixin
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
+from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
 
-from .image_reading import KINDS, is_array, is_pil, read_frames, read_image
+from .chat_messages import is_batch, of_row, read_conversation, with_images
+from .chat_templates import default_template, to_template
+from .image_reading import is_array, read_image
 from .keywords import refuse_unknown
+from .samples import OF_VIDEOS, read_samples, read_texts
 from .tensor_checks import type_name
 
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
 # How transformers' processors take arguments for one of their parts.
 NESTED = ("text_kwargs", "images_kwargs", "videos_kwargs", "common_kwargs")
-# How frames are taken of a video: they are images from there on. `apply_chat_template` adds the last.
-OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
 class XAttnProcessorKwargs(ProcessingKwargs, total=False):
@@ -64,6 +66,17 @@ class XAttnProcessor(ProcessorMixin):
             self.image_token_id = token_id
         super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
 
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The processor's own template, or else the tokenizer's."""
+        return (
+            self._chat_template if self._chat_template is not None else getattr(self.tokenizer, "chat_template", None)
+        )
+
+    @chat_template.setter
+    def chat_template(self, template: str | dict[str, str] | None) -> None:
+        self._chat_template = template
+
     def __call__(
         self,
         images: Any = None,
@@ -101,11 +114,11 @@ class XAttnProcessor(ProcessorMixin):
             raise ValueError(f"`return_tensors` must be 'pt', 'np' or None, got {return_tensors!r}.")
         if text is None and images is None and videos is None:
             raise ValueError("Give `text`, `images` or both.")
-        texts = None if text is None else _texts(text, images)
+        texts = None if text is None else read_texts(text, images)
         merged = self._merged(kwargs)
         samples = None
         if images is not None or videos is not None:
-            samples = _with_videos(images, videos, texts, isinstance(text, str), merged["videos_kwargs"])
+            samples = read_samples(images, videos, texts, isinstance(text, str), merged["videos_kwargs"])
         data: dict[str, Any] = {} if samples is None else self._pixels(samples, merged["images_kwargs"])
         if texts is not None:
             made = self._tokenized(texts, samples, return_tensors, merged)
@@ -116,6 +129,114 @@ class XAttnProcessor(ProcessorMixin):
                 for name, value in data.items()
             }
         return BatchFeature(data)
+
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        chat_template: str | None = None,
+        tools: list[Any] | None = None,
+        documents: list[dict[str, str]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        return_assistant_tokens_mask: bool = False,
+        tokenize: bool = False,
+        return_tensors: str | None = "auto",
+        return_dict: bool = False,
+        load_audio_from_video: bool = False,
+        processor_kwargs: dict | None = None,
+        sanitize_control_tokens: bool = False,
+        **kwargs,
+    ) -> Any:
+        """Renders a chat, or several, with the template of the text model, and reads their images.
+
+        A template that knows no lists of parts gets plain texts, with `image_token` where an image stands, or without a marker
+        where the model needs none. Parts are joined as they are, without spaces. A template that writes `image_token` itself is
+        used as it is.
+
+        Args:
+            conversation (`list`): messages with `role` and `content`, or a list of such lists. A content is a text or a list of
+                parts: `{"type": "text", "text": ...}`, `{"type": "image", "image" | "url" | "path" | "base64": ...}`,
+                `{"type": "image_url", "image_url": {"url": ...}}` or `{"type": "video", "video": frames}`, whose frames become
+                images. A bare `{"type": "image"}` takes the next of `images` in `processor_kwargs`.
+            chat_template (`str`, *optional*): a template or the name of one. By default the processor's, or the tokenizer's, or
+                `chat_templates.DEFAULT_CHAT_TEMPLATE`.
+            tools, documents, add_generation_prompt, continue_final_message, return_assistant_tokens_mask, tokenize, return_dict:
+                as in transformers.
+            return_tensors (`str`, *optional*): as in a call of the processor, which says `"pt"` by default.
+            load_audio_from_video (`bool`): has no effect: there is no sound to read.
+            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. No special tokens are added to the
+                rendered text, as with the tokenizer's own `apply_chat_template`, unless `add_special_tokens` is among them.
+            sanitize_control_tokens (`bool`): as in transformers; markers of images count all the same.
+            kwargs: variables of the template; other names go to the processor as well.
+
+        Raises:
+            TypeError: for names that neither the template nor the processor takes, and parts that are none.
+            ValueError: where the template loses the text of a message, or parts and images differ in number.
+        """
+        template = self._template(chat_template, tools)
+        variables = {name: kwargs.pop(name) for name in set(kwargs) & _get_template_variables(template)}
+        call = {**(processor_kwargs or {}), **kwargs}
+        refuse_unknown(self.apply_chat_template, call, self._known_kwargs()[2] | {"images", "audio", "audio_kwargs"})
+        separate = call.pop("images", None)
+        of_videos = {**(call.pop("videos_kwargs", None) or {}), **{n: call.pop(n) for n in OF_VIDEOS if n in call}}
+        refuse_unknown(self.apply_chat_template, of_videos, frozenset(OF_VIDEOS))
+        sampling = {} if of_videos.get("do_sample_frames") is False else of_videos
+
+        batched = is_batch(conversation)
+        chats = []
+        for index, chat in enumerate(conversation if batched else [conversation]):
+            where = f"conversation {index}" if batched else "`conversation`"
+            read = read_conversation(chat, where, sampling.get("num_frames"), sampling.get("fps"))
+            if tokenize:
+                read = with_images(read, of_row(separate, index, len(conversation)) if batched else separate, where)
+            chats.append(read)
+        messages = [chat.messages for chat in chats]
+        if sanitize_control_tokens:
+            plain = [[{**m.fields, "content": m.as_parts()} for m in chat] for chat in messages]
+            plain, tools, documents, variables = self.tokenizer._mark_chat_inputs(
+                template, plain, tools, documents, variables, tokenize, return_assistant_tokens_mask
+            )
+            messages = [read_conversation(chat, "`conversation`", None, None).messages for chat in plain]
+            call["sanitize_control_tokens"] = True
+
+        def render(dicts: list[dict[str, Any]]) -> str:
+            options = {**self.tokenizer.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
+            return render_jinja_template([dicts], tools, documents, template, **options)[0][0]
+
+        forms = [to_template(chat, self.image_token, render) for chat in messages]
+        if tokenize:
+            call["images"] = [chat.images for chat in chats] if batched else chats[0].images
+            if "add_special_tokens" not in call.get("text_kwargs", {}):
+                call.setdefault("add_special_tokens", False)
+        made: Any = super().apply_chat_template(
+            forms if batched else forms[0],
+            chat_template=template,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            tokenize=tokenize,
+            return_tensors=return_tensors,
+            return_dict=return_dict,
+            processor_kwargs=call,
+            **variables,
+        )
+        if return_dict and tokenize and return_assistant_tokens_mask and isinstance(made["input_ids"], torch.Tensor):
+            made["assistant_masks"] = torch.as_tensor(made["assistant_masks"])
+        return made
+
+    def _template(self, chat_template: str | None, tools: Any) -> str:
+        """The template of a call: given, by name, or the default."""
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise TypeError(f"Expected `chat_template` to be a str, got {type_name(chat_template)}.")
+        own = self.chat_template
+        if chat_template is None:
+            if isinstance(own, dict) and tools is not None and "tool_use" in own:
+                return own["tool_use"]
+            if own is None:
+                return default_template(self.tokenizer)
+        return self._resolve_chat_template(chat_template)
 
     def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments for the tokenizer, the image processor and the frames of videos, merged as transformers does.
@@ -241,113 +362,6 @@ class XAttnProcessor(ProcessorMixin):
     def model_input_names(self) -> list[str]:
         names = list(self.tokenizer.model_input_names)
         return [*names, "pixel_values", "image_mask", *TILE_INPUTS]
-
-
-def _texts(text: Any, images: Any) -> list[str]:
-    """The texts of a call as a list."""
-    if isinstance(text, str):
-        return [text]
-    if isinstance(text, (list, tuple)) and all(isinstance(entry, str) for entry in text):
-        if not text:
-            raise ValueError("`text` is an empty list: give one text or more.")
-        return list(text)
-    wrong = text
-    if isinstance(text, (list, tuple)):
-        wrong = next(entry for entry in text if not isinstance(entry, str))
-    swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
-    raise TypeError(
-        f"Expected `text` to be a str or a list of str, got {'' if wrong is text else 'a list with '}{type_name(wrong)}."
-        + (" `images` come first, then `text`: use their names." if swapped else "")
-    )
-
-
-def _with_videos(
-    images: Any, videos: Any, texts: list[str] | None, one_text: bool, kwargs: dict[str, Any]
-) -> list[list[Any]]:
-    """The images of each text, and the frames of its videos after them."""
-    options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
-    if kwargs.get("do_sample_frames") is False:
-        options = {}
-    if videos is None:
-        return _samples(images, texts, one_text)
-    if one_text:
-        entries = [videos]
-    elif isinstance(videos, (list, tuple)) or getattr(videos, "ndim", None) == 5:
-        entries = list(videos)
-    else:
-        raise ValueError("`videos` must be a list with one entry a text: a video, a list of videos, None or [].")
-    if texts is not None and len(entries) != len(texts):
-        raise ValueError(
-            f"`videos` has {len(entries)} entries for {len(texts)} texts: give one entry a text, None or [] where a text has none."
-        )
-    samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
-    if len(samples) != len(entries):
-        raise ValueError(f"`images` has {len(samples)} entries, but `videos` has {len(entries)}.")
-    for sample, entry in zip(samples, entries):
-        for video in _videos(entry):
-            sample.extend(read_frames(video, **options))
-    return samples
-
-
-def _videos(entry: Any) -> list[Any]:
-    """The videos of one text."""
-    if getattr(entry, "ndim", None) == 5:
-        return list(entry)
-    if isinstance(entry, (list, tuple)):
-        frames = [is_pil(part) or (is_array(part) and part.ndim in (2, 3)) for part in entry]
-        if not entry or not all(frames):
-            return [video for video in entry if video is not None]
-    return [] if entry is None else [entry]
-
-
-def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[Any]]:
-    """A list of images for each text."""
-    entries = _entries(images)
-    if entries is None:
-        entries = [images]
-    if not entries and not one_text:
-        raise ValueError(f"`images` is an empty list{'.' if texts is None else f' for {len(texts)} texts.'}")
-    nested = any(_entries(entry) is not None for entry in entries)
-    if one_text:
-        if nested and len(entries) != 1:
-            raise ValueError(f"`images` holds lists for {len(entries)} texts, but `text` is one text.")
-        return [_images(entries[0] if nested else entries)]
-    if texts is not None and len(entries) != len(texts):
-        raise ValueError(
-            f"`images` has {len(entries)} entries for {len(texts)} texts: give one entry a text, None or [] where a text has no image."
-        )
-    return [_images(entry) for entry in entries]
-
-
-def _entries(images: Any) -> list[Any] | None:
-    """The images of a list, or of an array with an axis of images; None for a single image."""
-    if isinstance(images, (list, tuple)):
-        return list(images)
-    return list(images) if getattr(images, "ndim", None) in (4, 5) else None
-
-
-def _images(entry: Any) -> list[Any]:
-    """The images of one text.
-
-    Raises:
-        TypeError: for anything that is no image, URL or path.
-        ValueError: for an array of another rank.
-    """
-    entries = _entries(entry)
-    given = [image for image in ([entry] if entries is None else entries) if image is not None]
-    images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]
-    for image in images:
-        if isinstance(image, (str, Path)):
-            continue
-        if not (is_array(image) or is_pil(image)):
-            raise TypeError(f"Expected `images` to hold {KINDS}, got {type_name(image)}.")
-        rank = getattr(image, "ndim", None)
-        if rank is not None and rank not in (2, 3):
-            raise ValueError(
-                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 if it is "
-                f"grey, got shape {tuple(image.shape)}."
-            )
-    return images
 
 
 __all__ = ["XAttnProcessor"]

@@ -47,6 +47,30 @@ def test_artifacts_load_with_the_auto_classes(finished):
     demo.run(folder, quick=True)  # its own folder may be written over
 
 
+def test_chat_is_the_prompt_of_training(finished):
+    """A chat with the demo's model that asks in other words than those it learnt."""
+    folder, _ = finished
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    files = demo.example_images(folder)[:2]
+    question = {"type": "text", "text": demo.PROMPT}
+    chat = [{"role": "user", "content": [{"type": "image", "path": files[0]}, question]}]
+    inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)
+    expected = processor(text=demo.PROMPT, images=files[0])
+    assert inputs.keys() == expected.keys() and all(torch.equal(inputs[name], expected[name]) for name in inputs)
+    chat.append({"role": "assistant", "content": "first seven second two"})
+    said = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    trained = [*processor.tokenizer(sentence([7, 2]))["input_ids"], processor.tokenizer.eos_token_id]
+    assert said["input_ids"][0].tolist() == trained
+    prompt = len(processor.tokenizer(demo.PROMPT)["input_ids"])
+    assert said["assistant_masks"][0].tolist() == [0] * prompt + [1] * (len(trained) - prompt)
+    chat.append({"role": "user", "content": [{"type": "image", "path": files[1]}, question]})
+    again = processor.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)
+    assert again["input_ids"][0].tolist() == trained + trained[:prompt] and again["pixel_values"].shape[1] == 2
+    partial = [chat[0], {"role": "assistant", "content": "first seven"}]
+    ids = processor.apply_chat_template(partial, tokenize=True, continue_final_message=True)
+    assert ids[0].tolist() == trained[: prompt + 2]
+
+
 def test_canvases():
     """Held-out digits that training saw; digits that overlap or stick out; labels that do not say what stands there."""
     train, test = DigitPool(held_out=False), DigitPool(held_out=True)

@@ -16,7 +16,7 @@ from transformers import (
     ViTConfig,
 )
 
-from .canvases import HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
+from .canvases import CHAT_TEMPLATE, HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
 
 
 def _optimize(parameters, steps: int, rate: float, loss_of_step, name: str) -> float:
@@ -53,6 +53,7 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
         unk_token="[UNK]",
         padding_side="left",
         model_input_names=["input_ids", "attention_mask"],
+        chat_template=CHAT_TEMPLATE,
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(

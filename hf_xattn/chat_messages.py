@@ -1,0 +1,222 @@
+"""The messages of a chat, read once: which texts, which images, in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .image_reading import read_frames
+from .tensor_checks import type_name
+
+
+TEXTS = ("text", "input_text", "output_text")
+IMAGES = ("image", "image_url", "input_image")
+VIDEOS = ("video", "video_url")
+SOURCES = ("url", "path", "base64")
+
+
+class ImagePart:
+    """An image among the parts of a message. What it shows is kept beside the messages, in their order."""
+
+
+IMAGE = ImagePart()
+Content = str | list[str | ImagePart] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A message.
+
+    Attributes:
+        fields (`dict`): role, tool calls, reasoning, ...: all but the content.
+        content (`str` or `list`, *optional*): a text, or texts and images in their order.
+    """
+
+    fields: dict[str, Any]
+    content: Content
+
+    @property
+    def role(self) -> str:
+        return str(self.fields.get("role"))
+
+    @property
+    def parts(self) -> list[str | ImagePart]:
+        if self.content is None:
+            return []
+        return [self.content] if isinstance(self.content, str) else self.content
+
+    def as_parts(self) -> Any:
+        """The content as transformers writes it: a text, or a list of parts."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content
+        return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.content]
+
+    @property
+    def num_images(self) -> int:
+        return sum(part is IMAGE for part in self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """The messages of a chat, and the images of its image parts: None where a part names none."""
+
+    messages: list[Message]
+    images: list[Any]
+
+
+def is_batch(conversation: Any) -> bool:
+    """Whether these are several conversations.
+
+    Raises:
+        TypeError, ValueError: for neither one conversation nor several.
+    """
+    if hasattr(conversation, "messages"):
+        return False
+    if not isinstance(conversation, (list, tuple)):
+        raise TypeError(
+            f"Expected `conversation` to be a list of messages, or a list of such lists, got {type_name(conversation)}."
+        )
+    if not conversation:
+        raise ValueError("`conversation` is an empty list: give one message or more.")
+    return isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
+
+
+def read_conversation(conversation: Any, where: str, num_frames: int | None, fps: float | None) -> Conversation:
+    """Reads one conversation. Nothing of it is changed.
+
+    Args:
+        conversation: a list of messages: dicts with `role` and `content`, as of transformers or OpenAI.
+        where (`str`): its name in errors.
+        num_frames, fps: how videos are read, see `read_frames`.
+
+    Raises:
+        TypeError, ValueError: for parts that are no text, image or video, or name no source or several.
+    """
+    messages = getattr(conversation, "messages", conversation)
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"Expected {where} to be a list of messages, got {type_name(messages)}.")
+    if not messages:
+        raise ValueError(f"{where} has no messages.")
+    images: list[Any] = []
+    read = [
+        _message(message, f"message {index} of {where}", images, num_frames, fps)
+        for index, message in enumerate(messages)
+    ]
+    return Conversation(read, images)
+
+
+def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
+    """Fills image parts that name no image with those that came separately, in their order.
+
+    Raises:
+        ValueError: where they differ in number.
+    """
+    bare = sum(image is None for image in conversation.images)
+    if images is None:
+        if bare:
+            raise ValueError(
+                f"{where} has {bare} image parts without an image. Write it into the part, as `image`, `url`, `path` or `base64`, or "
+                "pass `images` in `processor_kwargs`."
+            )
+        return conversation
+    given = list(images) if isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == 4 else [images]
+    given = [image for image in given if image is not None]
+    if not conversation.images:  # markers stand in the text, or the model needs none
+        return dataclasses.replace(conversation, images=given)
+    if len(given) != bare:
+        raise ValueError(
+            f"{where} has {bare} image parts without an image, but {len(given)} `images` were given for it: one for each is needed."
+        )
+    rest = iter(given)
+    filled = [next(rest) if image is None else image for image in conversation.images]
+    return dataclasses.replace(conversation, images=filled)
+
+
+def of_row(images: Any, row: int, rows: int) -> Any:
+    """The images of one conversation of several, which came beside them."""
+    if images is None:
+        return None
+    if not isinstance(images, (list, tuple)) or len(images) != rows:
+        raise ValueError(
+            f"`images` must be a list with one entry for each of {rows} conversations, got {type_name(images)}"
+            + (f" of {len(images)}." if isinstance(images, (list, tuple)) else ".")
+        )
+    return [] if images[row] is None else images[row]
+
+
+def _message(message: Any, where: str, images: list[Any], num_frames: int | None, fps: float | None) -> Message:
+    message = _mapping(message)
+    if message is None or "role" not in message:
+        raise TypeError(
+            f"Expected {where} to be a dict with `role` and `content`, got "
+            f"{'one without `role`' if message is not None else 'something else'}."
+        )
+    # Some templates print None, and data sets fill in None for what other messages have.
+    fields = {str(name): value for name, value in message.items() if name != "content" and value is not None}
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return Message(fields, content)
+    if not isinstance(content, (list, tuple)):
+        raise TypeError(f"Expected the content of {where} to be a str or a list of parts, got {type_name(content)}.")
+    parts: list[str | ImagePart] = []
+    for part in content:
+        _read_part(part, where, parts, images, num_frames, fps)
+    return Message(fields, parts)
+
+
+def _read_part(
+    part: Any, where: str, parts: list[str | ImagePart], images: list[Any], num_frames: int | None, fps: float | None
+) -> None:
+    """Appends a part, and the images that it names. A video becomes its frames."""
+    read = _mapping(part)
+    if read is None:
+        raise TypeError(
+            f"Expected the parts of {where} to be dicts with a `type`, got {type_name(part)}. An image is "
+            '{"type": "image", "image": ...}, a text {"type": "text", "text": ...}.'
+        )
+    given = {name: value for name, value in read.items() if value is not None}
+    kind = given.get("type")
+    if kind in TEXTS:
+        text = given.get("text")
+        if not isinstance(text, str):
+            raise TypeError(f"Expected `text` of a part of {where} to be a str, got {type_name(text)}.")
+        parts.append(text)
+    elif kind in IMAGES:
+        images.append(_source(given, IMAGES, where))
+        parts.append(IMAGE)
+    elif kind in VIDEOS:
+        video = _source(given, VIDEOS, where)
+        if video is None:
+            raise ValueError(f"A video part of {where} names no `video`, `url` or `path`.")
+        frames = read_frames(video, num_frames, fps)
+        images.extend(frames)
+        parts.extend([IMAGE] * len(frames))
+    else:
+        raise ValueError(
+            f"A part of {where} has type {kind!r}: this processor reads {', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}."
+        )
+
+
+def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
+    """What an image or video part shows; None where it says nothing."""
+    found = [name for name in (*names, *SOURCES) if name in part]
+    if len(found) > 1:
+        raise ValueError(f"A part of {where} names its {names[0]} {len(found)} times: as {', '.join(found)}.")
+    if not found:
+        return None
+    value = part[found[0]]
+    inner = _mapping(value)
+    if inner is not None and "url" in inner:  # OpenAI's way
+        value = inner["url"]
+    return Path(value) if found[0] == "path" and isinstance(value, str) else value
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    """A dict, also of a pydantic model, such as a message of the `openai` client."""
+    if isinstance(value, Mapping):
+        return value
+    dump = getattr(value, "model_dump", None)
+    made = dump() if callable(dump) else None
+    return made if isinstance(made, Mapping) else None

@@ -1,0 +1,120 @@
+"""Which images belong to which text of a call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .image_reading import KINDS, is_array, is_pil, read_frames
+from .tensor_checks import type_name
+
+
+# How frames are taken of a video: they are images from there on. `apply_chat_template` adds the last.
+OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
+
+
+def read_texts(text: Any, images: Any) -> list[str]:
+    """The texts of a call as a list."""
+    if isinstance(text, str):
+        return [text]
+    if isinstance(text, (list, tuple)) and all(isinstance(entry, str) for entry in text):
+        if not text:
+            raise ValueError("`text` is an empty list: give one text or more.")
+        return list(text)
+    wrong = text
+    if isinstance(text, (list, tuple)):
+        wrong = next(entry for entry in text if not isinstance(entry, str))
+    swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
+    raise TypeError(
+        f"Expected `text` to be a str or a list of str, got {'' if wrong is text else 'a list with '}{type_name(wrong)}."
+        + (" `images` come first, then `text`: use their names." if swapped else "")
+    )
+
+
+def read_samples(
+    images: Any, videos: Any, texts: list[str] | None, one_text: bool, kwargs: dict[str, Any]
+) -> list[list[Any]]:
+    """The images of each text, and the frames of its videos after them."""
+    options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
+    if kwargs.get("do_sample_frames") is False:
+        options = {}
+    if videos is None:
+        return _samples(images, texts, one_text)
+    if one_text:
+        entries = [videos]
+    elif isinstance(videos, (list, tuple)) or getattr(videos, "ndim", None) == 5:
+        entries = list(videos)
+    else:
+        raise ValueError("`videos` must be a list with one entry a text: a video, a list of videos, None or [].")
+    if texts is not None and len(entries) != len(texts):
+        raise ValueError(
+            f"`videos` has {len(entries)} entries for {len(texts)} texts: give one entry a text, None or [] where a text has none."
+        )
+    samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
+    if len(samples) != len(entries):
+        raise ValueError(f"`images` has {len(samples)} entries, but `videos` has {len(entries)}.")
+    for sample, entry in zip(samples, entries):
+        for video in _videos(entry):
+            sample.extend(read_frames(video, **options))
+    return samples
+
+
+def _videos(entry: Any) -> list[Any]:
+    """The videos of one text."""
+    if getattr(entry, "ndim", None) == 5:
+        return list(entry)
+    if isinstance(entry, (list, tuple)):
+        frames = [is_pil(part) or (is_array(part) and part.ndim in (2, 3)) for part in entry]
+        if not entry or not all(frames):
+            return [video for video in entry if video is not None]
+    return [] if entry is None else [entry]
+
+
+def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[Any]]:
+    """A list of images for each text."""
+    entries = _entries(images)
+    if entries is None:
+        entries = [images]
+    if not entries and not one_text:
+        raise ValueError(f"`images` is an empty list{'.' if texts is None else f' for {len(texts)} texts.'}")
+    nested = any(_entries(entry) is not None for entry in entries)
+    if one_text:
+        if nested and len(entries) != 1:
+            raise ValueError(f"`images` holds lists for {len(entries)} texts, but `text` is one text.")
+        return [_images(entries[0] if nested else entries)]
+    if texts is not None and len(entries) != len(texts):
+        raise ValueError(
+            f"`images` has {len(entries)} entries for {len(texts)} texts: give one entry a text, None or [] where a text has no image."
+        )
+    return [_images(entry) for entry in entries]
+
+
+def _entries(images: Any) -> list[Any] | None:
+    """The images of a list, or of an array with an axis of images; None for a single image."""
+    if isinstance(images, (list, tuple)):
+        return list(images)
+    return list(images) if getattr(images, "ndim", None) in (4, 5) else None
+
+
+def _images(entry: Any) -> list[Any]:
+    """The images of one text.
+
+    Raises:
+        TypeError: for anything that is no image, URL or path.
+        ValueError: for an array of another rank.
+    """
+    entries = _entries(entry)
+    given = [image for image in ([entry] if entries is None else entries) if image is not None]
+    images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]
+    for image in images:
+        if isinstance(image, (str, Path)):
+            continue
+        if not (is_array(image) or is_pil(image)):
+            raise TypeError(f"Expected `images` to hold {KINDS}, got {type_name(image)}.")
+        rank = getattr(image, "ndim", None)
+        if rank is not None and rank not in (2, 3):
+            raise ValueError(
+                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 if it is "
+                f"grey, got shape {tuple(image.shape)}."
+            )
+    return images
