@@ -147,15 +147,13 @@ def of_row(images: Any, row: int, rows: int) -> Any:
 
 
 def _message(message: Any, where: str, images: list[Any], num_frames: int | None, fps: float | None) -> Message:
-    message = _mapping(message)
-    if message is None or "role" not in message:
-        raise TypeError(
-            f"Expected {where} to be a dict with `role` and `content`, got "
-            f"{'one without `role`' if message is not None else 'something else'}."
-        )
+    read = _mapping(message)
+    if read is None or "role" not in read:
+        came = "one without `role`" if read is not None else type_name(message)
+        raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {came}.")
     # Some templates print None, and data sets fill in None for what other messages have.
-    fields = {str(name): value for name, value in message.items() if name != "content" and value is not None}
-    content = message.get("content")
+    fields = {str(name): value for name, value in read.items() if name != "content" and value is not None}
+    content = read.get("content")
     if content is None or isinstance(content, str):
         return Message(fields, content)
     if not isinstance(content, (list, tuple)):

@@ -173,6 +173,10 @@ class XAttnProcessor(ProcessorMixin):
             TypeError: for names that neither the template nor the processor takes, and parts that are none.
             ValueError: where the template loses the text of a message, or parts and images differ in number.
         """
+        given = (("tools", tools, list), ("documents", documents, list), ("processor_kwargs", processor_kwargs, dict))
+        for name, value, kind in given:
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"Expected `{name}` to be a {kind.__name__}, got {type_name(value)}.")
         template = self._template(chat_template, tools)
         variables = {name: kwargs.pop(name) for name in set(kwargs) & _get_template_variables(template)}
         call = {**(processor_kwargs or {}), **kwargs}

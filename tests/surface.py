@@ -145,3 +145,8 @@ def switch() -> dict[str, Any]:
 def value(*, none: Any, kind: Any, size: Any = NOTHING, rank: Any = NOTHING, dtype: Any = NOTHING) -> dict[str, Any]:
     """Any other argument."""
     return row(none=none, type=kind, rank=rank, size=size, dtype=dtype, device=NOTHING)
+
+
+def needs(given, **needed):
+    """Arguments of a case, and those that it needs beside it; `None` of a case is passed."""
+    return {**{name: value for name, value in needed.items() if name not in given}, **given}

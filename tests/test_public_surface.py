@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids, vision_config
-from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_misspelt, switch, tensor, value
+from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_misspelt, needs, switch, tensor, value
+from surface_processor import processor_surfaces
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -85,11 +86,6 @@ def parts():
         "image_processor": AutoImageProcessor.from_pretrained(folder() / "image_processor"),
         "tokenizer": AutoTokenizer.from_pretrained(folder() / "tokenizer"),
     }
-
-
-def needs(given, **needed):
-    """Arguments of a case, and those that it needs beside it; `None` of a case is passed."""
-    return {**{name: value for name, value in needed.items() if name not in given}, **given}
 
 
 # --- calls
@@ -232,15 +228,6 @@ FIELDS = {
 }
 
 
-def call_processor(**given):
-    made = XAttnProcessor(**parts())
-    return made(**needs(given, text="a dog"))
-
-
-def call_init(**given):
-    return XAttnProcessor(**needs(given, **parts()))
-
-
 @torch.no_grad()
 def call_cache(function, **given):
     needed = {
@@ -370,32 +357,6 @@ SURFACES = {
         lambda **given: freeze_base(**needs(given, model=make_model())),
         {"model": value(none=None, kind=torch.nn.Linear(2, 2)), "vision": switch()},
     ),
-    "processor": Surface(
-        XAttnProcessor.__call__,
-        call_processor,
-        {
-            "images": value(none=Fine(None), kind=3, rank=torch.zeros(3), dtype=Wrong([3], "got int")),
-            "videos": value(none=Fine(None), kind=3, rank=torch.zeros(2, 3, 3), size=Wrong([[]], "no frames")),
-            "text": value(
-                none=Wrong(None, "`images` or both"),
-                kind=3,
-                rank=Wrong([["a"]], "list with list"),
-                size=Wrong([], "empty"),
-                dtype=Wrong([3], "list with int"),
-            ),
-            "return_tensors": value(none=Fine(None), kind=3, size="tf"),
-        },
-    ),
-    "processor_parts": Surface(
-        XAttnProcessor.__init__,
-        call_init,
-        {
-            "image_processor": value(none=Wrong(None, "required"), kind=Wrong(3, "int.*was expected")),
-            "tokenizer": value(none=Wrong(None, "required"), kind=Wrong(3, "int.*was expected")),
-            "chat_template": value(none=Fine(None), kind=3),
-            "image_token": value(none=Fine(None), kind=3, size="<image>"),
-        },
-    ),
     "enable_image_store": Surface(
         XAttnModel.enable_image_store,
         lambda **given: make_model().enable_image_store(**given),
@@ -404,6 +365,7 @@ SURFACES = {
     "disable_image_store": Surface(
         XAttnModel.disable_image_store, lambda **given: make_model().disable_image_store(**given), {}
     ),
+    **processor_surfaces(parts),
     "mask_labels": Surface(
         XAttnForConditionalGeneration.mask_labels,
         call_of("mask_labels"),
