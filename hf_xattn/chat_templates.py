@@ -113,11 +113,12 @@ def _lost(
         text = render(made)
     except Exception as error:  # a template may raise anything
         return error
+    said = text.lower()
     lost = [
         f"the text of message {index} (role {probe.role!r})"
         for index, probe in enumerate(probes)
         # Templates may write a call of a tool in place of the text beside it.
-        if not probe.fields.get("tool_calls") and any(word not in text for word in _words(probe))
+        if not probe.fields.get("tool_calls") and any(word not in said for word in _words(probe))
     ]
     images = sum(message.num_images for message in messages)
     if marker is not None and (found := text.count(marker)) != images:

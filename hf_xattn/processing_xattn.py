@@ -110,12 +110,13 @@ class XAttnProcessor(ProcessorMixin):
             TypeError: for texts that are no strings, images that are none, or unknown keywords.
             ValueError: where texts and images do not match in number, or images come out in different sizes.
         """
-        if return_tensors not in ("pt", "np", None):
-            raise ValueError(f"`return_tensors` must be 'pt', 'np' or None, got {return_tensors!r}.")
         if text is None and images is None and videos is None:
             raise ValueError("Give `text`, `images` or both.")
         texts = None if text is None else read_texts(text, images)
         merged = self._merged(kwargs)
+        return_tensors = merged["text_kwargs"].pop("return_tensors", return_tensors)
+        if return_tensors not in ("pt", "np", None):
+            raise ValueError(f"`return_tensors` must be 'pt', 'np' or None, got {return_tensors!r}.")
         samples = None
         if images is not None or videos is not None:
             samples = read_samples(images, videos, texts, isinstance(text, str), merged["videos_kwargs"])
@@ -274,8 +275,8 @@ class XAttnProcessor(ProcessorMixin):
     def _known_kwargs(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
         """Names for the tokenizer, for the image processor, and all that a call may bring."""
         of_image_processor = getattr(getattr(self.image_processor, "valid_kwargs", None), "__annotations__", {})
-        text = frozenset(TextKwargs.__annotations__) - {"return_tensors"}
-        images = frozenset({*ImagesKwargs.__annotations__, *of_image_processor}) - {"return_tensors"}
+        text = frozenset(TextKwargs.__annotations__)
+        images = frozenset({*ImagesKwargs.__annotations__, *of_image_processor})
         of_both = ("return_mm_token_type_ids", "return_text_replacement_offsets")
         return text, images, text | images | {*NESTED, *OF_VIDEOS, *of_both}
 
@@ -337,7 +338,8 @@ class XAttnProcessor(ProcessorMixin):
     def _read(self, images: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Images as upright RGB pictures. `input_data_format` is read here, and taken out of the arguments."""
         kwargs.pop("return_tensors", None)
-        if kwargs.get("do_convert_rgb") is False:  # a caller who says so brings what the tower reads
+        if kwargs.get("do_convert_rgb", getattr(self.image_processor, "do_convert_rgb", None)) is False:
+            # Said by a caller who brings what the tower reads.
             return [read_image(image) if isinstance(image, (str, Path)) else image for image in images]
         rescale = kwargs.get("do_rescale", getattr(self.image_processor, "do_rescale", True)) is not False
         layout = kwargs.pop("input_data_format", None)

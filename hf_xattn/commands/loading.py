@@ -42,12 +42,13 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     for file in files:
         if not file.is_file():
             raise ValueError(f"`--image` must be a file, but {file} is not a file.")
-    from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from ..image_reading import read_image
 
     check_model(arguments.model)
     processor = AutoProcessor.from_pretrained(arguments.model)
-    images = [Image.open(file).convert("RGB") for file in files]
+    images = [read_image(file, "--image") for file in files]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
     model = model.to(arguments.device).eval()
     if images and getattr(processor, "image_processor", None) is None:
