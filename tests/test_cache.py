@@ -381,7 +381,7 @@ def test_appended_images_need_the_batch_of_the_cache(rows):
     """Images of another batch broadcast over, or mixed into, those that are there."""
     model, ids = make_model(), token_ids()
     cache = model(ids, pixel_values=pixels()).past_key_values
-    with pytest.raises(ValueError, match=f"batch {rows}, expected 2"):
+    with pytest.raises(ValueError, match=f"batch 2, got batch {rows}"):
         model(ids, pixel_values=pixels(rows, seed=43), past_key_values=cache)
-    with pytest.raises(ValueError, match=f"batch {rows}, expected 2"):
+    with pytest.raises(ValueError, match=f"batch 2, got batch {rows}"):
         generate(model, ids, pixel_values=pixels(rows, seed=43), past_key_values=model.encode_images(pixels()))

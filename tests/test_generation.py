@@ -302,7 +302,7 @@ def test_bad_input_is_named():
     for options in ({}, {"use_cache": False}):
         with pytest.raises(ValueError, match="batch 2, got batch 3"):
             generate(model, ids, pixel_values=pixels(3), **options)
-        with pytest.raises(ValueError, match="batch 1, expected 2"):
+        with pytest.raises(ValueError, match="batch 2, got batch 1"):
             generate(model, ids, pixel_values=pixels(1), **options)
-        with pytest.raises(ValueError, match="batch 1, expected 2"):
+        with pytest.raises(ValueError, match="batch 2, got batch 1"):
             generate(model, ids, cross_attention_states=torch.zeros(1, 5, 32), **options)
