@@ -17,7 +17,7 @@ def test_code_blocks(tmp_path, monkeypatch):
     demo.run("hf-xattn-demo", quick=True)
     namespace: dict = {}
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
     assert os.path.exists("seeing/model.safetensors")
