@@ -398,6 +398,7 @@ def test_lora(part):
     seen = [check()]
     with adapted.disable_adapter():
         seen.append(check())
+    ask()  # stored with the adapter again
     layer.set_scale("default", 3.0)
     seen.append(check())
     assert not any(torch.equal(seen[0], other) for other in seen[1:])
@@ -721,18 +722,20 @@ def test_costs_nothing_where_it_is_not_asked(monkeypatch):
     hashing, identity = image_store.content_keys, type(model.model).image_identity
     monkeypatch.setattr(image_store, "content_keys", lambda *a, **k: calls.update(["hash"]) or hashing(*a, **k))
     monkeypatch.setattr(type(model.model), "image_identity", lambda self: calls.update(["id"]) or identity(self))
+    read = type(model.model)._read_store
+    monkeypatch.setattr(type(model.model), "_read_store", lambda *a: calls.update(["read"]) or read(*a))
     generate(model, ids, pixel_values=images, max_new_tokens=4)
     assert calls == {}
     with_store(model)
     generate(model, ids, max_new_tokens=4)
     assert calls == {}
     first = asked(model, ids, pixel_values=images, max_new_tokens=4)
-    assert calls == {"hash": 1, "id": 1}
+    assert calls == {"hash": 1, "id": 1, "read": 1}
     more = torch.cat([first.sequences, ids[:, :1]], dim=1)
     asked(model, more, pixel_values=images, past_key_values=first.past_key_values)
-    assert calls == {"hash": 1, "id": 1}, "the cache knows its images"
+    assert calls == {"hash": 1, "id": 1, "read": 2}, "the cache knows its images"
     model(ids, pixel_values=images)
-    assert calls == {"hash": 1, "id": 1}
+    assert calls["read"] == 2
 
 
 def test_wrong_device_is_named():
