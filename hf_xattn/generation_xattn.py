@@ -29,6 +29,8 @@ from .xattn_cache import XAttnCache
 
 # Among the arguments that travel from step to step; `forward` never gets it.
 STEP_ATTENTIONS = "step_attentions"
+# Nor these: `generate` stops at strings with a tokenizer, and hands it to every step. Other models ignore it there.
+NOT_FOR_FORWARD = (STEP_ATTENTIONS, "tokenizer", "assistant_tokenizer")
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ class XAttnGenerationMixin:
         **kwargs,
     ) -> dict[str, Any]:
         """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then none."""
-        kwargs.pop(STEP_ATTENTIONS, None)
+        for name in NOT_FOR_FORWARD:
+            kwargs.pop(name, None)
         if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
             attention_mask = None
         base: Any = super()
