@@ -42,18 +42,28 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     for file in files:
         if not file.is_file():
             raise ValueError(f"`--image` must be a file, but {file} is not a file.")
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
     from ..image_reading import read_image
 
     check_model(arguments.model)
-    processor = AutoProcessor.from_pretrained(arguments.model)
+    processor = load_processor(arguments.model)
     images = [read_image(file, "--image") for file in files]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
     model = model.to(arguments.device).eval()
     if images and getattr(processor, "image_processor", None) is None:
         raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
     return model, _with_images_at_markers(processor, model), images
+
+
+def load_processor(name: str) -> Any:
+    """Loads the processor of a model, or its tokenizer where it was saved without an image processor."""
+    from transformers import AutoProcessor, AutoTokenizer
+    from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
+
+    absent_is_none = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
+    files = (cached_file(name, file, **absent_is_none) for file in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME))
+    return (AutoTokenizer if all(file is None for file in files) else AutoProcessor).from_pretrained(name)
 
 
 def load_shapes(name: str) -> XAttnForConditionalGeneration:
