@@ -1,0 +1,295 @@
+"""Transformers' OpenAI-compatible server with one model in it, which is loaded before the server starts.
+
+The server is transformers' own (`transformers.cli.serving`). Three things differ, because there a request can be answered
+wrongly or not at all: a message that would be read only in part is refused; images are read in a thread, and a broken one is
+the client's error (400); the model is never unloaded, and `/v1/models` lists it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.cli.serving.utils import (
+    BaseHandler,
+    GenerateManager,
+    GenerationState,
+    Modality,
+    _GenerationCancelled,
+)
+from transformers.image_utils import load_image
+from transformers.utils import logging
+
+from .tensor_checks import type_name
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from .modeling_xattn import XAttnForConditionalGeneration
+
+logger = logging.get_logger(__name__)
+
+TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
+IMAGE_PARTS = ("image_url", "input_image")
+IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
+IMAGE_TIMEOUT = 20.0  # seconds for the download of an image
+
+
+class OneModel(ModelManager):
+    """Holds a loaded model under one name. Loads nothing, and unloads nothing."""
+
+    def __init__(self, name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
+        super().__init__()
+        self.force_model = name  # the server refuses requests for another model
+        self.model, self.processor = model, processor
+        self.created = int(time.time())
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id
+
+    def load_model_and_processor(
+        self, model_id_and_revision: str, progress_callback: Callable | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        if model_id_and_revision != self.force_model:
+            raise ValueError(f"This server serves {self.force_model!r} only, got {model_id_and_revision!r}.")
+        if progress_callback is not None:
+            progress_callback({"status": "ready", "model": self.force_model, "cached": True})
+        return self.model, self.processor
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]
+        return [{"id": self.force_model, "object": "model", "created": self.created, "owned_by": "hf_xattn"}]
+
+    def shutdown(self) -> None:
+        """Keeps the model: a server that has dropped it cannot answer, and would load it without its image store."""
+
+
+class _Worded(BaseHandler):
+    """Tells the client why a request has failed, where transformers' server answers `Internal Server Error`."""
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        try:
+            return await super().handle_request(body, request_id)  # type: ignore[misc]
+        except HTTPException:
+            raise
+        except (ValueError, TypeError, TemplateError) as error:  # processor, template and model name what they refuse
+            raise HTTPException(400, f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            logger.exception("A request has failed")
+            raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+
+
+class _Checked(_Worded):
+    """Refuses messages that the server would read only in part, and reads images before the server does."""
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        field = "input" if isinstance(self, ResponseHandler) else "messages"
+        parts = list(image_parts(body.get(field), field, isinstance(self, ResponseHandler)))
+        if parts and self.model_manager.get_model_modality(*self._served()) is Modality.LLM:
+            raise HTTPException(400, f"{self.model_manager.force_model} was saved without an image processor.")
+        for place, part in parts:
+            # In a thread: a slow address or a large image must not stop the answers of others.
+            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"))
+        return await super().handle_request(body, request_id)
+
+    def _served(self) -> tuple[Any, Any]:
+        manager: Any = self.model_manager
+        return manager.model, manager.processor
+
+
+class _Generation(GenerateManager):
+    """Transformers' own, which cannot stop at strings with a processor, and breaks a stream at an error's line break."""
+
+    def generate_streaming(self, model: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
+        in_one_line: Any = _ErrorsInOneLine(model)
+        return super().generate_streaming(in_one_line, _tokenizer(processor), *args, **kwargs)
+
+    async def generate_non_streaming(self, model: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
+        return await super().generate_non_streaming(model, _tokenizer(processor), *args, **kwargs)
+
+
+class _ErrorsInOneLine:
+    """A model whose errors stand in JSON as they are."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def generate(self, **kwargs: Any) -> Any:
+        try:
+            return self.model.generate(**kwargs)
+        except _GenerationCancelled:
+            raise
+        except Exception as error:
+            raise RuntimeError(json.dumps(f"{type(error).__name__}: {error}")[1:-1]) from error
+
+
+class _State(GenerationState):
+    """One thread for the one model: requests are answered one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = _Generation()
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
+        return self.manager
+
+
+class _Chat(_Checked, ChatCompletionHandler):
+    pass
+
+
+class _Completion(_Worded, CompletionHandler):
+    pass
+
+
+class _Responses(_Checked, ResponseHandler):
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        return await super().handle_request({"stream": False, **body}, request_id)  # the default of the OpenAI API
+
+
+def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tuple[str, dict]]:
+    """Yields the images of a request, each with words that say where it stands.
+
+    Raises:
+        HTTPException: for messages of another shape, and for parts that are neither text nor images, which the server
+            would drop.
+    """
+    if items and isinstance(messages, str):
+        return
+    if items and isinstance(messages, list) and messages and "role" not in messages[0] and "content" not in messages[0]:
+        messages = [{"role": "user", "content": messages}]  # the parts of one message
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise HTTPException(400, f"Expected `{field}` to be a list of messages, got {type_name(messages)}.")
+    for index, message in enumerate(messages):
+        if "role" not in message and not items:
+            raise HTTPException(400, f"Expected each of `{field}` to have a `role`, message {index} has none.")
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            raise HTTPException(
+                400,
+                f"Expected the content of message {index} to be a text or a list of parts, got {type_name(content)}.",
+            )
+        for number, part in enumerate(content):
+            if part.get("type") in IMAGE_PARTS:
+                yield f"part {number} of message {index}", part
+            elif part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+                raise HTTPException(
+                    400,
+                    f"Expected text or an image (`image_url`) as part {number} of message {index}, got a part of type "
+                    f"{part.get('type')!r}.",
+                )
+
+
+def read_image(place: str, address: Any) -> Image:
+    """Reads an image from the web or from a data URL.
+
+    Raises:
+        HTTPException: for another address: transformers would read files of this machine, too. For data that are no image.
+    """
+    url = address.get("url") if isinstance(address, dict) else address
+    if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
+        got = repr(url[:60]) if isinstance(url, str) else type_name(url)
+        raise HTTPException(
+            400, f"Expected the address of {place} to start with {', '.join(IMAGE_ADDRESSES)}, got {got}."
+        )
+    try:
+        return load_image(url, timeout=IMAGE_TIMEOUT)
+    except Exception as error:  # decoders and connections raise errors of many kinds
+        reason = error.__context__ if isinstance(error, ValueError) and error.__context__ else error
+        raise HTTPException(
+            400, f"The image in {place} cannot be read: {type(reason).__name__}: {str(reason)[:200]}"
+        ) from None
+
+
+def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any) -> FastAPI:
+    """Builds transformers' server for a loaded model, which clients call `name`."""
+    manager, state = OneModel(name, model, processor), _State()
+    app = build_server(
+        manager,
+        _Chat(manager, state),
+        completion_handler=_Completion(manager, state),
+        response_handler=_Responses(manager, state),
+        transcription_handler=TranscriptionHandler(manager, state),
+        systemone_handler=SystemOneHandler(manager, state),
+        generation_state=state,
+    )
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        """The OpenAI API's form of an error, in which clients look for the message."""
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        body = {"message": str(error.detail), "type": kind, "param": None, "code": None}
+        return JSONResponse({"error": body}, error.status_code)
+
+    return app
+
+
+def _tokenizer(processor: Any) -> Any:
+    return getattr(processor, "tokenizer", processor)
+
+
+def check_answers(name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
+    """Makes the inputs of a first question, so that what would refuse every request refuses the start.
+
+    Raises:
+        ValueError: for a model without a chat template, or with a tokenizer that the server cannot stream.
+    """
+    tokenizer = _tokenizer(processor)
+    if not hasattr(tokenizer, "_tokenizer"):
+        raise ValueError(f"Serving needs a fast tokenizer, but {name} was saved with a {type_name(tokenizer)}.")
+    message = {"role": "user", "content": [{"type": "text", "text": "?"}]}
+    if processor is tokenizer:
+        message["content"] = "?"
+    try:
+        processor.apply_chat_template([message], add_generation_prompt=True, tokenize=True, return_dict=True)
+    except (ValueError, TemplateError) as error:
+        raise ValueError(
+            f"Serving needs a chat template that takes a question, but {name} has none: {error}"
+        ) from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes a port, before a model is loaded in vain.
+
+    Raises:
+        ValueError: if the address is another machine's, or the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ValueError(f"Cannot listen on `--host` {host}, `--port` {port}: {error}") from error
+    return listener
+
+
+class Server(uvicorn.Server):
+    """Tells when it is ready. Stops at Ctrl-C, after at most five seconds for answers under way."""
+
+    def __init__(self, app: FastAPI, ready: Callable[[], None], log_level: str = "info") -> None:
+        super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5))
+        self.ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.ready()

@@ -1,0 +1,355 @@
+"""`hf-xattn serve`: a chat about images over HTTP, with the client that people use."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.request import Request, urlopen
+
+import pytest
+from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from hf_xattn.commands.loading import load_processor
+from hf_xattn.commands.main import main
+
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+TEXT = "what is in the picture ?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_chat_model(tmp_path_factory.mktemp("served"))
+
+
+class Served:
+    """A server in a thread of this process, its model, and a copy of the model to compare with."""
+
+    def __init__(self, folder, name):
+        from hf_xattn.serving import Server, bind, build_app
+
+        self.name = name
+        self.model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+        self.processor = load_processor(str(folder))
+        self.reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
+        if hasattr(self.model, "enable_image_store"):
+            self.model.enable_image_store()
+        listener, ready = bind("127.0.0.1", 0), threading.Event()
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.server = Server(build_app(name, self.model, self.processor), ready.set, log_level="critical")
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self.thread.start()
+        assert ready.wait(20)
+        self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ask(self, messages, client=None, **options):
+        made = {"model": self.name, "max_tokens": NEW_TOKENS, "temperature": 0.0} | options
+        return (client or self.client).chat.completions.create(messages=messages, **made)
+
+    def text(self, messages, **options):
+        return self.ask(messages, **options).choices[0].message.content
+
+    def expected(self, messages):
+        return answer(self.reference, self.processor, messages)
+
+    def check_goes_on(self):
+        """The server lives, and answers about an image rightly."""
+        assert json.loads(self.fetch("/health")) == {"status": "ok"}
+        assert self.text([asked(TEXT, drawing(5))]) == self.expected([question(TEXT, drawing(5))])
+
+    def fetch(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.address + path, data, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=20) as response:
+            return response.read().decode()
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    served = Served(folder, "seeing")
+    yield served
+    served.stop()
+    assert not served.thread.is_alive()
+
+
+def asked(text, *images):
+    """A message of a chat in OpenAI's form. Images are PIL images or addresses."""
+    urls = [image if isinstance(image, str) else data_url(image) for image in images]
+    return {
+        "role": "user",
+        "content": [
+            *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+            {"type": "text", "text": text},
+        ],
+    }
+
+
+def test_answers_are_those_of_generate(served):
+    """An image that the server drops; an answer, streamed or whole, that `generate` would not give."""
+    answers = set()
+    for images in ((drawing(0),), (drawing(1),), (drawing(0), drawing(1)), ()):
+        expected = served.expected([question(TEXT, *images)])
+        messages = [asked(TEXT, *images)]
+        assert served.text(messages) == expected
+        chunks = list(served.ask(messages, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+        assert chunks[-1].choices[0].finish_reason == "length"
+        answers.add(expected)
+    assert len(answers) == 4
+
+
+def test_responses_api(served):
+    """An image that one of the server's two ways to ask drops."""
+    parts = [{"type": "input_image", "image_url": data_url(drawing(1))}, {"type": "input_text", "text": TEXT}]
+    for request in ([{"role": "user", "content": parts}], parts):
+        made = {"model": "seeing", "max_output_tokens": NEW_TOKENS, "temperature": 0.0, "input": request}
+        expected = served.expected([question(TEXT, drawing(1))])
+        assert served.client.responses.create(**made).output_text == expected
+        with pytest.raises(openai.BadRequestError, match="part 0 of message 0"):
+            served.client.responses.create(
+                **made | {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "x"}]}]}
+            )
+    text = served.client.responses.create(**made | {"input": TEXT}).output_text
+    assert text == served.expected([question(TEXT)]) != expected
+
+
+def test_a_stop_string(served):
+    """An answer that goes on behind it, or an error, because the server stops at strings with a processor."""
+    served.processor.tokenizer.add_tokens(["abcdef"])  # transformers tokenizes it to find out how tokens are joined
+    messages = [asked(TEXT, drawing(0))]
+    whole = served.text(messages)
+    stop = whole.split()[1]
+    shorter = served.text(messages, stop=[stop])
+    assert whole.startswith(shorter) and shorter.split()[-1] == stop and len(shorter) < len(whole)
+    chunks = served.ask(messages, stop=[stop], stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == shorter
+
+
+def test_two_turns(served):
+    """A second turn that has lost the first, or its image."""
+    first = served.text([asked(TEXT, drawing(2))])
+    turns = [asked(TEXT, drawing(2)), {"role": "assistant", "content": first}, asked("how many ?", drawing(3))]
+    theirs = [question(TEXT, drawing(2)), {"role": "assistant", "content": first}, question("how many ?", drawing(3))]
+    second = served.text(turns)
+    assert second == served.expected(theirs)
+    turns[0] = asked(TEXT, drawing(0))
+    assert served.text(turns) != second
+
+
+def test_two_clients_at_once(served):
+    """Answers that come back to the other client."""
+    expected = [served.expected([question(TEXT, drawing(seed))]) for seed in range(4)]
+    clients = [openai.OpenAI(base_url=f"{served.address}/v1", api_key="none", timeout=60) for _ in range(2)]
+
+    def ask(seed):
+        stream = served.ask([asked(TEXT, drawing(seed))], client=clients[seed % 2], stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == expected
+    for client in clients:
+        client.close()
+
+
+def test_the_model_is_listed_and_stays(served):
+    """A model that clients cannot find, or that one of them unloads for all."""
+    assert [model.id for model in served.client.models.list()] == ["seeing"]
+    served.fetch("/reset", {})
+    served.check_goes_on()
+
+
+BROKEN = data_url(drawing(0, 64))
+REFUSED = {
+    "no image": (asked(TEXT, "data:image/png;base64,bm8gaW1hZ2U="), "part 0 of message 0 cannot be read"),
+    "cut off": (asked(TEXT, drawing(1), BROKEN[: len(BROKEN) // 2]), "part 1 of message 0 cannot be read"),
+    "file of the server": (asked(TEXT, __file__), "start with http"),
+    "nobody there": (asked(TEXT, "http://127.0.0.1:9/a.png"), "ConnectError"),
+    "no address": ({"role": "user", "content": [{"type": "image_url"}]}, "got NoneType"),
+    "audio": (
+        {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]},
+        "audio",
+    ),
+    "text that is none": ({"role": "user", "content": [{"type": "text", "text": 3}]}, "part 0 of message 0"),
+    "content that is none": ({"role": "user", "content": 3}, "got int"),
+    "no role": ({"content": "a"}, "`role`"),
+    "no message": (None, "`messages`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_request_is_the_clients_error(served, case):
+    """A blind answer, a server's error without words, or a server that does not answer again."""
+    message, words = REFUSED[case]
+    messages = [] if message is None else [message]
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as error:
+            served.ask(messages, stream=stream)
+        assert words in error.value.body["message"] and len(error.value.body["message"]) < 500
+    served.check_goes_on()
+
+
+def test_another_model_is_refused(served):
+    """An answer of this model under another one's name."""
+    with pytest.raises(openai.BadRequestError, match="seeing"):
+        served.ask([asked(TEXT)], model="another")
+    events = served.fetch("/load_model", {"model": "another"})
+    assert '"error"' in events and "ready" not in events
+    served.check_goes_on()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_an_error_of_the_model_has_words(served, monkeypatch, kind):
+    """`Internal Server Error`, and nothing else; a stream that breaks at a quote in the error."""
+    words = 'out of "memory"'
+
+    def fail(*args, **kwargs):
+        raise kind(words + "\n after all")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.model, "generate", fail)
+        with pytest.raises(openai.APIStatusError) as error:
+            served.ask([asked(TEXT)])
+        assert words in error.value.body["message"]
+        assert error.value.status_code == (500 if kind is RuntimeError else 400)
+        with pytest.raises(openai.APIError) as error:
+            list(served.ask([asked(TEXT)], stream=True))
+        assert words in error.value.body
+    served.check_goes_on()
+
+
+def test_large_images(served):
+    """A photo that stops the server, or that Pillow takes for an attack, which nobody tells."""
+    photo = Image.new("1", (8000, 6250))
+    photo.paste(1, (0, 0, 4000, 6250))
+    started = time.monotonic()
+    assert served.text([asked(TEXT, photo)]) == served.expected([question(TEXT, photo.convert("RGB"))])
+    assert time.monotonic() - started < 30
+    with pytest.raises(openai.BadRequestError, match="DecompressionBomb"):
+        served.ask([asked(TEXT, Image.new("1", (20000, 20000)))])
+    served.check_goes_on()
+
+
+def test_a_request_cut_off(served):
+    """A model that goes on for a client who has left."""
+    steps = []
+    hook = served.model.register_forward_hook(lambda *_: steps.append(1))
+    stream = served.ask([asked(TEXT, drawing(3))], stream=True, max_tokens=1000)
+    next(iter(stream))
+    stream.close()
+    served.check_goes_on()  # waits for the model
+    hook.remove()
+    assert len(steps) < 500
+
+
+def test_the_second_question_encodes_nothing(served):
+    """A chat client sends every image again at every turn: each would be encoded at every turn."""
+    if not hasattr(served.model, "enable_image_store"):
+        pytest.skip("no image store")
+    runs = []
+    watched = [served.model.model.vision_tower, *(block.attn.k_proj for block in served.model.blocks)]
+    hooks = [module.register_forward_hook(lambda *_: runs.append(1)) for module in watched]
+    turns, theirs = [asked(TEXT, drawing(7))], [question(TEXT, drawing(7))]
+    first = served.text(turns)
+    assert first == served.expected(theirs)
+    once = len(runs)
+    assert once == len(watched)
+    turns += [{"role": "assistant", "content": first}, asked("how many ?")]
+    theirs += [{"role": "assistant", "content": first}, question("how many ?")]
+    assert served.text(turns) == served.expected(theirs)
+    assert len(runs) == once
+    for hook in hooks:
+        hook.remove()
+
+
+def test_a_model_without_an_image_processor(folder, tmp_path):
+    """A question about an image answered from its text alone."""
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    model.save_pretrained(tmp_path)
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    blind = Served(tmp_path, "blind")
+    try:
+        with pytest.raises(openai.BadRequestError, match="without an image processor"):
+            blind.ask([asked(TEXT, drawing(0))])
+        ids = tokenizer(TEXT + " ", return_tensors="pt")["input_ids"]
+        tokens = blind.reference.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert blind.text([asked(TEXT)]) == tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+    finally:
+        blind.stop()
+
+
+def test_command(folder):
+    """A command that says it is ready and does not answer, or that Ctrl-C does not stop."""
+    command = [
+        sys.executable,
+        "-m",
+        "hf_xattn.commands.main",
+        "serve",
+        str(folder),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    try:
+        lines = iter(process.stdout.readline, "")
+        address = next(found[1] for line in lines if (found := re.match(r"Ready: (\S+) serves (\S+)\. ", line)))
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+        (model,) = client.models.list()
+        assert model.id == str(folder)
+        made = client.chat.completions.create(
+            model=model.id, messages=[asked(TEXT, drawing(0))], max_tokens=NEW_TOKENS, temperature=0.0
+        )
+        reference, processor = (
+            AutoModelForImageTextToText.from_pretrained(folder),
+            AutoProcessor.from_pretrained(folder),
+        )
+        assert made.choices[0].message.content == answer(reference, processor, [question(TEXT, drawing(0))])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+
+
+def test_a_server_that_cannot_answer_does_not_start(folder, tmp_path, capsys):
+    """An error at the first question, which could have been known at the start."""
+    from hf_xattn.serving import bind
+
+    bare = tmp_path / "bare"
+    AutoModelForImageTextToText.from_pretrained(folder).save_pretrained(bare)
+    AutoTokenizer.from_pretrained(folder.parent / "text").save_pretrained(bare)
+    with bind("localhost", 0) as taken:
+        taken.listen()
+        wrong = {
+            "missing": (tmp_path / "missing",),
+            "hf-xattn retrofit": (folder.parent / "text",),
+            "chat template": (bare, "--port", "0"),
+            "--port": (folder, "--port", str(taken.getsockname()[1])),
+            "--image-store": (folder, "--image-store", "-1"),
+        }
+        for words, arguments in wrong.items():
+            assert main(["serve", *map(str, arguments)]) == 2
+            assert words in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named(folder, monkeypatch, capsys):
+    """A traceback where transformers' server is not installed."""
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    assert main(["serve", str(folder)]) == 2
+    assert "hf_xattn[serve]" in capsys.readouterr().err
