@@ -1,5 +1,7 @@
 """Gated cross-attention for any text decoder of transformers. Importing registers everything with the Auto classes."""
 
+import sys
+
 import transformers
 from transformers.models.auto import modeling_auto
 
@@ -25,6 +27,9 @@ def _register() -> None:
     for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
         names = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
         names[XAttnConfig.model_type] = XAttnForConditionalGeneration.__name__
+    # TRL's trainers look the class of a folder up as an attribute of transformers, which imports itself a second time.
+    for module in (transformers, sys.modules["transformers"]):
+        setattr(module, XAttnForConditionalGeneration.__name__, XAttnForConditionalGeneration)
 
 
 _register()

@@ -51,6 +51,17 @@ def test_registered_under_the_names_that_transformers_looks_up():
     assert "xattn" not in causal_model_types()
 
 
+def test_transformers_has_the_class():
+    """A folder that TRL's trainers load as another class, or not at all; a lookup that loads all of transformers."""
+    script = (
+        "import sys, transformers as first, hf_xattn, transformers as second; loaded = set(sys.modules);"
+        "known = (first.XAttnForConditionalGeneration, second.XAttnForConditionalGeneration);"
+        "assert known == (hf_xattn.XAttnForConditionalGeneration,) * 2;"
+        "assert loaded == set(sys.modules) and 'transformers.trainer' not in loaded; second.LlamaForCausalLM"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_no_file_is_too_long():
     """A room that holds more than one concept."""
     long = {
