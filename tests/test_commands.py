@@ -201,6 +201,17 @@ def test_generate_and_encode(folder, capsys, tmp_path):
     assert run(capsys, "generate", folder / "model", *question)[0] == 0
 
 
+def test_a_model_that_was_saved_with_a_tokenizer_alone(folder, tmp_path, capsys):
+    """An error about an image processor, for text alone."""
+    command = ["retrofit", folder / "text", "--every", "2", "--output", tmp_path / "model"]
+    assert run(capsys, *command)[0] == 0
+    question = ["--prompt", "what is it ?", "--max-new-tokens", "5"]
+    status, out, error = run(capsys, "generate", tmp_path / "model", *question)
+    assert status == 0 and out.strip(), error
+    status, _, error = run(capsys, "generate", tmp_path / "model", "--image", folder / "picture.png", *question)
+    assert status == 2 and "saved without one" in error
+
+
 def test_errors_are_one_line(folder, capsys, tmp_path):
     """A traceback, or work done before the error."""
     text, vision, model = folder / "text", folder / "vision", folder / "model"
