@@ -14,6 +14,7 @@ EXPECTED = {
     "import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
     "benchmarks/capacity": ["| Llama-3.2-1B"],
     "benchmarks/bench --quick": ["decode attention, 4 beam(s)", "growth of a decode step"],
+    "ask_server": ["answer: ", "streamed: "],
     "encode_once_ask_many": ["K/V projections: 2 for 2 blocks and 4 questions", "the same answers from the file: True"],
 }
 

@@ -16,8 +16,9 @@ def test_code_blocks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     demo.run("hf-xattn-demo", quick=True)
     namespace: dict = {}
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    text = README.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```python") > 3
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
     assert os.path.exists("seeing/model.safetensors")
