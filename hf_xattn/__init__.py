@@ -7,6 +7,7 @@ from transformers.models.auto import modeling_auto
 
 from .attention import GatedCrossAttention
 from .block import GatedCrossAttentionBlock
+from .collator import XAttnDataCollator
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .processing_xattn import XAttnProcessor
@@ -39,6 +40,7 @@ __all__ = [
     "GatedCrossAttention",
     "GatedCrossAttentionBlock",
     "XAttnConfig",
+    "XAttnDataCollator",
     "XAttnForConditionalGeneration",
     "XAttnModel",
     "XAttnProcessor",

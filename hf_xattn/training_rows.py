@@ -1,0 +1,219 @@
+"""Rows of people's data sets as conversations: messages that hold their images, and which of them are trained on.
+
+Data sets say the same in several ways. Images stand in the parts of a message, or in a column beside the messages: then bare image parts
+take them in order, and messages without image parts get them in front of the first user message (TRL's convention).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .tensor_checks import type_name
+
+
+IMAGE_TYPES = ("image", "image_url")
+# Where a part may hold its image. The processor loads it.
+IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
+ASSISTANT = "assistant"
+# Columns that would change the prompt, and are not read.
+NOT_READ = ("tools", "chat_template_kwargs")
+
+
+class Conversation(NamedTuple):
+    """One row.
+
+    Attributes:
+        messages (`list[dict]`): chat messages; the images stand in their parts.
+        answers (`tuple[int, ...]`): the assistant's messages that are trained on.
+    """
+
+    messages: list[dict[str, Any]]
+    answers: tuple[int, ...]
+
+
+def read_row(row: Any) -> Conversation:
+    """Reads a row of a data set. The row is not changed.
+
+    Args:
+        row (`Mapping`): `messages`, or `prompt` and `completion`; optionally `images` or `image`.
+
+    Raises:
+        TypeError: for values of another type than chat messages have.
+        ValueError: for missing columns, and numbers of images and image parts that differ.
+    """
+    if not isinstance(row, Mapping):
+        raise TypeError(f"Expected a row of the data set to be a dict with `messages`, got {type_name(row)}.")
+    given = {name: value for name, value in row.items() if value is not None}
+    for name in NOT_READ:
+        if given.get(name):
+            raise ValueError(f"The column `{name}` would change the prompt, and this collator does not read it: remove it.")
+    messages, first_answer = _messages(given, row)
+    images = _images(given)
+    messages = _with_images(messages, images) if images else messages
+    bare = sum(_is_bare(part) for message in messages for part in _parts(message))
+    if bare:
+        raise ValueError(f"The messages have {bare} image part(s) without an image, and no `images` column is beside them.")
+    answers = tuple(
+        index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first_answer
+    )
+    return Conversation(messages, answers)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, without its images."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """The message with another text. Its images stay where they are, between the first text and nothing."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {**message, "content": text}
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part.get("type") != "text":
+            parts.append(part)
+        elif not any(each.get("type") == "text" for each in parts):
+            parts.append({**part, "text": text})
+    return {**message, "content": parts}
+
+
+def without_pixels(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with bare image parts: all that a template reads of an image."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{"type": "image"} if _is_image(part) else part for part in content]}
+
+
+def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """The messages of a row, and the index of the first that may be trained on."""
+    if "messages" in given:
+        if "prompt" in given or "completion" in given:
+            raise ValueError("Expected a row to have `messages`, or `prompt` and `completion`, got both.")
+        return _checked("messages", given["messages"]), 0
+    if "prompt" in given and "completion" in given:
+        prompt, completion = (_checked(name, given[name]) for name in ("prompt", "completion"))
+        if prompt[-1]["role"] == ASSISTANT:
+            raise ValueError("`prompt` ends with an assistant message: put that message into `completion`.")
+        return [*prompt, *completion], len(prompt)
+    if not row:
+        raise ValueError(
+            "A row came without a column: `Trainer` removes the columns that are no arguments of the model. Set "
+            "`remove_unused_columns=False` in its arguments."
+        )
+    hint = ""
+    if "input_ids" in row:
+        hint = (
+            " The rows are tokens already. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
+            "`remove_unused_columns=False` in SFTConfig."
+        )
+    elif set(row) <= {"images", "image"}:
+        hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
+    raise ValueError(f"Expected a row with `messages`, or with `prompt` and `completion`, got the columns {sorted(row)}.{hint}")
+
+
+def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
+    """Messages as dicts without None, their parts as dicts. Data sets fill what a message lacks with None."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise TypeError(f"Expected `{name}` to be a list of chat messages, got {type_name(messages)}.")
+    if not messages:
+        raise ValueError(f"`{name}` is an empty list: give one message or more.")
+    checked = []
+    for index, message in enumerate(messages):
+        where = f"`{name}[{index}]`"
+        if not isinstance(message, Mapping):
+            raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {type_name(message)}.")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{where} needs a `role` ('user', 'assistant', ...), got {message.get('role')!r}.")
+        message = {key: value for key, value in message.items() if value is not None}
+        content = message.get("content", "")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            message["content"] = [_checked_part(where, part) for part in content]
+        elif not isinstance(content, str):
+            raise TypeError(f"Expected the `content` of {where} to be a str or a list of parts, got {type_name(content)}.")
+        checked.append(message)
+    return checked
+
+
+def _checked_part(where: str, part: Any) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise TypeError(f"Expected the parts of {where} to be dicts with a `type` ('text' or 'image'), got {part!r}.")
+    part = {key: value for key, value in part.items() if value is not None}
+    if part["type"] == "text" and not isinstance(part.get("text"), str):
+        raise TypeError(f"Expected the `text` of a part of {where} to be a str, got {type_name(part.get('text'))}.")
+    if isinstance(part.get("image"), Mapping):
+        part["image"] = _decoded(part["image"])
+    return part
+
+
+def _images(given: Mapping[str, Any]) -> list[Any]:
+    """The images of the columns `images` or `image`."""
+    if "images" in given and "image" in given:
+        raise ValueError("Expected a row to have `images` or `image`, got both.")
+    if "image" in given:
+        return [_decoded(given["image"])]
+    images = given.get("images", [])
+    if not isinstance(images, Sequence) or isinstance(images, str):
+        raise TypeError(f"Expected `images` to be a list of images, got {type_name(images)}.")
+    return [_decoded(image) for image in images]
+
+
+def _decoded(image: Any) -> Any:
+    """An image as it is, or loaded from the dict that `datasets` keeps of an image that it does not decode."""
+    if not isinstance(image, Mapping):
+        return image
+    if image.get("bytes") is not None:
+        from PIL import Image
+
+        return Image.open(io.BytesIO(image["bytes"]))
+    if image.get("path") is not None:
+        return image["path"]
+    raise ValueError(f"Expected an image that is a dict to hold `bytes` or a `path`, got the keys {sorted(image)}.")
+
+
+def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+    """Messages with the images of a column in their parts."""
+    parts = [part for message in messages for part in _parts(message)]
+    if not any(_is_image(part) for part in parts):
+        first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise ValueError(f"The row has {len(images)} image(s), but no user message to put them in front of.")
+        message = messages[first]
+        text = message.get("content", "")
+        texts = text if isinstance(text, list) else [{"type": "text", "text": text}]
+        filled = {**message, "content": [*({"type": "image", "image": image} for image in images), *texts]}
+        return [*messages[:first], filled, *messages[first + 1 :]]
+    bare = sum(_is_bare(part) for part in parts)
+    if bare != len(images):
+        raise ValueError(f"The row has {len(images)} image(s) for {bare} image part(s) without an image.")
+    left = iter(images)
+    return [
+        {
+            **message,
+            "content": [
+                {**part, "image": next(left)} if _is_bare(part) else part for part in _parts(message)
+            ],
+        }
+        if any(_is_bare(part) for part in _parts(message))
+        else message
+        for message in messages
+    ]
+
+
+def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") in IMAGE_TYPES
+
+
+def _is_bare(part: Mapping[str, Any]) -> bool:
+    return _is_image(part) and not any(name in part for name in IMAGE_SOURCES)
