@@ -100,7 +100,9 @@ def _find(render: Render, messages: Messages, index: int, text: str, image_token
     message = messages[index]
     window = _difference(text, _render_with(render, messages, index, with_text(message, PLACEHOLDER)))
     if window is None:
-        raise ValueError(f"The chat template leaves the answer of message {index} out: there is nothing to learn from it.")
+        raise ValueError(
+            f"The chat template leaves the answer of message {index} out: there is nothing to learn from it."
+        )
     start, end = window
     said, written = text_of(message).strip(), text[start:end]
     bare = written.replace(image_token, "") if image_token else written
@@ -112,7 +114,9 @@ def _find(render: Render, messages: Messages, index: int, text: str, image_token
     # A template may write a tag of the answer, such as <think>, also where the answer has none: then the texts do not differ there.
     if said.endswith(written.rstrip()) and text[:end].rstrip().endswith(said):
         start = len(text[:end].rstrip()) - len(said)
-    reasoning = {name: PLACEHOLDER for name in REASONING if isinstance(message.get(name), str) and message[name].strip()}
+    reasoning = {
+        name: PLACEHOLDER for name in REASONING if isinstance(message.get(name), str) and message[name].strip()
+    }
     if reasoning:
         thought = _difference(text, _render_with(render, messages, index, {**message, **reasoning}))
         if thought is not None and thought[0] < start:

@@ -102,7 +102,7 @@ class XAttnDataCollator:
         Raises:
             TypeError, ValueError: for a row that cannot be trained on. The message names the row.
         """
-        if not isinstance(rows, Sequence) or isinstance(rows, str):
+        if not isinstance(rows, (list, tuple)):
             raise TypeError(f"Expected `rows` to be a list of rows, got {type_name(rows)}.")
         if not rows:
             raise ValueError("`rows` is an empty list: give one row or more.")
@@ -115,13 +115,15 @@ class XAttnDataCollator:
             raise
         offsets, ids, mask = batch.pop("offset_mapping"), batch.pop("input_ids"), batch.pop("attention_mask").bool()
         tokens = [
-            _named(index, conversation, self._labelled, conversation, ids[index][mask[index]], offsets[index][mask[index]])
+            _named(
+                index, conversation, self._labelled, conversation, ids[index][mask[index]], offsets[index][mask[index]]
+            )
             for index, conversation in enumerate(conversations)
         ]
         return {**self._padded(tokens), **batch}
 
     def _processed(self, conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
-        made = self.processor.apply_chat_template(
+        made: Any = self.processor.apply_chat_template(
             [conversation.messages for conversation in conversations],
             tokenize=True,
             return_dict=True,
@@ -160,9 +162,7 @@ class XAttnDataCollator:
         tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         return sorted(tokens - {self.processor.image_token})
 
-    def _labels_of(
-        self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
+    def _labels_of(self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Labels of the tokens that stand in a span, decoded and compared with the text."""
         labels = torch.full_like(ids, IGNORED)
         starts, ends = offsets.unbind(-1)
@@ -170,7 +170,9 @@ class XAttnDataCollator:
             inside = (starts < span.end) & (ends > span.start) & (ends > starts)
             labels = torch.where(inside, ids, labels)
             said = ids[inside]
-            expected = text[int(starts[inside].min()) : int(ends[inside].max())] if len(said) else text[span.start : span.end]
+            expected = (
+                text[int(starts[inside].min()) : int(ends[inside].max())] if len(said) else text[span.start : span.end]
+            )
             if not len(said) or not self._decodes_to(said, expected):
                 raise ValueError(
                     f"The labels of message {span.message} do not decode to its answer: expected {expected!r}, got "
@@ -193,13 +195,19 @@ class XAttnDataCollator:
         kept = slice(-length, None) if self.processor.tokenizer.truncation_side == "left" else slice(length)
         marker = self.processor.image_token_id
         if marker is not None and (ids == marker).sum() != (ids[kept] == marker).sum():
-            raise ValueError(f"`max_length={length}` cuts an image marker off a text of {len(ids)} tokens: set a larger one.")
+            raise ValueError(
+                f"`max_length={length}` cuts an image marker off a text of {len(ids)} tokens: set a larger one."
+            )
         all_labels, labels = (labels != IGNORED).sum(), labels[kept]
         left = (labels != IGNORED).sum()
         if not left:
-            raise ValueError(f"`max_length={length}` cuts all answers off a text of {len(ids)} tokens: set a larger one.")
+            raise ValueError(
+                f"`max_length={length}` cuts all answers off a text of {len(ids)} tokens: set a larger one."
+            )
         if left < all_labels:
-            logger.warning_once(f"`max_length={length}` cuts answers: what is left of them is trained on, without their end.")
+            logger.warning_once(
+                f"`max_length={length}` cuts answers: what is left of them is trained on, without their end."
+            )
         return ids[kept], labels
 
     def _padded(self, rows: list[_Tokens]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 
 from .configuration_xattn import XAttnConfig
 from .perceiver import PerceiverResampler
-from .projection import ImageLinear
+from .projection import ImageLinear, to_dtype_of
 from .sizes import vision_hidden_size
 
 
@@ -68,6 +68,9 @@ class XAttnConnector(PreTrainedModel):
             init.normal_(module.latents, mean=0.0, std=1.0)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
+        first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
+        if first is not None:  # trained in float32, beside a frozen tower in half precision
+            features = to_dtype_of(first, features)
         for layer in self.layers:
             features = layer(features)
         return features

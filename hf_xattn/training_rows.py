@@ -48,13 +48,17 @@ def read_row(row: Any) -> Conversation:
     given = {name: value for name, value in row.items() if value is not None}
     for name in NOT_READ:
         if given.get(name):
-            raise ValueError(f"The column `{name}` would change the prompt, and this collator does not read it: remove it.")
+            raise ValueError(
+                f"The column `{name}` would change the prompt, and this collator does not read it: remove it."
+            )
     messages, first_answer = _messages(given, row)
     images = _images(given)
     messages = _with_images(messages, images) if images else messages
     bare = sum(_is_bare(part) for message in messages for part in _parts(message))
     if bare:
-        raise ValueError(f"The messages have {bare} image part(s) without an image, and no `images` column is beside them.")
+        raise ValueError(
+            f"The messages have {bare} image part(s) without an image, and no `images` column is beside them."
+        )
     answers = tuple(
         index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first_answer
     )
@@ -113,7 +117,9 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
         )
     elif set(row) <= {"images", "image"}:
         hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
-    raise ValueError(f"Expected a row with `messages`, or with `prompt` and `completion`, got the columns {sorted(row)}.{hint}")
+    raise ValueError(
+        f"Expected a row with `messages`, or with `prompt` and `completion`, got the columns {sorted(row)}.{hint}"
+    )
 
 
 def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
@@ -134,7 +140,9 @@ def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
         if isinstance(content, Sequence) and not isinstance(content, str):
             message["content"] = [_checked_part(where, part) for part in content]
         elif not isinstance(content, str):
-            raise TypeError(f"Expected the `content` of {where} to be a str or a list of parts, got {type_name(content)}.")
+            raise TypeError(
+                f"Expected the `content` of {where} to be a str or a list of parts, got {type_name(content)}."
+            )
         checked.append(message)
     return checked
 
@@ -196,9 +204,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
     return [
         {
             **message,
-            "content": [
-                {**part, "image": next(left)} if _is_bare(part) else part for part in _parts(message)
-            ],
+            "content": [{**part, "image": next(left)} if _is_bare(part) else part for part in _parts(message)],
         }
         if any(_is_bare(part) for part in _parts(message))
         else message

@@ -59,7 +59,16 @@ PLAIN = (
 )
 TEMPLATES = {"chatml": CHATML, "generation": GENERATION, "headers": HEADERS, "inst": INST, "reasoning": REASONING}
 
-SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 SENTENCES = ["what is in the picture ?", "a red circle.", "a blue square.", "user assistant system", string.printable]
 
 
@@ -81,7 +90,13 @@ def make_tokenizer(template: str = CHATML, eos: str = "<|im_end|>", **kwargs) ->
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_tokenizer_json()),
         **{"pad_token": "<pad>", "eos_token": eos, "bos_token": "<s>", "chat_template": template, **kwargs},
-        additional_special_tokens=["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        additional_special_tokens=[
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        ],
     )
 
 
@@ -90,7 +105,9 @@ def make_processor(template: str = CHATML, marker: str | None = "<image>", **kwa
     return XAttnProcessor(images, make_tokenizer(template, **kwargs), chat_template=template, image_token=marker)
 
 
-def make_chat_model(processor: XAttnProcessor, seed: int = 0, random: bool = True, **config) -> XAttnForConditionalGeneration:
+def make_chat_model(
+    processor: XAttnProcessor, seed: int = 0, random: bool = True, **config
+) -> XAttnForConditionalGeneration:
     """A tiny Llama with blocks in front of both layers."""
     torch.manual_seed(seed)
     tokenizer = processor.tokenizer

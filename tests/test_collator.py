@@ -62,7 +62,10 @@ def test_labels_by_hand():
         return tokens(text, add_special_tokens=False)["input_ids"]
 
     prompt = [start, *words("user\n"), image, *words(QUESTION), end, *words("\n"), start, *words("assistant\n")]
-    answer, more = [*words(ANSWER), end], [start, *words("user\n"), *words("sure ?"), end, *words("\n"), start, *words("assistant\n")]
+    answer, more = (
+        [*words(ANSWER), end],
+        [start, *words("user\n"), *words("sure ?"), end, *words("\n"), start, *words("assistant\n")],
+    )
     second, after = [*words("yes."), end], words("\n")
     expected = [*prompt, *answer, *after, *more, *second, *after]
     labels = [-100] * len(prompt) + answer + [-100] * (len(after) + len(more)) + second + [-100] * len(after)
@@ -250,7 +253,7 @@ WRONG = {
     "images alone": ({"images": []}, "remove_unused_columns=False"),
     "tokens": ({"input_ids": [1, 2]}, "skip_prepare_dataset"),
     "other columns": ({"text": "a dog"}, r"got the columns \['text'\]"),
-    "text": (dict(messages="what is it ?"), "list of chat messages, got str"),
+    "text": ({"messages": "what is it ?"}, "list of chat messages, got str"),
     "no role": ({"messages": [{"content": "a"}]}, "needs a `role`"),
     "both": ({**SHORT, "prompt": [], "completion": []}, "got both"),
     "image missing": (row(ANSWER, [{"type": "image"}]), "no `images` column"),
@@ -326,7 +329,9 @@ def test_padding_sides_give_the_same_loss():
     """A side of padding that shifts labels or images."""
     processor = make_processor(CHATML)
     model = make_chat_model(processor).eval()
-    losses = [model(**XAttnDataCollator(processor, padding_side=side)([LONG, SHORT])).loss for side in ("left", "right")]
+    losses = [
+        model(**XAttnDataCollator(processor, padding_side=side)([LONG, SHORT])).loss for side in ("left", "right")
+    ]
     torch.testing.assert_close(*losses)
     images = XAttnDataCollator(processor)([{**row(ANSWER), "images": [picture(seed)]} for seed in range(2)])
     assert not torch.equal(*model(**images).logits[:, -9:])
@@ -338,7 +343,9 @@ def test_truncation(caplog):
     whole = XAttnDataCollator(processor)([LONG])
     length = whole["input_ids"].shape[1]
     cut = XAttnDataCollator(processor, max_length=length - 8)([LONG])
-    assert torch.equal(cut["labels"], whole["labels"][:, :-8]) and torch.equal(cut["input_ids"], whole["input_ids"][:, :-8])
+    assert torch.equal(cut["labels"], whole["labels"][:, :-8]) and torch.equal(
+        cut["input_ids"], whole["input_ids"][:, :-8]
+    )
     with pytest.raises(ValueError, match=r"Row 0.*`max_length=12` cuts all answers off"):
         XAttnDataCollator(processor, max_length=12)([row(ANSWER)])
     processor.tokenizer.truncation_side = "left"
@@ -404,7 +411,9 @@ def test_slow_tokenizers_are_refused():
 
 ROWS = [
     {**row(answer, question), "images": [picture(index)] * (index % 3)}
-    for index, (question, answer) in enumerate([(QUESTION, ANSWER), ("hi", "hello"), ("sure ?", "yes, yes, yes."), ("what ?", "no")])
+    for index, (question, answer) in enumerate(
+        [(QUESTION, ANSWER), ("hi", "hello"), ("sure ?", "yes, yes, yes."), ("what ?", "no")]
+    )
 ]
 
 
@@ -441,7 +450,11 @@ def trained(folder, batch_size, accumulation):
         remove_unused_columns=False,
     )
     trainer = Trainer(
-        model=model, args=settings, train_dataset=ROWS, data_collator=XAttnDataCollator(processor), processing_class=processor
+        model=model,
+        args=settings,
+        train_dataset=ROWS,
+        data_collator=XAttnDataCollator(processor),
+        processing_class=processor,
     )
     trainer.train()
     return model
@@ -530,7 +543,9 @@ def test_sft_trainer_with_its_own_collator(tmp_path, only_answers):
     theirs = trainer.data_collator([dict(given) for given in rows])
     processor = trainer.processing_class
     ours = XAttnDataCollator(processor, train_on="answers" if only_answers else "all", padding_side="right")(rows)
-    assert torch.equal(ours["input_ids"], theirs["input_ids"]) and torch.equal(ours["pixel_values"], theirs["pixel_values"])
+    assert torch.equal(ours["input_ids"], theirs["input_ids"]) and torch.equal(
+        ours["pixel_values"], theirs["pixel_values"]
+    )
     masked = trainer.model.mask_labels(theirs["labels"])
     assert torch.equal(ours["labels"], masked)
 

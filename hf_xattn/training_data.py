@@ -1,0 +1,214 @@
+"""A folder of pictures with a JSON lines file, as rows to train on.
+
+The file is `metadata.jsonl`, as the Hub's ImageFolder has it. Each line is one example, in one of these forms:
+
+    {"file_name": "a.png", "text": "a red circle"}                                         a caption
+    {"file_name": "a.png", "question": "which colour ?", "answer": "red"}                  a question about a picture
+    {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, ...]}, ...]}     a chat
+    {"prompt": [...], "completion": [...]}                                                 a chat of which the end is trained on
+
+`file_name` may be `images`, a list of files. Paths are relative to the folder. All that is wrong with a folder is told at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .training_rows import IMAGE_SOURCES, IMAGE_TYPES, read_row
+
+
+METADATA = "metadata.jsonl"
+CAPTION_PROMPT = "Describe the image."
+# The forms of an example, each with the fields that it needs.
+FORMS = (("text",), ("question", "answer"), ("messages",), ("prompt", "completion"))
+PICTURES = ("file_name", "images")
+MAX_PROBLEMS = 20
+
+
+class PictureRows(NamedTuple):
+    """The examples of a folder.
+
+    Attributes:
+        file (`Path`): the JSON lines file.
+        rows (`list[dict]`): rows for a collator, with the paths of their pictures.
+        lines (`list[int]`): the line of each row, counted from 1.
+        fingerprint (`str`): changes where the file or the size of a picture changes.
+    """
+
+    file: Path
+    rows: list[dict[str, Any]]
+    lines: list[int]
+    fingerprint: str
+
+
+def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows:
+    """Reads the examples of a folder. Pictures must be there; whether they can be read is for [`check_rows`].
+
+    Args:
+        folder (`str` or `Path`): pictures and `metadata.jsonl`, or one other `.jsonl` file.
+        prompt (`str`): what a user asks where the example is a caption.
+
+    Raises:
+        ValueError: for a missing folder or file, and for all lines that are no examples, with their numbers.
+    """
+    folder = Path(folder)
+    file = _metadata_file(folder)
+    rows, lines, problems = [], [], []
+    digest = hashlib.sha256()
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        if not line.strip():
+            continue
+        digest.update(line.encode())
+        try:
+            row, pictures = _read_line(line, folder, prompt)
+        except (TypeError, ValueError) as error:
+            problems.append((number, str(error)))
+            continue
+        for picture in pictures:
+            digest.update(f"{picture.name}{picture.stat().st_size}".encode())
+        rows.append(row)
+        lines.append(number)
+    raise_problems(file, problems)
+    if not rows:
+        raise ValueError(f"{file} holds no examples: write one a line.")
+    return PictureRows(file, rows, lines, digest.hexdigest())
+
+
+def check_rows(data: PictureRows, collate: Callable[[list[dict[str, Any]]], Any]) -> int:
+    """Makes a batch of each row alone: pictures that cannot be read, answers that are empty or cut off, templates that fail.
+
+    Returns:
+        `int`: tokens of the longest row.
+
+    Raises:
+        ValueError: for all rows that cannot be trained on, with their lines.
+    """
+    from tqdm.auto import tqdm
+
+    problems, longest = [], 0
+    for row, line in zip(tqdm(data.rows, desc=f"Checking {data.file.name}", leave=False), data.lines):
+        try:
+            longest = max(longest, collate([row])["input_ids"].shape[1])
+        except (TypeError, ValueError) as error:
+            reason = str(error).partition(": ")[2]  # without the row's place in a batch of one
+            problems.append((line, _unreadable_picture(row) or reason))
+    raise_problems(data.file, problems)
+    return longest
+
+
+def _unreadable_picture(row: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first picture of a row that cannot be read."""
+    from PIL import Image
+
+    messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    for path in (part["path"] for part in parts if "path" in part):
+        try:
+            with Image.open(path) as picture:
+                picture.load()
+        except Exception as error:  # Pillow raises errors of many kinds
+            return f"the picture {Path(path).name!r} cannot be read: {error}"
+    return None
+
+
+def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
+    """Raises one `ValueError` for all lines that are wrong."""
+    if not problems:
+        return
+    shown = "".join(f"\n  line {number}: {problem}" for number, problem in problems[:MAX_PROBLEMS])
+    more = f"\n  and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+    raise ValueError(f"{file} has {len(problems)} line(s) that cannot be trained on:{shown}{more}")
+
+
+def _metadata_file(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"Expected a folder with pictures and {METADATA}, but {folder} is not a folder.")
+    if (folder / METADATA).is_file():
+        return folder / METADATA
+    others = sorted(folder.glob("*.jsonl"))
+    if len(others) != 1:
+        found = f"several others: {[file.name for file in others]}" if others else "no other .jsonl file"
+        raise ValueError(f"Expected {folder} to hold {METADATA}, with one example a line. It holds {found}.")
+    return others[0]
+
+
+def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], list[Path]]:
+    """A row and its pictures."""
+    try:
+        example = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"broken JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(example, dict):
+        raise ValueError(f"expected a JSON object, got {type(example).__name__}")
+    _check_fields(example)
+    row = _as_row(example, prompt)
+    pictures: list[Path] = []
+    conversation = read_row(row)
+    messages = [_with_paths(message, folder, pictures) for message in conversation.messages]
+    if "prompt" in row:
+        first = len(row["prompt"])
+        return {"prompt": messages[:first], "completion": messages[first:]}, pictures
+    return {"messages": messages}, pictures
+
+
+def _check_fields(example: Mapping[str, Any]) -> None:
+    from .keywords import suggestion
+
+    known = [*PICTURES, *(name for form in FORMS for name in form)]
+    for name in example:
+        if name not in known:
+            raise ValueError(f"unknown field {name!r}.{suggestion(name, known)} Known are {known}")
+    forms = [form for form in FORMS if any(name in example for name in form)]
+    if len(forms) != 1:
+        raise ValueError(f"expected the fields of one of {[list(form) for form in FORMS]}, got {sorted(example)}")
+    for name in forms[0]:
+        if name not in example:
+            raise ValueError(f"the field {name!r} is missing beside {sorted(example)}")
+        if forms[0] in FORMS[:2] and not (isinstance(example[name], str) and example[name].strip()):
+            raise ValueError(f"{name!r} must be a text that is not empty, got {example[name]!r}")
+    if "text" in example and not any(name in example for name in PICTURES):
+        raise ValueError("a caption needs the field 'file_name'")
+
+
+def _as_row(example: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    if all(name in example for name in PICTURES):
+        raise ValueError("expected 'file_name' or 'images', got both")
+    images = example.get("images", [])
+    if "file_name" in example:
+        images = [example["file_name"]]
+    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
+        raise ValueError(f"pictures must be names of files, got {images!r}")
+    with_images: dict[str, Any] = {"images": images} if images else {}
+    if "messages" in example or "prompt" in example:
+        return {**{name: value for name, value in example.items() if name not in PICTURES}, **with_images}
+    question, answer = ("question", "answer") if "question" in example else (None, "text")
+    asked = {"role": "user", "content": prompt if question is None else example[question]}
+    return {"messages": [asked, {"role": "assistant", "content": example[answer]}], **with_images}
+
+
+def _with_paths(message: dict[str, Any], folder: Path, pictures: list[Path]) -> dict[str, Any]:
+    """A message whose pictures are paths of files that are there. They are added to `pictures`."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        if part["type"] in IMAGE_TYPES:
+            source = next(part[name] for name in IMAGE_SOURCES if name in part)
+            if isinstance(source, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
+                source = source.get("url")
+            if not isinstance(source, str):
+                raise ValueError(f"pictures must be names of files, got {source!r}")
+            if source.startswith(("http:", "https:", "data:")) or "base64" in part:
+                raise ValueError(f"pictures must be files in the folder, got {source[:60]!r}")
+            picture = folder / source.removeprefix("file://")
+            if not picture.is_file():
+                raise ValueError(f"the picture {source!r} is not there")
+            pictures.append(picture)
+            part = {"type": "image", "path": str(picture)}
+        parts.append(part)
+    return {**message, "content": parts}

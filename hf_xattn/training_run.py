@@ -1,0 +1,309 @@
+"""A training run from a folder of pictures to a folder of a model: what `hf-xattn train` does.
+
+`Trainer` does the training, and what makes a run resumable: its checkpoints hold weights, optimizer, schedule and random states. Beside
+them stand the options of the run. A run is resumed with the same options on the same data, or refused: otherwise it would be another run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import TrainingArguments
+
+    from .modeling_xattn import XAttnForConditionalGeneration
+    from .processing_xattn import XAttnProcessor
+
+OPTIONS_FILE = "training.json"
+CHECKPOINTS = "checkpoints"
+# Options that change nothing in the result.
+FREE_OPTIONS = ("output", "device", "workers", "log_steps")
+
+
+@dataclasses.dataclass
+class TrainingOptions:
+    """The options of `hf-xattn train`, under their names; see its `--help`."""
+
+    model: str
+    data: Path
+    output: Path
+    prompt: str | None = None
+    epochs: float = 1.0
+    steps: int | None = None
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    learning_rate: float = 1e-4
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    max_length: int | None = None
+    eval_share: float | None = None
+    eval_data: Path | None = None
+    eval_steps: int | None = None
+    save_steps: int | None = None
+    log_steps: int = 10
+    train_text: bool = False
+    train_vision: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    workers: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "batch_size",
+            "gradient_accumulation",
+            "log_steps",
+            "steps",
+            "eval_steps",
+            "save_steps",
+            "max_length",
+        ):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{_option(name)} must be at least 1, got {number}.")
+        for name in ("workers", "weight_decay", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_option(name)} must be at least 0, got {getattr(self, name)}.")
+        for name in ("epochs", "learning_rate"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{_option(name)} must be above 0, got {getattr(self, name)}.")
+        for name, low in (("warmup", 0.0), ("eval_share", 1e-9)):
+            share = getattr(self, name)
+            if share is not None and not low <= share < 1:
+                raise ValueError(f"{_option(name)} must be a share from 0 to 1, got {share}.")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("`--prompt` must be a text that is not empty.")
+
+    def saved(self, *data: PictureRows) -> dict[str, Any]:
+        """What a resumed run must have in common with the run that it goes on with."""
+        options = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+            if name not in FREE_OPTIONS
+        }
+        return {**options, "fingerprints": [each.fingerprint for each in data]}
+
+
+def train(options: TrainingOptions, resume: bool = False) -> None:
+    """Trains a model and saves it. Everything that can be wrong with the data is found before the weights are loaded.
+
+    Args:
+        options ([`TrainingOptions`]): of the run.
+        resume (`bool`): go on from the last checkpoint in `options.output`.
+
+    Raises:
+        ValueError: for bad data, a model without a processor, or an output of another run.
+    """
+    prompt = options.prompt or CAPTION_PROMPT
+    data = read_folder(options.data, prompt)
+    others = [] if options.eval_data is None else [read_folder(options.eval_data, prompt)]
+    saved = options.saved(data, *others)
+    if resume:
+        _check_resumed(options.output, saved)
+    processor = _processor(options.model)
+    from .collator import XAttnDataCollator
+
+    collator = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right")
+    longest = max(check_rows(each, collator) for each in (data, *others))
+    rows, held_out = _split(data, options)
+    if others:
+        held_out = others[0].rows
+    print(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
+
+    import torch
+    from transformers import Trainer, set_seed
+
+    from .modeling_xattn import XAttnForConditionalGeneration
+
+    set_seed(options.seed)
+    model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype)
+    if model.dtype == torch.float16:
+        raise ValueError(
+            f"{options.model} is saved in float16, in which gradients vanish: train it with `--dtype bfloat16` or `--dtype float32`."
+        )
+    half = model.dtype == torch.bfloat16
+    dtypes = _prepare(model, options)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / OPTIONS_FILE).write_text(json.dumps(saved, indent=2) + "\n")
+    checkpoint = _last_checkpoint(options.output) if resume else None
+    if resume:
+        print("No checkpoint yet: training begins." if checkpoint is None else f"Going on from {checkpoint}")
+    use_cache = getattr(model.config, "use_cache", None)
+    trainer = Trainer(
+        model=model,
+        args=_arguments(options, len(rows), bool(held_out), half),
+        train_dataset=rows,
+        eval_dataset=held_out or None,
+        data_collator=collator,
+        processing_class=processor,
+    )
+    result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    print(f"training loss {result.training_loss:.4f} (mean of all steps)")
+    if held_out:
+        print(f"evaluation loss {trainer.evaluate()['eval_loss']:.4f}")
+    _save(model, processor, options.output, dtypes, use_cache)
+    (options.output / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": True}, indent=2) + "\n")
+    print(f"saved to {options.output}")
+
+
+def _option(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
+def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
+    """Raises a `ValueError` where there is nothing to resume, or a run of another kind."""
+    file = output / OPTIONS_FILE
+    if not file.is_file():
+        raise ValueError(f"`--resume` found no run in {output}: it holds no {OPTIONS_FILE}. Begin without `--resume`.")
+    before = json.loads(file.read_text())
+    if before.get("complete"):
+        raise ValueError(f"`--resume`: the run in {output} is complete.")
+    for name, value in saved.items():
+        if before.get(name) == value:
+            continue
+        if name == "fingerprints":
+            raise ValueError(f"`--resume`: the data are not those of the run in {output}. Begin in a new folder.")
+        raise ValueError(
+            f"`--resume`: {_option(name)} was {before.get(name)!r} in {output}, got {value!r}. Go on with the same, or begin in a "
+            "new folder."
+        )
+
+
+def _last_checkpoint(output: Path) -> Path | None:
+    """The last checkpoint that is complete: `Trainer` writes its state last."""
+    found: list[tuple[int, Path]] = []
+    for file in (output / CHECKPOINTS).glob("checkpoint-*/trainer_state.json"):
+        try:
+            found.append((json.loads(file.read_text())["global_step"], file.parent))
+        except ValueError:
+            continue  # cut off while it was written
+    return max(found)[1] if found else None
+
+
+def _processor(name: str) -> XAttnProcessor:
+    """The model's processor, as an [`XAttnProcessor`].
+
+    Raises:
+        ValueError: for a model without one, or without a chat template.
+    """
+    from transformers import AutoConfig, AutoProcessor
+
+    from .processing_xattn import XAttnProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} was saved without a processor: save an `XAttnProcessor` into its folder.") from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(
+            f"{name} was saved without an image processor, so it cannot read pictures. Save an `XAttnProcessor` into its folder."
+        )
+    if not isinstance(processor, XAttnProcessor):  # of an imported model
+        marker = AutoConfig.from_pretrained(name).image_token_id
+        token = None if marker is None else processor.tokenizer.convert_ids_to_tokens(marker)
+        template = processor.chat_template or processor.tokenizer.chat_template
+        processor = XAttnProcessor(processor.image_processor, processor.tokenizer, template, image_token=token)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        processor.apply_chat_template(chat, tokenize=False)
+    except Exception as error:
+        raise ValueError(
+            f"{name} has no chat template that works: {error} Set `processor.chat_template` and save the processor again."
+        ) from error
+    return processor
+
+
+def _split(data: PictureRows, options: TrainingOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows to train on, and rows to evaluate on: a share drawn by chance."""
+    if options.eval_share is None:
+        return data.rows, []
+    if len(data.rows) < 2:
+        raise ValueError(f"`--eval-share` needs two examples or more, got {len(data.rows)}.")
+    count = min(max(1, round(len(data.rows) * options.eval_share)), len(data.rows) - 1)
+    chosen = set(random.Random(options.seed).sample(range(len(data.rows)), count))
+    return (
+        [row for index, row in enumerate(data.rows) if index not in chosen],
+        [row for index, row in enumerate(data.rows) if index in chosen],
+    )
+
+
+def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> dict[str, torch.dtype]:
+    """Freezes what stays as it is, and puts the rest into float32: updates this small are lost in half precision.
+
+    Returns:
+        `dict`: dtypes that these parameters had.
+    """
+    from .retrofit import freeze_base
+
+    freeze_base(model, vision=not options.train_vision)
+    if options.train_text:
+        for name, parameter in model.model.text_model.named_parameters():
+            if "cross_attention_block" not in name:
+                parameter.requires_grad_(True)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in dtypes:
+            parameter.data = parameter.data.float()
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    print(f"{trainable:,} of {model.num_parameters():,} parameters train")
+    return dtypes
+
+
+def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: bool) -> TrainingArguments:
+    from transformers import TrainingArguments
+
+    an_epoch = math.ceil(num_rows / options.batch_size / options.gradient_accumulation)
+    steps = options.steps or math.ceil(an_epoch * options.epochs)
+    return TrainingArguments(
+        output_dir=str(options.output / CHECKPOINTS),
+        num_train_epochs=options.epochs,
+        max_steps=steps,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.gradient_accumulation,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(options.warmup * steps),
+        weight_decay=options.weight_decay,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=min(options.eval_steps or an_epoch, steps),
+        save_strategy="steps",
+        save_steps=options.save_steps or max(1, steps // 10),
+        save_total_limit=2,
+        logging_steps=min(options.log_steps, steps),
+        seed=options.seed,
+        use_cpu=options.device == "cpu",
+        bf16=half,  # computes in bfloat16 where the frozen weights are; what trains is kept in float32
+        dataloader_num_workers=options.workers,
+        prediction_loss_only=True,
+        remove_unused_columns=False,
+        report_to="none",
+    )
+
+
+def _save(
+    model: XAttnForConditionalGeneration,
+    processor: XAttnProcessor,
+    output: Path,
+    dtypes: dict[str, torch.dtype],
+    use_cache: bool | None,
+) -> None:
+    """Saves the model as it was loaded: in its dtypes, and with the cache that `Trainer` turns off."""
+    if use_cache is None:
+        del model.config.use_cache
+    else:
+        model.config.use_cache = use_cache
+    for name, parameter in model.named_parameters():
+        if name in dtypes:
+            parameter.data = parameter.data.to(dtypes[name])
+    processor.save_pretrained(output)
+    model.save_pretrained(output)

@@ -1,0 +1,327 @@
+"""`hf-xattn train`: from a folder of pictures to a folder of a model, with a real `Trainer`."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from template_models import CHATML, make_chat_model, make_processor
+from conftest import make_text
+from PIL import Image, ImageDraw
+from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
+
+from hf_xattn import XAttnProcessor
+from hf_xattn.commands.main import main
+from hf_xattn.training_data import CAPTION_PROMPT, read_folder
+from hf_xattn.training_run import OPTIONS_FILE
+
+
+COLOURS = ("red", "blue", "green", "black")
+
+
+def draw(colour, size=32):
+    image = Image.new("RGB", (size, size), "white")
+    ImageDraw.Draw(image).ellipse((4, 4, size - 5, size - 5), fill=colour)
+    return image
+
+
+def write(folder, lines, name="metadata.jsonl"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for colour in COLOURS:
+        draw(colour).save(folder / f"{colour}.png")
+    (folder / name).write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return folder
+
+
+CAPTIONS = [{"file_name": f"{colour}.png", "text": f"a {colour} circle."} for colour in COLOURS] * 2
+CHAT = [
+    {"role": "user", "content": [{"type": "image", "path": "red.png"}, {"type": "text", "text": "which colour ?"}]},
+    {"role": "assistant", "content": "red."},
+]
+MIXED = [
+    *CAPTIONS[:4],
+    {"file_name": "blue.png", "question": "which colour ?", "answer": "blue."},
+    {"messages": CHAT},
+    {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    {"images": ["red.png", "blue.png"], "question": "which colours ?", "answer": "red and blue."},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train") / "model"
+    processor = make_processor(CHATML)
+    make_chat_model(processor).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def run(capsys, *arguments):
+    status = main(["train", *(str(argument) for argument in arguments), "--device", "cpu"])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def weights(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+
+
+FAST = ["--batch-size", "2", "--learning-rate", "0.01", "--log-steps", "2"]
+
+
+def test_trains_every_form(model, tmp_path, capsys):
+    """A form of an example that is not trained on, weights that should stay and do not, or a folder that nothing loads."""
+    data = write(tmp_path / "data", MIXED)
+    status, out, error = run(
+        capsys, model, "--data", data, "--output", tmp_path / "out", "--epochs", "3", "--eval-share", "0.25", *FAST
+    )
+    assert status == 0, error
+    assert "6 examples to train on, 2 to evaluate on" in out and "evaluation loss" in out
+    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    before, after = weights(model), trained.state_dict()
+    moved = {name for name, values in after.items() if not torch.equal(values, before[name])}
+    assert moved == {name for name in after if "cross_attention_block" in name or "connector" in name}
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    assert isinstance(processor, XAttnProcessor) and processor.image_token == "<image>"
+    assert "use_cache" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert trained.generate(**processor(text="<image> a", images=draw("red")), max_new_tokens=2).shape[1] > 2
+
+
+def test_captions_are_learned(model, tmp_path, capsys):
+    """A model that trains and learns nothing of the pictures."""
+    data = write(tmp_path / "data", CAPTIONS[:4])
+    status, out, error = run(
+        capsys, model, "--data", data, "--output", tmp_path / "out", "--steps", "60", "--eval-data", data, "--batch-size", "4",
+        "--learning-rate", "0.02", "--train-text", "--train-vision"
+    )  # fmt: skip
+    assert status == 0, error
+    trained, processor = (
+        auto.from_pretrained(tmp_path / "out") for auto in (AutoModelForImageTextToText, AutoProcessor)
+    )
+    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("evaluation loss")]
+    assert losses[-1] < 0.3
+    for colour in COLOURS:
+        chat = [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": draw(colour)}, {"type": "text", "text": CAPTION_PROMPT}],
+            }
+        ]
+        inputs = processor.apply_chat_template(
+            chat, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        )
+        tokens = trained.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert processor.decode(tokens) == f"a {colour} circle.<|im_end|>"
+
+
+class Stop(TrainerCallback):
+    """Ends a run as a power cut would, after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def interrupted(capsys, monkeypatch, step, *arguments):
+    whole = Trainer.__init__
+
+    def with_stop(self, *args, **kwargs):
+        whole(self, *args, **kwargs)
+        self.add_callback(Stop(step))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "__init__", with_stop)
+        with pytest.raises(SystemExit) as stopped:
+            run(capsys, *arguments)
+    assert stopped.value.code == 130 and "--resume" in capsys.readouterr().out
+
+
+def test_resumed_run_gives_the_same_weights(model, tmp_path, capsys, monkeypatch):
+    """A run that was stopped and resumed, and is another one: other rows, another rate, a fresh optimizer."""
+    data = write(tmp_path / "data", MIXED)
+    options = [
+        model,
+        "--data",
+        data,
+        "--epochs",
+        "3",
+        "--save-steps",
+        "2",
+        "--eval-share",
+        "0.25",
+        "--gradient-accumulation",
+        "2",
+        *FAST,
+    ]
+    assert run(capsys, *options, "--output", tmp_path / "whole")[0] == 0
+    out = ["--output", tmp_path / "stopped"]
+    interrupted(capsys, monkeypatch, 5, *options, *out)
+    assert not (tmp_path / "stopped" / "config.json").exists()
+    broken = tmp_path / "stopped" / "checkpoints" / "checkpoint-99"  # cut off while it was written
+    broken.mkdir()
+    (broken / "model.safetensors").write_bytes(b"")
+    status, printed, error = run(capsys, *options, *out, "--resume")
+    assert status == 0 and "Going on from" in printed and "checkpoint-4" in printed, error
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert all(torch.equal(resumed[name], values) for name, values in whole.items())
+    assert not all(torch.equal(values, weights(model)[name]) for name, values in whole.items())
+    status, _, error = run(capsys, *options, *out, "--resume")
+    assert status == 2 and "complete" in error
+
+
+def test_resumed_before_the_first_checkpoint(model, tmp_path, capsys, monkeypatch):
+    """A run that was stopped early, and cannot go on; and one that goes on as another run."""
+    data = write(tmp_path / "data", CAPTIONS)
+    options = [model, "--data", data, "--output", tmp_path / "out", "--save-steps", "4", *FAST]
+    status, _, error = run(capsys, *options, "--resume")
+    assert status == 2 and "found no run" in error
+    interrupted(capsys, monkeypatch, 2, *options)
+    status, _, error = run(capsys, *options, "--resume", "--learning-rate", "0.5")
+    assert status == 2 and "`--learning-rate` was 0.01" in error and "0.5" in error
+    write(tmp_path / "data", CAPTIONS[1:])
+    status, _, error = run(capsys, *options, "--resume")
+    assert status == 2 and "the data are not those" in error
+    write(tmp_path / "data", CAPTIONS)
+    status, out, error = run(capsys, *options, "--resume")
+    assert status == 0 and "No checkpoint yet" in out, error
+
+
+def test_half_precision(model, tmp_path, capsys):
+    """Updates lost in half precision, or a model saved in another dtype than it had."""
+    loaded = AutoModelForImageTextToText.from_pretrained(model).to(torch.bfloat16)
+    loaded.save_pretrained(tmp_path / "half")
+    AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "half")
+    data = write(tmp_path / "data", CAPTIONS)
+    status, _, error = run(
+        capsys, tmp_path / "half", "--data", data, "--output", tmp_path / "out", "--learning-rate", "1e-3", "--save-steps", "2",
+        "--batch-size", "4"
+    )  # fmt: skip
+    assert status == 0, error
+    before, after = weights(tmp_path / "half"), weights(tmp_path / "out")
+    assert {name: values.dtype for name, values in after.items()} == {
+        name: values.dtype for name, values in before.items()
+    }
+    assert any(not torch.equal(values, before[name]) for name, values in after.items() if "block" in name)
+    from safetensors.torch import load_file
+
+    meanwhile = load_file(tmp_path / "out" / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    assert all(values.dtype == torch.float32 for name, values in meanwhile.items() if "block" in name)
+    assert all(values.dtype == torch.bfloat16 for name, values in meanwhile.items() if "embed_tokens" in name)
+
+
+def test_bad_lines_are_told_at_once(model, tmp_path, capsys):
+    """A run of hours that ends at a broken line, or a list of errors that comes one a run."""
+    wrong = [
+        ('{"file_name": "red.png", "text": ', "broken JSON"),
+        ("[1, 2]", "expected a JSON object, got list"),
+        ({"file_name": "gone.png", "text": "a"}, "'gone.png' is not there"),
+        ({"file_name": "red.png", "txt": "a"}, "unknown field 'txt'. Did you mean `text`?"),
+        ({"file_name": "red.png"}, "expected the fields of one of"),
+        ({"file_name": "red.png", "question": "a ?"}, "'answer' is missing"),
+        ({"file_name": "red.png", "text": " "}, "'text' must be a text that is not empty"),
+        ({"text": "a"}, "a caption needs the field 'file_name'"),
+        ({"file_name": 3, "text": "a"}, "names of files, got [3]"),
+        ({"file_name": "red.png", "images": ["red.png"], "text": "a"}, "got both"),
+        ({"messages": "what ?"}, "list of chat messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "https://a.b/c.png"}]}]},
+            "files in the folder",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "path": "none.png"}]}]},
+            "'none.png' is not there",
+        ),
+    ]
+    data = write(tmp_path / "data", [CAPTIONS[0], *(line for line, _ in wrong)])
+    status, _, error = run(capsys, model, "--data", data, "--output", tmp_path / "out")
+    assert status == 2 and f"{len(wrong)} line(s)" in error
+    for number, (_, words) in enumerate(wrong, start=2):
+        told = next(line for line in error.splitlines() if line.startswith(f"  line {number}: "))
+        assert words in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_cannot_be_trained_on(model, tmp_path, capsys):
+    """A picture that is none, an answer that is empty or cut off, found when the run is under way."""
+    empty = {"messages": [*CHAT[:1], {"role": "assistant", "content": ""}]}
+    data = write(
+        tmp_path / "data", [CAPTIONS[0], {"file_name": "broken.png", "text": "a"}, empty, {"messages": CHAT[:1]}]
+    )
+    whole = (data / "red.png").read_bytes()
+    (data / "broken.png").write_bytes(whole[: len(whole) // 2])
+    status, _, error = run(capsys, model, "--data", data, "--output", tmp_path / "out")
+    assert status == 2 and "3 line(s)" in error
+    for number, words in ((2, "broken.png"), (3, "of the assistant, is empty"), (4, "no assistant message")):
+        assert any(line.startswith(f"  line {number}: ") and words in line for line in error.splitlines()), error
+    data = write(tmp_path / "more", CAPTIONS[:1])
+    status, _, error = run(capsys, model, "--data", data, "--output", tmp_path / "out", "--max-length", "10")
+    assert status == 2 and "line 1: `max_length=10` cuts all answers off" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_options_and_folders(model, tmp_path, capsys):
+    """A traceback, or work done before the error."""
+    data = write(tmp_path / "data", CAPTIONS)
+    make_text().save_pretrained(tmp_path / "text")
+    (tmp_path / "blocks").mkdir()
+    shutil.copytree(model, tmp_path / "blocks", dirs_exist_ok=True)
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (tmp_path / "blocks" / name).unlink(missing_ok=True)
+    write(tmp_path / "empty", [])
+    write(tmp_path / "two", [], "a.jsonl")
+    write(tmp_path / "two", [], "b.jsonl")
+    (tmp_path / "two" / "metadata.jsonl").unlink(missing_ok=True)
+    out = ["--output", tmp_path / "out"]
+    wrong = [
+        ([model, "--data", data, "--output", data], "not an empty folder"),
+        ([model, "--data", tmp_path / "no", *out], "is not a folder"),
+        ([model, "--data", tmp_path / "text", *out], "no other .jsonl file"),
+        ([model, "--data", tmp_path / "two", *out], "several others"),
+        ([model, "--data", tmp_path / "empty", *out], "no examples"),
+        ([tmp_path / "text", "--data", data, *out], "hf-xattn retrofit"),
+        ([tmp_path / "blocks", "--data", data, *out], "saved without a processor"),
+        ([model, "--data", data, "--batch-size", "0", *out], "`--batch-size` must be at least 1"),
+        ([model, "--data", data, "--learning-rate", "0", *out], "`--learning-rate` must be above 0"),
+        ([model, "--data", data, "--eval-share", "1.5", *out], "`--eval-share` must be a share"),
+        ([model, "--data", data, "--prompt", " ", *out], "`--prompt`"),
+    ]
+    for arguments, message in wrong:
+        status, _, error = run(capsys, *arguments)
+        assert status == 2 and message in error, (arguments, error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_the_parser(tmp_path):
+    """An option of the command that the run does not know, or with another default."""
+    import dataclasses
+
+    from hf_xattn.commands.main import _parser
+    from hf_xattn.training_run import TrainingOptions
+
+    parsed = vars(_parser().parse_args(["train", "a", "--data", "b", "--output", "c"]))
+    fields = {field.name: field.default for field in dataclasses.fields(TrainingOptions)}
+    assert parsed.keys() - {"command", "run", "resume"} == fields.keys()
+    for name in fields.keys() - {"model", "data", "output"}:
+        assert parsed[name] == fields[name], name
+
+
+def test_rows_of_a_folder(tmp_path):
+    """A question or an answer that comes out as another one, and pictures in another order."""
+    data = read_folder(write(tmp_path, ["", *MIXED]), "what is it ?")
+    assert data.lines == list(range(2, 2 + len(MIXED)))
+    caption = data.rows[0]["messages"]
+    assert caption[0]["content"] == [
+        {"type": "image", "path": str(tmp_path / "red.png")},
+        {"type": "text", "text": "what is it ?"},
+    ]
+    assert caption[1] == {"role": "assistant", "content": "a red circle."}
+    assert [part.get("path") for part in data.rows[-1]["messages"][0]["content"]] == [
+        str(tmp_path / "red.png"),
+        str(tmp_path / "blue.png"),
+        None,
+    ]
+    assert data.rows[6].keys() == {"prompt", "completion"}
+    assert OPTIONS_FILE.endswith(".json")
