@@ -17,6 +17,7 @@ from transformers import (
 
 
 WORDS = "[PAD] [EOS] [UNK] what is in the picture ? how many which colour describe it a an dog cat house tree".split()
+WORDS += "user assistant system : red blue circle square".split()
 
 
 def make_text_checkpoint(folder: Path) -> Path:

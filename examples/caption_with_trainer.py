@@ -1,0 +1,55 @@
+"""Teaches a model to caption pictures, with transformers' `Trainer` and rows in memory.
+
+python examples/caption_with_trainer.py
+
+The rows are chats, with a column `images` beside the messages. `XAttnDataCollator` makes the batches: labels are the captions alone.
+"""
+
+import tempfile
+from pathlib import Path
+
+from tiny_chat import captions_right, drawings, make_chat_model
+from transformers import Trainer, TrainingArguments
+
+from hf_xattn import XAttnDataCollator
+
+
+QUESTION = "what is in the picture ?"
+
+
+def main(folder: Path) -> None:
+    model, processor = make_chat_model(folder)
+    # With a real model, freeze what it knows already: hf_xattn.freeze_base(model). This one has random weights, so all of it trains.
+    rows = [
+        {
+            "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}],
+            "images": [picture],
+        }
+        for caption, picture in drawings().items()
+    ]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder / "trainer"),
+            max_steps=60,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-3,
+            warmup_steps=3,
+            logging_steps=20,
+            save_strategy="no",
+            report_to="none",
+            remove_unused_columns=False,  # the collator reads columns that the model does not know
+        ),
+        train_dataset=rows,
+        data_collator=XAttnDataCollator(processor),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    print(f"loss falls: {losses[-1] < losses[0] / 2}")
+    print(f"captions right: {captions_right(model.eval(), processor, QUESTION)} of 4")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        main(Path(name))

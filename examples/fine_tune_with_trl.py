@@ -1,0 +1,60 @@
+"""Fine-tunes a model with TRL's `SFTTrainer`, on a data set as TRL's are: `messages` and `images`.
+
+pip install trl
+python examples/fine_tune_with_trl.py
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tiny_chat import captions_right, drawings, make_chat_model
+
+from hf_xattn import XAttnDataCollator
+
+
+try:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+except ImportError as error:
+    sys.exit(f"This example needs TRL: pip install trl ({error})")
+
+QUESTION = "what is in the picture ?"
+
+
+def main(folder: Path) -> None:
+    model, processor = make_chat_model(folder)
+    dataset = Dataset.from_list(
+        [
+            {
+                "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}],
+                "images": [picture],
+            }
+            for caption, picture in drawings().items()
+        ]
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir=str(folder / "trl"),
+            max_steps=60,
+            per_device_train_batch_size=4,
+            learning_rate=3e-3,
+            logging_steps=20,
+            save_strategy="no",
+            report_to="none",
+            bf16=False,
+        ),
+        train_dataset=dataset,
+        processing_class=processor,
+        data_collator=XAttnDataCollator(processor),  # labels are the answers; TRL's own collator takes the whole text
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    print(f"loss falls: {losses[-1] < losses[0] / 2}")
+    print(f"captions right: {captions_right(model.eval(), processor, QUESTION)} of 4")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        main(Path(name))
