@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 
+
+torch.set_num_threads(
+    1
+)  # with tensors this small a second thread hardly helps, and on busy cores it is several times slower
 
 COLOURS, SHAPES = ("red", "blue"), ("circle", "square")
 # A text model's own template knows text only: the processor places the images.

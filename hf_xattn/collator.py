@@ -12,7 +12,7 @@ from .answer_spans import AnswerSpan, find_answers, squeezed
 from .loss import IGNORED
 from .processing_xattn import XAttnProcessor
 from .tensor_checks import type_name
-from .training_rows import Conversation, read_row, text_of, without_pixels
+from .training_rows import Conversation, read_row, text_of
 
 
 logger = logging.get_logger(__name__)
@@ -138,7 +138,7 @@ class XAttnDataCollator:
         if self.train_on == "answers":
             text, spans = find_answers(
                 self._render,
-                [without_pixels(message) for message in conversation.messages],
+                conversation.messages,
                 conversation.answers,
                 self._special_tokens(),
                 processor.image_token,

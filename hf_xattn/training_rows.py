@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from .tensor_checks import type_name
 
 
-IMAGE_TYPES = ("image", "image_url")
+TEXT_TYPES = ("text", "input_text", "output_text")
+IMAGE_TYPES = ("image", "image_url", "input_image")
 # Where a part may hold its image. The processor loads it.
 IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
 ASSISTANT = "assistant"
@@ -72,25 +73,17 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """The message with another text. Its images stay where they are, between the first text and nothing."""
+    """The message with one other text in place of its texts. Its images stay."""
     content = message.get("content")
     if not isinstance(content, list):
         return {**message, "content": text}
     parts: list[dict[str, Any]] = []
     for part in content:
-        if part.get("type") != "text":
+        if part.get("type") not in TEXT_TYPES:
             parts.append(part)
-        elif not any(each.get("type") == "text" for each in parts):
+        elif not any(each.get("type") in TEXT_TYPES for each in parts):
             parts.append({**part, "text": text})
     return {**message, "content": parts}
-
-
-def without_pixels(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with bare image parts: all that a template reads of an image."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [{"type": "image"} if _is_image(part) else part for part in content]}
 
 
 def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
@@ -153,7 +146,7 @@ def _checked_part(where: str, part: Any) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise TypeError(f"Expected the parts of {where} to be dicts with a `type` ('text' or 'image'), got {part!r}.")
     part = {key: value for key, value in part.items() if value is not None}
-    if part["type"] == "text" and not isinstance(part.get("text"), str):
+    if part["type"] in TEXT_TYPES and not isinstance(part.get("text"), str):
         raise TypeError(f"Expected the `text` of a part of {where} to be a str, got {type_name(part.get('text'))}.")
     if isinstance(part.get("image"), Mapping):
         part["image"] = _decoded(part["image"])

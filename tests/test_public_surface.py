@@ -15,6 +15,7 @@ import torch
 from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids, vision_config
 from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_misspelt, needs, switch, tensor, value
 from surface_processor import processor_surfaces
+from surface_training import SURFACES as TRAINING
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -296,6 +297,7 @@ MODEL_FIELDS = {
 }
 
 SURFACES = {
+    **TRAINING,
     "forward": Surface(
         XAttnForConditionalGeneration.forward, call_of("forward", input_ids=True), image_rows(**TEXT, **HEAD)
     ),
