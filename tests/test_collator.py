@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import set_seed
 
-from hf_xattn import XAttnDataCollator
+from hf_xattn import XAttnDataCollator, answer_spans
 
 
 QUESTION, ANSWER = "what is in the picture ?", "a red circle."
@@ -137,14 +137,18 @@ def test_answer_that_stands_elsewhere_too():
     assert starts[1] < first[0] < starts[2] and first[-1] > starts[3]
 
 
-def test_template_without_end_of_turn(caplog):
-    """A model that never learns to stop, and nobody says so."""
-    from hf_xattn.answer_spans import logger
-
-    logger.warning_once.__func__.cache_clear()
-    processor = make_processor(PLAIN)
-    batch = XAttnDataCollator(processor)([LONG])
-    assert [text.strip() for text in said(processor, batch["labels"][0])] == [ANSWER, "yes, é😀 a blue one."]
+def test_template_without_end_of_turn(monkeypatch):
+    """A model that never learns to stop, and nobody says so; or that learns to write the user's next header."""
+    warnings = []
+    monkeypatch.setattr(answer_spans.logger, "warning_once", warnings.append)
+    for template in (PLAIN, CHATML.replace("<|im_end|>", "")):
+        processor = make_processor(template)
+        batch = XAttnDataCollator(processor)([LONG])
+        answers = [text.strip() for text in said(processor, batch["labels"][0])]
+        assert answers == [ANSWER, "yes, é😀 a blue one."]
+        assert "no special token" in warnings.pop()
+    XAttnDataCollator(make_processor(CHATML))([LONG])
+    assert not warnings
 
 
 def test_token_across_the_border_of_an_answer():
@@ -287,14 +291,17 @@ def test_unreadable_picture_is_named(tmp_path):
         XAttnDataCollator(make_processor(CHATML))(rows)
 
 
+# One leaves out every answer, one some answers; one writes them in other words.
 DROPS = "{%- for m in messages if m.role == 'user' -%}{{ m.content }}{%- endfor -%}"
-SHOUTS = "{%- for m in messages -%}{{ m.content | replace('a', 'b') }}<|im_end|>{%- endfor -%}"
+CENSORS = "{%- for m in messages if 'red' not in m.content -%}{{ m.content }}{%- endfor -%}"
+REWRITES = "{%- for m in messages -%}{{ m.content | replace('red', 'blue') }}<|im_end|>{%- endfor -%}"
+WITHOUT = [(DROPS, "leaves the answer of|does not show"), (CENSORS, "as it is"), (REWRITES, "as it is")]
 
 
-@pytest.mark.parametrize(("template", "words"), [(DROPS, "leaves the answer"), (SHOUTS, "as it is")])
+@pytest.mark.parametrize(("template", "words"), WITHOUT, ids=["drops", "censors", "rewrites"])
 def test_templates_without_the_answer(template, words):
     """A template that does not write the answer, and labels of something else."""
-    with pytest.raises(ValueError, match=f"Row 0.*{words}"):
+    with pytest.raises(ValueError, match=f"Row 0.*({words})"):
         XAttnDataCollator(make_processor(template))([row(ANSWER)])
 
 
@@ -337,7 +344,7 @@ def test_padding_sides_give_the_same_loss():
     assert not torch.equal(*model(**images).logits[:, -9:])
 
 
-def test_truncation(caplog):
+def test_truncation():
     """Answers cut off without a word, or a row with nothing left to learn."""
     processor = make_processor(CHATML)
     whole = XAttnDataCollator(processor)([LONG])
@@ -371,6 +378,29 @@ def test_without_markers():
     batch = XAttnDataCollator(processor)([LONG, SHORT])
     assert batch["pixel_values"].shape[:2] == (2, 1)
     assert said(processor, batch["labels"][0]) == EXPECTED["chatml"]
+
+
+STRINGS = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\n' + m['content'].strip() + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("marker", ["<image>", None])
+def test_template_of_a_text_model(marker):
+    """A template that knows no parts of a message, as text models have it."""
+    processor = make_processor(STRINGS, marker=marker)
+    batch = XAttnDataCollator(processor)([LONG, SHORT])
+    assert said(processor, batch["labels"][0]) == EXPECTED["chatml"]
+    assert batch["image_mask"].tolist() == [[True], [False]]
+
+
+def test_default_template():
+    """A model without a template, which learns no answer, or never to stop."""
+    processor = make_processor(None, marker=None)
+    batch = XAttnDataCollator(processor)([LONG, SHORT])
+    assert [text.strip() for text in said(processor, batch["labels"][1])] == ["hello<|im_end|>"]
+    assert len(said(processor, batch["labels"][0])) == 2
 
 
 def test_smollm2():

@@ -163,8 +163,12 @@ def test_resumed_run_gives_the_same_weights(model, tmp_path, capsys, monkeypatch
     broken = tmp_path / "stopped" / "checkpoints" / "checkpoint-99"  # cut off while it was written
     broken.mkdir()
     (broken / "model.safetensors").write_bytes(b"")
-    status, printed, error = run(capsys, *options, *out, "--resume")
+    steps, step = [], Trainer.training_step
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", lambda self, *args: steps.append(1) or step(self, *args))
+        status, printed, error = run(capsys, *options, *out, "--resume")
     assert status == 0 and "Going on from" in printed and "checkpoint-4" in printed, error
+    assert 0 < len(steps) < 3 * 3  # of 3 epochs of 3 micro-batches, some were taken before
     whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
     assert all(torch.equal(resumed[name], values) for name, values in whole.items())
     assert not all(torch.equal(values, weights(model)[name]) for name, values in whole.items())
