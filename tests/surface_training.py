@@ -1,7 +1,7 @@
 """The table of the collator, for `test_public_surface.py`."""
 
-from template_models import make_processor
 from surface import NOTHING, Fine, Surface, Wrong, value
+from template_models import make_processor
 
 from hf_xattn import XAttnDataCollator
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from template_models import CHATML, make_chat_model, make_processor
 from conftest import make_text
 from PIL import Image, ImageDraw
+from template_models import CHATML, make_chat_model, make_processor
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
 
 from hf_xattn import XAttnProcessor
