@@ -298,10 +298,11 @@ def _save(
     use_cache: bool | None,
 ) -> None:
     """Saves the model as it was loaded: in its dtypes, and with the cache that `Trainer` turns off."""
+    config: Any = model.config  # `use_cache` is no field of it, but `Trainer` sets it
     if use_cache is None:
-        del model.config.use_cache
+        del config.use_cache
     else:
-        model.config.use_cache = use_cache
+        config.use_cache = use_cache
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.data = parameter.data.to(dtypes[name])

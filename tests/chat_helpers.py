@@ -56,6 +56,13 @@ SEEING = (
     "{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ eos_token }}"
     + ASK
 )
+# Sees, and reads lists only: images first, then texts. A plain string gives it nothing.
+IMAGES_FIRST = (
+    LOOP
+    + "<|{{ message.role }}|>{% for part in message.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}{{ eos_token }}"
+    + ASK
+)
 WORDS = (
     "[PAD] [EOS] [UNK] [BOS] <|system|> <|user|> <|assistant|> <|bot|> <|foreign|> User Assistant System : . ? a b c what is in "
     "the picture dog cat be brief and this one two here tool"

@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_helpers import ASK, LOOP, SEEING, TALK, TEXT_TEMPLATES, flat, image, make_picture, make_processor, text
+from chat_helpers import (
+    ASK,
+    IMAGES_FIRST,
+    LOOP,
+    SEEING,
+    TALK,
+    TEXT_TEMPLATES,
+    flat,
+    image,
+    make_picture,
+    make_processor,
+    text,
+)
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, SiglipImageProcessorPil
 
@@ -34,6 +46,18 @@ def test_templates_of_text_models(style, marker):
     # The same texts as plain strings, for a model that has none.
     by_hand = processor.apply_chat_template(flat(TALK, marker), add_generation_prompt=True)
     assert by_hand == expected
+
+
+@pytest.mark.parametrize("style", TEXT_TEMPLATES)
+def test_lists_of_texts_alone(style):
+    """A list that is printed as it is where no image stands in it."""
+    chat = [
+        {"role": "user", "content": [text("what is "), text("this ?")]},
+        {"role": "assistant", "content": [text("a dog")]},
+    ]
+    for marker in (None, "<image>"):
+        made = make_processor(TEXT_TEMPLATES[style], marker).apply_chat_template(chat)
+        assert made == "<|user|>what is this ?[EOS]<|assistant|>a dog[EOS]"
 
 
 @pytest.mark.parametrize("style", TEXT_TEMPLATES)
@@ -66,6 +90,29 @@ def test_a_template_that_sees_is_used_as_it_is():
     assert inputs["pixel_values"].shape[1] == 3
     without = make_processor(SEEING)
     assert without.apply_chat_template(TALK[1:2]) == "<|user|>what is this ?and this ?[EOS]"
+
+
+def test_a_template_that_reads_lists_only():
+    """Plain strings of which a vision-language template prints nothing."""
+    processor = make_processor(IMAGES_FIRST, "<image>")
+    strings = [{"role": "system", "content": "be brief ."}, *TALK[1:]]
+    expected = "<|system|>be brief .[EOS]<|user|><image><image>what is this ?and this ?[EOS]"
+    expected += "<|assistant|>a dog and a cat .[EOS]<|user|><image>is one ?[EOS]"
+    assert processor.apply_chat_template(strings) == processor.apply_chat_template(TALK) == expected
+    assert processor.apply_chat_template(flat(TALK[2:3], None)) == "<|assistant|>a dog and a cat .[EOS]"
+    made = processor.apply_chat_template(strings, tokenize=True, return_dict=True)
+    assert made["pixel_values"].shape[1] == 3
+    assert make_processor(IMAGES_FIRST).apply_chat_template(TALK) == expected.replace("<image>", "")
+
+
+def test_a_template_that_removes_markers():
+    """Images without a marker, because a template cleans what users write."""
+    cleans = TEXT_TEMPLATES["concatenation"].replace("['content']", "['content'].replace('<image>', '')")
+    assert make_processor(cleans).apply_chat_template(TALK[1:2]) == "<|user|>what is this ?and this ?[EOS]"
+    with pytest.raises(ValueError, match="does not show one marker for each of 2 images, but 0"):
+        make_processor(cleans, "<image>").apply_chat_template(TALK[1:2])
+    upper = TEXT_TEMPLATES["concatenation"].replace("['content']", "['content'].upper()")
+    assert make_processor(upper).apply_chat_template(TALK[3:]) == "<|user|>IS ONE ?[EOS]"
 
 
 def test_texts_that_a_template_loses():

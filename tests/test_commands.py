@@ -9,6 +9,8 @@ import test_importers_idefics
 import test_importers_mllama
 import torch
 from conftest import make_text
+from PIL import Image
+from safetensors.torch import load_file
 from test_importers_blocks import clip, flamingo_block_state, flamingo_checkpoint, kempner_block_state
 from test_importers_mllama import make_mllama
 from transformers import (
@@ -210,6 +212,26 @@ def test_a_model_that_was_saved_with_a_tokenizer_alone(folder, tmp_path, capsys)
     assert status == 0 and out.strip(), error
     status, _, error = run(capsys, "generate", tmp_path / "model", "--image", folder / "picture.png", *question)
     assert status == 2 and "saved without one" in error
+
+
+def test_pictures_of_commands(folder, capsys, tmp_path):
+    """A photograph on its side, or a transparent picture, read otherwise than by the processor."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture = make_picture()
+    clear = picture.convert("RGBA")
+    clear.putalpha(0)
+    picture.save(tmp_path / "lying.png", exif=exif)
+    picture.transpose(Image.Transpose.ROTATE_270).save(tmp_path / "upright.png")
+    clear.save(tmp_path / "clear.png")
+    Image.new("RGB", picture.size, "white").save(tmp_path / "white.png")
+    made = {}
+    for name in ("lying", "upright", "clear", "white"):
+        file = tmp_path / f"{name}.safetensors"
+        run(capsys, "encode", folder / "model", "--image", tmp_path / f"{name}.png", "--output", file)
+        made[name] = load_file(file)
+    for first, second in (("lying", "upright"), ("clear", "white")):
+        assert all(torch.equal(made[first][name], made[second][name]) for name in made[first])
 
 
 def test_errors_are_one_line(folder, capsys, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer, ViTImageProcessorPil
 
 from hf_xattn import XAttnProcessor, retrofit
 
@@ -85,6 +85,26 @@ def test_arguments_of_the_parts(parts):
     assert torch.equal(nested["pixel_values"], whole)
     assert processor(text=["a", "a dog"], max_length=1, truncation=True)["input_ids"].shape == (2, 1)
     assert "input_ids" in processor(text="a", videos=None, audio=None)
+
+
+def test_return_tensors(parts):
+    """Tensors where lists or arrays were asked for."""
+    _, tokenizer, image_processor = parts
+    processor = XAttnProcessor(image_processor, tokenizer)
+    texts = ["a", "a dog"]
+    assert [len(row) for row in processor(text=texts, return_tensors=None)["input_ids"]] == [1, 2]
+    arrays = processor(text=texts, images=[make_picture(), None], return_tensors="np")
+    assert {type(value) for value in arrays.values()} == {np.ndarray} and arrays["image_mask"].shape == (2, 1)
+    for nested in ({"text_kwargs": {"return_tensors": "np"}}, {"common_kwargs": {"return_tensors": "np"}}):
+        assert processor(text=texts, **nested)["input_ids"].tolist() == arrays["input_ids"].tolist()
+
+
+def test_a_tower_of_grey_pictures(parts):
+    """A grey picture made into three channels, for a tower that reads one."""
+    _, tokenizer, _ = parts
+    image_processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, do_normalize=False, do_convert_rgb=False)
+    made = XAttnProcessor(image_processor, tokenizer)(images=make_picture().convert("L"), text="a")
+    assert made["pixel_values"].shape == (1, 1, 1, 8, 8)
 
 
 IMAGE = "IMAGE"
