@@ -38,7 +38,7 @@ class XAttnProcessor(ProcessorMixin):
     Args:
         image_processor: an image processor of transformers.
         tokenizer: a tokenizer of transformers.
-        chat_template (`str`, *optional*): as in transformers.
+        chat_template (`str` or `dict`, *optional*): as in transformers. Without one, the tokenizer's counts.
         image_token (`str`, *optional*): the marker of an image in the text.
     """
 
