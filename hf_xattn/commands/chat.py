@@ -1,0 +1,162 @@
+"""`hf-xattn chat`: a conversation in the terminal, about images that come in on the way."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .loading import add_model_and_images, load_model_and_images
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from .chat_session import ChatSession
+
+HELP = """\
+/image FILE  adds an image to your next message (a file or a URL)
+/clear       starts a new conversation
+/help        shows these lines
+/exit        ends the chat, as Ctrl-D does
+Ctrl-C       stops an answer"""
+COMMANDS = ("/image", "/clear", "/help", "/exit")
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("chat", help="talk with a model about images, in the terminal")
+    add_model_and_images(parser, images_required=False)
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="length of an answer at most")
+    parser.add_argument(
+        "--temperature", type=float, help="0 always takes the likeliest token; default: the model's generation settings"
+    )
+    parser.add_argument("--seed", type=int, help="makes sampled answers repeatable")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
+    if arguments.temperature is not None and arguments.temperature < 0:
+        raise ValueError(f"--temperature must be 0 or more, got {arguments.temperature}.")
+    model, processor, images = load_model_and_images(arguments)
+    from transformers import set_seed
+
+    from .chat_session import ChatSession
+
+    if arguments.seed is not None:
+        set_seed(arguments.seed)
+    model.enable_image_store()
+    options = {"max_new_tokens": arguments.max_new_tokens, **_sampling(arguments.temperature)}
+    session = ChatSession(model, processor, system=arguments.system, **options)
+    if sys.stdin.isatty():
+        print(HELP)
+    _talk(session, images)
+
+
+def _sampling(temperature: float | None) -> dict[str, Any]:
+    if temperature is None:
+        return {}
+    return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+
+
+def _talk(session: ChatSession, images: list[Image]) -> None:
+    """Reads lines and answers them, until the input ends."""
+    waiting = list(images)
+    for line in _lines():
+        command, _, rest = line.partition(" ")
+        if command not in COMMANDS and line.startswith("/"):
+            print(f"{command} is no command. Expected {', '.join(COMMANDS)}.")
+        elif command == "/exit":
+            return
+        elif command == "/help":
+            print(HELP)
+        elif command == "/clear":
+            session.clear()
+            waiting = []
+        elif command == "/image":
+            waiting += _read_image(rest, session.processor)
+        elif _answer(session, line, waiting):
+            waiting = []
+
+
+def _lines() -> Iterator[str]:
+    """Lines that are not empty. Ctrl-C at the prompt drops a line that was begun."""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        try:
+            import readline  # noqa: F401  # gives `input` a line editor with a history
+        except ImportError:
+            pass
+    while True:
+        try:
+            line = input("> " if at_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print("\n(/exit or Ctrl-D ends the chat)")
+            continue
+        if line:
+            yield line
+
+
+def _read_image(name: str, processor: Any) -> list[Image]:
+    """The image of `/image`, as a list. An empty one, and a message, where it cannot be read."""
+    name = name.strip().strip("'\"")
+    if not name:
+        print("Expected a file after /image, got nothing.")
+        return []
+    if getattr(processor, "image_processor", None) is None:
+        print("This model was saved without an image processor: it reads no images.")
+        return []
+    from pathlib import Path
+
+    from ..image_reading import read_image
+
+    try:
+        return [read_image(name if "://" in name else Path(name).expanduser(), "/image")]
+    except Exception as error:  # whatever a file or a server answers, the chat goes on
+        print(f"The image {name} cannot be read: {error}")
+        return []
+
+
+def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
+    """Prints the answer as it comes. Returns whether there was one: otherwise the images wait for the next message."""
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    try:
+        with _ctrl_c_asks_to_stop() as asked:
+            session.ask(text, images, streamer=streamer, stop=asked)
+    except (ValueError, TypeError) as error:
+        print(f"No answer: {error}")
+        return False
+    except KeyboardInterrupt:
+        print("\n(stopped; your message was not answered)")
+        return False
+    return True
+
+
+@contextmanager
+def _ctrl_c_asks_to_stop() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks the answer to end after the present token; the second breaks it off at once."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+        yield event.is_set
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield event.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,152 @@
+"""A chat with one model: its messages, its images, and a cache that is kept from turn to turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from ..xattn_cache import XAttnCache
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+
+class _StopWhenAsked(StoppingCriteria):
+    """Ends an answer after the token at which `asked` returns True: no forward is broken off, so the cache stays right."""
+
+    def __init__(self, asked: Callable[[], bool]):
+        self.asked = asked
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        return torch.full((input_ids.shape[0],), self.asked(), device=input_ids.device, dtype=torch.bool)  # type: ignore[return-value]
+
+
+class ChatSession:
+    """One conversation.
+
+    Every turn renders the whole conversation with the chat template and gives it to `generate` with the kept cache. The model reads
+    only the tokens that the cache does not hold, and encodes only the images that it does not hold. Where the template renders earlier
+    turns differently than before, the cache is cropped to the tokens that are still the same.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): the model.
+        processor: an [`XAttnProcessor`], or a tokenizer for a model without images.
+        system (`str`, *optional*): a system message.
+        options: keyword arguments of `generate`, for every turn.
+    """
+
+    def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
+        self.model = model
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.system = system
+        self.options = options
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets messages and images. The system message stays."""
+        self.messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+        self._cache: XAttnCache | None = None
+        self._cached_ids = torch.empty(0, dtype=torch.long)
+
+    def ask(
+        self,
+        text: str,
+        images: list[Image] | None = None,
+        streamer: TextStreamer | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> str:
+        """Asks one question, and returns the answer.
+
+        Args:
+            text (`str`): the user's message.
+            images (`list` of images, *optional*): images that come with this message.
+            streamer (`TextStreamer`, *optional*): gets the answer as it is generated.
+            stop (*optional*): called after each token; the answer ends where it returns True. What was said so far counts as the answer.
+
+        Raises:
+            ValueError: where the conversation with its answer is longer than the model reads. After any error the conversation is
+                what it was before the question.
+        """
+        messages = [*self.messages, {"role": "user", "content": _content(text, images)}]
+        try:
+            inputs = self._inputs(messages)
+            answer_ids = self._generate(inputs, streamer, stop)
+        except BaseException:
+            # The cache may hold images of a question that is taken back. The next turn reads the conversation again.
+            self._cache = None
+            raise
+        answer = self.tokenizer.decode(answer_ids, skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+    def _inputs(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        made = self.processor.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        inputs = {name: value.to(self.model.device) for name, value in made.items() if name != "token_type_ids"}
+        length, longest = inputs["input_ids"].shape[1], _longest_text(self.model)
+        new_tokens = self.options.get("max_new_tokens", 0)
+        if longest is not None and length + new_tokens > longest:
+            raise ValueError(
+                f"Expected a conversation of at most {longest} tokens, which the model reads, got {length} tokens and "
+                f"`max_new_tokens={new_tokens}` for the answer. Start a new conversation."
+            )
+        return inputs
+
+    def _generate(
+        self, inputs: dict[str, Any], streamer: TextStreamer | None, stop: Callable[[], bool] | None
+    ) -> torch.Tensor:
+        input_ids = inputs["input_ids"]
+        cache = self._cache_for(input_ids[0])
+        # While an answer is generated the cache is in no known state.
+        self._cache = None
+        stopping = None if stop is None else StoppingCriteriaList([_StopWhenAsked(stop)])
+        sequences = self.model.generate(
+            **inputs, **self.options, past_key_values=cache, streamer=streamer, stopping_criteria=stopping
+        )
+        # The last token was chosen, but not read: the cache ends before it.
+        self._cache, self._cached_ids = cache, sequences[0, : int(cache.get_seq_length())]
+        return sequences[0, input_ids.shape[1] :]
+
+    def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
+        """The kept cache, cropped to the beginning that it shares with `input_ids`; a new one where that cannot be done."""
+        if self._cache is not None:
+            cached = len(self._cached_ids)
+            shared = _common_length(self._cached_ids, input_ids[:-1])  # `generate` needs one new token
+            if shared == cached:
+                return self._cache
+            if shared and self._cache.can_be_cropped:
+                try:
+                    self._cache.crop(shared - cached)
+                    return self._cache
+                except (ValueError, RuntimeError):
+                    pass  # a sliding window has already dropped tokens that are needed now
+        text_config = self.model.config.get_text_config()
+        return XAttnCache.adopt(EncoderDecoderCache(DynamicCache(config=text_config), DynamicCache()))
+
+
+def _content(text: str, images: list[Image] | None) -> Any:
+    if not images:
+        return text
+    return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+
+
+def _longest_text(model: XAttnForConditionalGeneration) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _common_length(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Number of leading tokens that two texts share."""
+    shorter = min(len(first), len(second))
+    differing = (first[:shorter] != second[:shorter]).nonzero()
+    return int(differing[0]) if len(differing) else shorter
