@@ -32,9 +32,9 @@ from transformers.cli.serving.utils import (
     Modality,
     _GenerationCancelled,
 )
-from transformers.image_utils import load_image
 from transformers.utils import logging
 
+from . import image_reading
 from .tensor_checks import type_name
 
 
@@ -48,7 +48,6 @@ logger = logging.get_logger(__name__)
 TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
 IMAGE_PARTS = ("image_url", "input_image")
 IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
-IMAGE_TIMEOUT = 20.0  # seconds for the download of an image
 
 
 class OneModel(ModelManager):
@@ -199,7 +198,7 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
 
 
 def read_image(place: str, address: Any) -> Image:
-    """Reads an image from the web or from a data URL.
+    """Reads an image from the web or from a data URL, as the processor does.
 
     Raises:
         HTTPException: for another address: transformers would read files of this machine, too. For data that are no image.
@@ -211,12 +210,9 @@ def read_image(place: str, address: Any) -> Image:
             400, f"Expected the address of {place} to start with {', '.join(IMAGE_ADDRESSES)}, got {got}."
         )
     try:
-        return load_image(url, timeout=IMAGE_TIMEOUT)
+        return image_reading.read_image(url, "image_url")
     except Exception as error:  # decoders and connections raise errors of many kinds
-        reason = error.__context__ if isinstance(error, ValueError) and error.__context__ else error
-        raise HTTPException(
-            400, f"The image in {place} cannot be read: {type(reason).__name__}: {str(reason)[:200]}"
-        ) from None
+        raise HTTPException(400, f"The image in {place} cannot be read: {error}") from error
 
 
 def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any) -> FastAPI:
