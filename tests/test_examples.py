@@ -14,6 +14,7 @@ EXPECTED = {
     "import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
     "benchmarks/capacity": ["| Llama-3.2-1B"],
     "benchmarks/bench --quick": ["decode attention, 4 beam(s)", "growth of a decode step"],
+    "chat_about_two_images": ["first answer: ", "pictures encoded: 2, taken from the store: 2"],
     "ask_server": ["answer: ", "streamed: "],
     "train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
     "caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
