@@ -166,7 +166,8 @@ class XAttnProcessor(ProcessorMixin):
             return_tensors (`str`, *optional*): as in a call of the processor, which says `"pt"` by default.
             load_audio_from_video (`bool`): has no effect: there is no sound to read.
             processor_kwargs (`dict`, *optional*): arguments for the call of the processor. No special tokens are added to the
-                rendered text, as with the tokenizer's own `apply_chat_template`, unless `add_special_tokens` is among them.
+                rendered text, as with the tokenizer's own `apply_chat_template`, unless `add_special_tokens` is among them. A batch
+                that `generate` shall continue is padded on the left, unless `padding_side` is among them.
             sanitize_control_tokens (`bool`): as in transformers; markers of images count all the same.
             kwargs: variables of the template; other names go to the processor as well.
 
@@ -211,8 +212,11 @@ class XAttnProcessor(ProcessorMixin):
         forms = [to_template(chat, self.image_token, render) for chat in messages]
         if tokenize:
             call["images"] = [chat.images for chat in chats] if batched else chats[0].images
-            if "add_special_tokens" not in call.get("text_kwargs", {}):
-                call.setdefault("add_special_tokens", False)
+            defaults: dict[str, Any] = {"add_special_tokens": False}
+            if add_generation_prompt or continue_final_message:
+                defaults["padding_side"] = "left"  # `generate` goes on at the right end
+            of_text = call.get("text_kwargs") or {}
+            call = {**{name: value for name, value in defaults.items() if name not in of_text}, **call}
         made: Any = super().apply_chat_template(
             forms if batched else forms[0],
             chat_template=template,

@@ -81,6 +81,24 @@ def test_batches_of_chats(style):
     )
 
 
+def test_a_batch_to_go_on_with_is_padded_on_the_left():
+    """Answers that `generate` puts behind the padding of a tokenizer that pads on the right."""
+    processor = make_processor(TEXT_TEMPLATES["trim"])
+    processor.tokenizer.padding_side = "right"
+    chats = [TALK[:2], [{"role": "user", "content": "what ?"}]]
+
+    def last_is_real(**options):
+        made = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **options)
+        return bool(made["attention_mask"][1, -1])
+
+    assert last_is_real(add_generation_prompt=True)
+    assert last_is_real(continue_final_message=True)
+    assert not last_is_real()
+    assert not last_is_real(add_generation_prompt=True, padding_side="right")
+    assert not last_is_real(add_generation_prompt=True, processor_kwargs={"text_kwargs": {"padding_side": "right"}})
+    assert not last_is_real(processor_kwargs={"text_kwargs": None})
+
+
 def test_a_template_that_sees_is_used_as_it_is():
     """The line break after an image that the model was trained with, lost."""
     processor = make_processor(SEEING, "<image>")
