@@ -1,6 +1,6 @@
 """Fine-tunes a model with TRL's `SFTTrainer`, on a data set as TRL's are: `messages` and `images`.
 
-pip install trl
+pip install "hf_xattn[trl]"
 python examples/fine_tune_with_trl.py
 """
 
@@ -17,7 +17,7 @@ try:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 except ImportError as error:
-    sys.exit(f"This example needs TRL: pip install trl ({error})")
+    sys.exit(f'This example needs TRL: pip install "hf_xattn[trl]" ({error})')
 
 QUESTION = "what is in the picture ?"
 

@@ -141,6 +141,8 @@ def _difference(text: str, probe: str) -> tuple[int, int] | None:
 
 def _end_of_header(render: Render, messages: Messages, index: int, text: str, before: int) -> int:
     """Where a turn with reasoning begins: after the generation prompt, and so before a tag such as <think>."""
+    if index == 0:
+        return before
     prompt = render(messages[:index], add_generation_prompt=True)
     bare = render(messages[:index])
     header = prompt[len(bare) :] if prompt.startswith(bare) else ""

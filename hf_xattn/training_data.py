@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .training_rows import IMAGE_SOURCES, IMAGE_TYPES, read_row
+from .chat_messages import IMAGES
+from .training_rows import IMAGE_SOURCES, read_row
 
 
 METADATA = "metadata.jsonl"
@@ -197,7 +198,7 @@ def _with_paths(message: dict[str, Any], folder: Path, pictures: list[Path]) -> 
         return message
     parts = []
     for part in content:
-        if part["type"] in IMAGE_TYPES:
+        if part["type"] in IMAGES:
             source = next(part[name] for name in IMAGE_SOURCES if name in part)
             if isinstance(source, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
                 source = source.get("url")

@@ -10,13 +10,12 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .chat_messages import IMAGES, SOURCES, TEXTS
 from .tensor_checks import type_name
 
 
-TEXT_TYPES = ("text", "input_text", "output_text")
-IMAGE_TYPES = ("image", "image_url", "input_image")
 # Where a part may hold its image. The processor loads it.
-IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
+IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
 # Columns that would change the prompt, and are not read.
 NOT_READ = ("tools", "chat_template_kwargs")
@@ -79,9 +78,9 @@ def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
         return {**message, "content": text}
     parts: list[dict[str, Any]] = []
     for part in content:
-        if part.get("type") not in TEXT_TYPES:
+        if part.get("type") not in TEXTS:
             parts.append(part)
-        elif not any(each.get("type") in TEXT_TYPES for each in parts):
+        elif not any(each.get("type") in TEXTS for each in parts):
             parts.append({**part, "text": text})
     return {**message, "content": parts}
 
@@ -146,7 +145,7 @@ def _checked_part(where: str, part: Any) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise TypeError(f"Expected the parts of {where} to be dicts with a `type` ('text' or 'image'), got {part!r}.")
     part = {key: value for key, value in part.items() if value is not None}
-    if part["type"] in TEXT_TYPES and not isinstance(part.get("text"), str):
+    if part["type"] in TEXTS and not isinstance(part.get("text"), str):
         raise TypeError(f"Expected the `text` of a part of {where} to be a str, got {type_name(part.get('text'))}.")
     if isinstance(part.get("image"), Mapping):
         part["image"] = _decoded(part["image"])
@@ -211,7 +210,7 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_image(part: Mapping[str, Any]) -> bool:
-    return part.get("type") in IMAGE_TYPES
+    return part.get("type") in IMAGES
 
 
 def _is_bare(part: Mapping[str, Any]) -> bool:

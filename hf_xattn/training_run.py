@@ -149,7 +149,10 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     print(f"training loss {result.training_loss:.4f} (mean of all steps)")
     if held_out:
-        print(f"evaluation loss {trainer.evaluate()['eval_loss']:.4f}")
+        last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
+        if last["step"] != trainer.state.global_step:
+            last = trainer.evaluate()
+        print(f"evaluation loss {last['eval_loss']:.4f}")
     _save(model, processor, options.output, dtypes, use_cache)
     (options.output / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": True}, indent=2) + "\n")
     print(f"saved to {options.output}")
@@ -298,7 +301,7 @@ def _save(
     use_cache: bool | None,
 ) -> None:
     """Saves the model as it was loaded: in its dtypes, and with the cache that `Trainer` turns off."""
-    config: Any = model.config  # `use_cache` is no field of it, but `Trainer` sets it
+    config: Any = model.config  # a composite configuration has no such field of its own
     if use_cache is None:
         del config.use_cache
     else:

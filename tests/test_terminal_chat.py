@@ -244,6 +244,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(folder):
         stderr=terminal.theirs,
         start_new_session=True,
         env=os.environ | {"TERM": "dumb"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job would ignore it
     )
     try:
         terminal.wait_for(b"> ")

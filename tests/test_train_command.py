@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+import test_importers_mllama
 import torch
 from conftest import make_text
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 from template_models import CHATML, make_chat_model, make_processor
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
 
@@ -160,9 +162,10 @@ def test_resumed_run_gives_the_same_weights(model, tmp_path, capsys, monkeypatch
     out = ["--output", tmp_path / "stopped"]
     interrupted(capsys, monkeypatch, 5, *options, *out)
     assert not (tmp_path / "stopped" / "config.json").exists()
-    broken = tmp_path / "stopped" / "checkpoints" / "checkpoint-99"  # cut off while it was written
-    broken.mkdir()
-    (broken / "model.safetensors").write_bytes(b"")
+    for step, name in ((98, "model.safetensors"), (99, "trainer_state.json")):  # cut off while they were written
+        broken = tmp_path / "stopped" / "checkpoints" / f"checkpoint-{step}"
+        broken.mkdir()
+        (broken / name).write_text('{"global_')
     steps, step = [], Trainer.training_step
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "training_step", lambda self, *args: steps.append(1) or step(self, *args))
@@ -204,16 +207,33 @@ def test_half_precision(model, tmp_path, capsys):
         "--batch-size", "4"
     )  # fmt: skip
     assert status == 0, error
-    before, after = weights(tmp_path / "half"), weights(tmp_path / "out")
-    assert {name: values.dtype for name, values in after.items()} == {
-        name: values.dtype for name, values in before.items()
-    }
+    before, after = weights(tmp_path / "half"), load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: values.dtype for name, values in after.items()} == {name: before[name].dtype for name in after}
     assert any(not torch.equal(values, before[name]) for name, values in after.items() if "block" in name)
-    from safetensors.torch import load_file
-
     meanwhile = load_file(tmp_path / "out" / "checkpoints" / "checkpoint-2" / "model.safetensors")
     assert all(values.dtype == torch.float32 for name, values in meanwhile.items() if "block" in name)
     assert all(values.dtype == torch.bfloat16 for name, values in meanwhile.items() if "embed_tokens" in name)
+
+
+def test_imported_model_with_tiles(tmp_path, capsys):
+    """A model of another kind, whose processor and tiled pictures this package does not know."""
+    test_importers_mllama.make_mllama().save_pretrained(tmp_path / "theirs")
+    test_importers_mllama.make_processor().save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours")]) == 0
+    lines = [
+        {"file_name": "red.png", "text": "w1 w2 w3"},
+        {"images": ["red.png", "blue.png"], "question": "w4", "answer": "w5 w6"},
+        {"question": "w4", "answer": "w7"},
+    ]
+    data = write(tmp_path / "data", lines)
+    status, out, error = run(
+        capsys, tmp_path / "ours", "--data", data, "--output", tmp_path / "out", "--steps", "2", "--batch-size", "3", "--prompt", "w9"
+    )  # fmt: skip
+    assert status == 0, error
+    before, after = weights(tmp_path / "ours"), weights(tmp_path / "out")
+    moved = {name for name, values in after.items() if not torch.equal(values, before[name])}
+    assert any("connector" in name for name in moved) and any("attn.k_proj" in name for name in moved)
+    assert AutoProcessor.from_pretrained(tmp_path / "out").image_token == "<|image|>"
 
 
 def test_bad_lines_are_told_at_once(model, tmp_path, capsys):
@@ -274,6 +294,8 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
     shutil.copytree(model, tmp_path / "blocks", dirs_exist_ok=True)
     for name in ("processor_config.json", "preprocessor_config.json"):
         (tmp_path / "blocks" / name).unlink(missing_ok=True)
+    shutil.copytree(model, tmp_path / "refuses")
+    make_processor("{{ raise_exception('roles must alternate') }}").save_pretrained(tmp_path / "refuses")
     write(tmp_path / "empty", [])
     write(tmp_path / "two", [], "a.jsonl")
     write(tmp_path / "two", [], "b.jsonl")
@@ -287,6 +309,7 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
         ([model, "--data", tmp_path / "empty", *out], "no examples"),
         ([tmp_path / "text", "--data", data, *out], "hf-xattn retrofit"),
         ([tmp_path / "blocks", "--data", data, *out], "saved without a processor"),
+        ([tmp_path / "refuses", "--data", data, *out], "no chat template that works: roles must alternate"),
         ([model, "--data", data, "--batch-size", "0", *out], "`--batch-size` must be at least 1"),
         ([model, "--data", data, "--learning-rate", "0", *out], "`--learning-rate` must be above 0"),
         ([model, "--data", data, "--eval-share", "1.5", *out], "`--eval-share` must be a share"),

@@ -70,7 +70,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if not arguments.resume:
         new_folder(arguments.output)
-    from ..training_run import TrainingOptions, train
+    from ..training_run import OPTIONS_FILE, TrainingOptions, train
 
     options = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "resume")}
     checked = TrainingOptions(**options)
@@ -78,5 +78,6 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         train(checked, resume=arguments.resume)
     except KeyboardInterrupt:
-        print(f"\nStopped. The same command with --resume goes on from the last checkpoint in {arguments.output}.")
+        if (arguments.output / OPTIONS_FILE).is_file():
+            print(f"\nStopped. The same command with --resume goes on from the last checkpoint in {arguments.output}.")
         raise SystemExit(130) from None
