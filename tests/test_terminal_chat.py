@@ -248,6 +248,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(folder):
     )
     try:
         terminal.wait_for(b"> ")
+        time.sleep(
+            1
+        )  # the prompt is shown before Python waits for a line, and a signal between the two is seen after the line
         process.send_signal(signal.SIGINT)
         terminal.wait_for(b"(/exit or Ctrl-D ends the chat)")
         terminal.wait_for(b"> ")
