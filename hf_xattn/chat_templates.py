@@ -169,7 +169,9 @@ def _last_resort(
                 if isinstance(part, str) and not message.fields.get("tool_calls")
             ]
             images = sum(message.num_images for message in messages)
-            if all(part in text for part in said) and (marker is None or text.count(marker) >= images):
+            # A text that is said twice, or within another, must be there as often.
+            shown = all(text.count(part) >= sum(other.count(part) for other in said) for part in said if part)
+            if shown and (marker is None or text.count(marker) >= images):
                 return made
     errors = [lost for _, lost in tried if isinstance(lost, Exception)]
     for error in errors:

@@ -348,6 +348,10 @@ class XAttnProcessor(ProcessorMixin):
         rescale = kwargs.get("do_rescale", getattr(self.image_processor, "do_rescale", True)) is not False
         layout = kwargs.pop("input_data_format", None)
         pictures = [read_image(image, input_data_format=layout, rescale=rescale) for image in images]
+        normalizes = kwargs.get("do_normalize", getattr(self.image_processor, "do_normalize", True)) is not False
+        if kwargs.get("do_rescale") is False and normalizes:
+            for image in images:
+                _check_unit_range(image)
         if getattr(self.image_processor, "backend", None) == "pil":
             pictures = [picture.cpu() if isinstance(picture, torch.Tensor) else picture for picture in pictures]
         if pictures and all(is_array(picture) for picture in pictures):
@@ -372,6 +376,16 @@ class XAttnProcessor(ProcessorMixin):
     def model_input_names(self) -> list[str]:
         names = list(self.tokenizer.model_input_names)
         return [*names, "pixel_values", "image_mask", *TILE_INPUTS]
+
+
+def _check_unit_range(image: Any) -> None:
+    """Raises a `ValueError` for an image with values from 0 to 255, which `do_rescale=False` would leave so."""
+    if is_array(image) and not str(image.dtype).removeprefix("torch.").startswith(("uint", "int", "bool")):
+        return
+    raise ValueError(
+        "Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got "
+        f"{f'an array of {image.dtype}' if is_array(image) else type_name(image)}, whose values go up to 255. Remove `do_rescale=False`."
+    )
 
 
 __all__ = ["XAttnProcessor"]

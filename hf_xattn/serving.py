@@ -48,6 +48,20 @@ logger = logging.get_logger(__name__)
 TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
 IMAGE_PARTS = ("image_url", "input_image")
 IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
+# Fields that transformers' server ignores with a warning in its log, and the values that ask for nothing.
+IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "response_format": (None, {"type": "text"}),
+    "presence_penalty": (None, 0),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "functions": (None, []),
+    "prediction": (None,),
+}
+MESSAGE_FIELDS = frozenset(
+    "role content name refusal tool_calls tool_call_id function_call annotations audio reasoning reasoning_content".split()
+)
 
 
 class OneModel(ModelManager):
@@ -95,9 +109,14 @@ class _Worded(BaseHandler):
 
 
 class _Checked(_Worded):
-    """Refuses messages that the server would read only in part, and reads images before the server does."""
+    """Refuses requests that the server would read only in part, and reads images before the server does."""
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
+        for name, values in IGNORED_FIELDS.items():
+            if body.get(name) not in values:
+                raise HTTPException(
+                    400, f"Expected `{name}` to be {values[-1]!r}, the only supported value, got {body[name]!r}."
+                )
         field = "input" if isinstance(self, ResponseHandler) else "messages"
         parts = list(image_parts(body.get(field), field, isinstance(self, ResponseHandler)))
         if parts and self.model_manager.get_model_modality(*self._served()) is Modality.LLM:
@@ -174,10 +193,15 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
     if items and isinstance(messages, list) and messages and "role" not in messages[0] and "content" not in messages[0]:
         messages = [{"role": "user", "content": messages}]  # the parts of one message
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise HTTPException(400, f"Expected `{field}` to be a list of messages, got {type_name(messages)}.")
+        got = "an empty list" if messages == [] else type_name(messages)
+        raise HTTPException(400, f"Expected `{field}` to be a list of messages, got {got}.")
     for index, message in enumerate(messages):
         if "role" not in message and not items:
             raise HTTPException(400, f"Expected each of `{field}` to have a `role`, message {index} has none.")
+        if not items and (unknown := sorted(set(message) - MESSAGE_FIELDS)):
+            raise HTTPException(
+                400, f"Message {index} has unknown fields {unknown}. Images are parts of its `content`: `image_url`."
+            )
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue

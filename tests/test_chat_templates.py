@@ -151,6 +151,23 @@ def test_texts_that_a_template_loses():
         make_processor(LOOP + "{{ message.content.no.such }}{% endfor %}").apply_chat_template(TALK)
 
 
+@pytest.mark.parametrize("shown", ["messages[:2]", "messages[1:]", "messages[1:2]"])
+def test_texts_that_are_said_twice(shown):
+    """A question lost because the same words stand elsewhere in the chat."""
+    processor = make_processor("{% for m in " + shown + " %}{{ m['content'] }} {% endfor %}")
+    chat = [
+        {"role": "user", "content": "what is this"},
+        {"role": "assistant", "content": "a dog"},
+        {"role": "user", "content": [image(), text("what is this")]},
+    ]
+    with pytest.raises(ValueError, match="does not show the text of message"):
+        processor.apply_chat_template(chat)
+    within = [{"role": "system", "content": "what"}, {"role": "user", "content": "what is this"}]
+    if shown == "messages[1:]":
+        with pytest.raises(ValueError, match="does not show the text of message 0"):
+            processor.apply_chat_template(within)
+
+
 def test_what_a_template_may_leave_out():
     """A chat that is refused because its template drops the reasoning of earlier answers, or wants certain texts."""
     thinking = LOOP + "<|{{ message.role }}|>{{ message.content.split('</think>')[-1] }}" + ASK

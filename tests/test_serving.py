@@ -193,7 +193,8 @@ REFUSED = {
     "text that is none": ({"role": "user", "content": [{"type": "text", "text": 3}]}, "part 0 of message 0"),
     "content that is none": ({"role": "user", "content": 3}, "got int"),
     "no role": ({"content": "a"}, "`role`"),
-    "no message": (None, "`messages`"),
+    "no message": (None, "`messages` to be a list of messages, got an empty list"),
+    "images beside the content": ({"role": "user", "content": "a", "images": ["x"]}, "unknown fields ['images']"),
 }
 
 
@@ -207,6 +208,22 @@ def test_a_wrong_request_is_the_clients_error(served, case):
             served.ask(messages, stream=stream)
         assert words in error.value.body["message"] and len(error.value.body["message"]) < 500
     served.check_goes_on()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("n", 2), ("logprobs", True), ("response_format", {"type": "json_object"}), ("presence_penalty", 1.0)],
+)
+def test_a_field_that_the_server_ignores(served, field, value):
+    """An answer of another kind than was asked for, without a word."""
+    with pytest.raises(openai.BadRequestError, match=f"Expected `{field}` to be"):
+        served.ask([asked(TEXT)], **{field: value})
+
+
+def test_fields_that_ask_for_nothing(served):
+    """A client that writes the defaults out, and is refused."""
+    fields = {"n": 1, "logprobs": False, "response_format": {"type": "text"}, "presence_penalty": 0.0}
+    assert served.text([asked(TEXT)], **fields) == served.expected([question(TEXT)])
 
 
 def test_another_model_is_refused(served):

@@ -66,18 +66,24 @@ def _sampling(temperature: float | None) -> dict[str, Any]:
 
 
 def _talk(session: ChatSession, images: list[Image]) -> None:
-    """Reads lines and answers them, until the input ends."""
+    """Reads lines and answers them, until the input ends.
+
+    Raises:
+        ValueError: for a line that fails, if the lines do not come from a terminal: a script must not get answers without its images.
+    """
     waiting = list(images)
     for line in _lines():
         command, _, rest = line.partition(" ")
         if command not in COMMANDS and line.startswith("/"):
-            print(f"{command} is no command. Expected {', '.join(COMMANDS)}.")
+            _fail(f"Expected {', '.join(COMMANDS)} or a message, got {command}.")
         elif command == "/exit":
             return
         elif command == "/help":
             print(HELP)
         elif command == "/clear":
             session.clear()
+            if waiting:
+                print(f"({len(waiting)} image(s) that waited for a message are removed too)")
             waiting = []
         elif command == "/image":
             waiting += _read_image(rest, session.processor)
@@ -109,10 +115,10 @@ def _read_image(name: str, processor: Any) -> list[Image]:
     """The image of `/image`, as a list. An empty one, and a message, where it cannot be read."""
     name = name.strip().strip("'\"")
     if not name:
-        print("Expected a file after /image, got nothing.")
+        _fail("Expected a file after /image, got nothing.")
         return []
     if getattr(processor, "image_processor", None) is None:
-        print("This model was saved without an image processor: it reads no images.")
+        _fail("This model was saved without an image processor: it reads no images.")
         return []
     from pathlib import Path
 
@@ -121,7 +127,7 @@ def _read_image(name: str, processor: Any) -> list[Image]:
     try:
         return [read_image(name if "://" in name else Path(name).expanduser(), "/image")]
     except Exception as error:  # whatever a file or a server answers, the chat goes on
-        print(f"The image {name} cannot be read: {error}")
+        _fail(str(error))
         return []
 
 
@@ -134,12 +140,19 @@ def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
         with _ctrl_c_asks_to_stop() as asked:
             session.ask(text, images, streamer=streamer, stop=asked)
     except (ValueError, TypeError) as error:
-        print(f"No answer: {error}")
+        _fail(f"No answer: {error}")
         return False
     except KeyboardInterrupt:
         print("\n(stopped; your message was not answered)")
         return False
     return True
+
+
+def _fail(message: str) -> None:
+    """Tells a person at the terminal, who can type something else. Ends a chat whose lines come from a script."""
+    if not sys.stdin.isatty():
+        raise ValueError(message)
+    print(message)
 
 
 @contextmanager

@@ -31,8 +31,9 @@ def register(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.image and arguments.image_cache:
         raise ValueError("Expected --image or --image-cache, got both.")
-    if arguments.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
+    for option in ("max_new_tokens", "num_beams"):
+        if getattr(arguments, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(arguments, option)}.")
     if arguments.image_cache is not None and not arguments.image_cache.is_file():
         raise ValueError(f"`--image-cache` ({arguments.image_cache}) is not a file.")
     model, processor, images = load_model_and_images(arguments)
