@@ -1,4 +1,4 @@
-"""The messages of a chat, read once: which texts, which images, in which order."""
+"""Reads the messages of a chat: their texts and images, in their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCES = ("url", "path", "base64")
 
 
 class ImagePart:
-    """An image among the parts of a message. What it shows is kept beside the messages, in their order."""
+    """Marks the place of an image among the parts of a message. `Conversation.images` holds the images, in the same order."""
 
 
 IMAGE = ImagePart()
@@ -27,11 +27,11 @@ Content = str | list[str | ImagePart] | None
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A message.
+    """One message of a chat.
 
     Attributes:
-        fields (`dict`): role, tool calls, reasoning, ...: all but the content.
-        content (`str` or `list`, *optional*): a text, or texts and images in their order.
+        fields (`dict`): everything except the content: role, tool calls, reasoning, ...
+        content (`str` or `list`, *optional*): a text, or a list of texts and images.
     """
 
     fields: dict[str, Any]
@@ -60,17 +60,17 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """The messages of a chat, and the images of its image parts: None where a part names none."""
+    """The messages of a chat, and one image for each image part: None if the part has no source."""
 
     messages: list[Message]
     images: list[Any]
 
 
 def is_batch(conversation: Any) -> bool:
-    """Whether these are several conversations.
+    """Returns whether `conversation` is a list of conversations.
 
     Raises:
-        TypeError, ValueError: for neither one conversation nor several.
+        TypeError, ValueError: if it is neither a conversation nor a list of conversations.
     """
     if hasattr(conversation, "messages"):
         return False
@@ -84,15 +84,16 @@ def is_batch(conversation: Any) -> bool:
 
 
 def read_conversation(conversation: Any, where: str, num_frames: int | None, fps: float | None) -> Conversation:
-    """Reads one conversation. Nothing of it is changed.
+    """Reads one conversation, and does not change it.
 
     Args:
-        conversation: a list of messages: dicts with `role` and `content`, as of transformers or OpenAI.
-        where (`str`): its name in errors.
-        num_frames, fps: how videos are read, see `read_frames`.
+        conversation: a list of messages: dicts with `role` and `content`, in the format of transformers or OpenAI.
+        where (`str`): name of the conversation in errors.
+        num_frames, fps: options for videos, see `read_frames`.
 
     Raises:
-        TypeError, ValueError: for parts that are no text, image or video, or name no source or several.
+        TypeError, ValueError: for a part that is not a text, an image or a video, a part with several sources, and a video part
+            without a source.
     """
     messages = getattr(conversation, "messages", conversation)
     if not isinstance(messages, (list, tuple)):
@@ -108,26 +109,26 @@ def read_conversation(conversation: Any, where: str, num_frames: int | None, fps
 
 
 def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
-    """Fills image parts that name no image with those that came separately, in their order.
+    """Gives `images`, which the caller passed separately, to the image parts without a source, in order.
 
     Raises:
-        ValueError: where they differ in number.
+        ValueError: if images and parts differ in number.
     """
     bare = sum(image is None for image in conversation.images)
     if images is None:
         if bare:
             raise ValueError(
-                f"{where} has {bare} image parts without an image. Write it into the part, as `image`, `url`, `path` or `base64`, or "
-                "pass `images` in `processor_kwargs`."
+                f"Expected an image for each image part of {where}, got {bare} parts without an image. Write the image into the part, "
+                "as `image`, `url`, `path` or `base64`, or pass `images` in `processor_kwargs`."
             )
         return conversation
     given = list(images) if isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == 4 else [images]
     given = [image for image in given if image is not None]
-    if not conversation.images:  # markers stand in the text, or the model needs none
+    if not conversation.images:  # the text has markers, or the model needs none
         return dataclasses.replace(conversation, images=given)
     if len(given) != bare:
         raise ValueError(
-            f"{where} has {bare} image parts without an image, but {len(given)} `images` were given for it: one for each is needed."
+            f"Expected {bare} `images` for {where}, one for each image part without an image, got {len(given)}."
         )
     rest = iter(given)
     filled = [next(rest) if image is None else image for image in conversation.images]
@@ -135,7 +136,7 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
 
 
 def of_row(images: Any, row: int, rows: int) -> Any:
-    """The images of one conversation of several, which came beside them."""
+    """Returns the images of conversation `row`. The list `images` has one entry for each conversation."""
     if images is None:
         return None
     if not isinstance(images, (list, tuple)) or len(images) != rows:
@@ -151,7 +152,7 @@ def _message(message: Any, where: str, images: list[Any], num_frames: int | None
     if read is None or "role" not in read:
         came = "one without `role`" if read is not None else type_name(message)
         raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {came}.")
-    # Some templates print None, and data sets fill in None for what other messages have.
+    # Data sets fill fields that a message lacks with None, and some templates would print it.
     fields = {str(name): value for name, value in read.items() if name != "content" and value is not None}
     content = read.get("content")
     if content is None or isinstance(content, str):
@@ -167,7 +168,7 @@ def _message(message: Any, where: str, images: list[Any], num_frames: int | None
 def _read_part(
     part: Any, where: str, parts: list[str | ImagePart], images: list[Any], num_frames: int | None, fps: float | None
 ) -> None:
-    """Appends a part, and the images that it names. A video becomes its frames."""
+    """Appends a part to `parts`, and its images to `images`. A video is replaced by its frames."""
     read = _mapping(part)
     if read is None:
         raise TypeError(
@@ -187,32 +188,32 @@ def _read_part(
     elif kind in VIDEOS:
         video = _source(given, VIDEOS, where)
         if video is None:
-            raise ValueError(f"A video part of {where} names no `video`, `url` or `path`.")
+            raise ValueError(f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.")
         frames = read_frames(video, num_frames, fps)
         images.extend(frames)
         parts.extend([IMAGE] * len(frames))
     else:
         raise ValueError(
-            f"A part of {where} has type {kind!r}: this processor reads {', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}."
+            f"Expected the type of each part of {where} to be one of {', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}, got {kind!r}."
         )
 
 
 def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
-    """What an image or video part shows; None where it says nothing."""
+    """Returns the source of an image or video part; None if it has none."""
     found = [name for name in (*names, *SOURCES) if name in part]
     if len(found) > 1:
-        raise ValueError(f"A part of {where} names its {names[0]} {len(found)} times: as {', '.join(found)}.")
+        raise ValueError(f"Expected one {names[0]} in each part of {where}, got {len(found)}: {', '.join(found)}.")
     if not found:
         return None
     value = part[found[0]]
     inner = _mapping(value)
-    if inner is not None and "url" in inner:  # OpenAI's way
+    if inner is not None and "url" in inner:  # OpenAI's format
         value = inner["url"]
     return Path(value) if found[0] == "path" and isinstance(value, str) else value
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
-    """A dict, also of a pydantic model, such as a message of the `openai` client."""
+    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client. None for anything else."""
     if isinstance(value, Mapping):
         return value
     dump = getattr(value, "model_dump", None)

@@ -1,8 +1,8 @@
 """Chat templates of text models, for messages with images.
 
-A text model's template knows texts only. Of a list of parts it prints nothing, or the list itself, or fails. So this tries out in
-which form it shows every text, and puts the marker of an image where the image stands. A template that knows images and writes the
-same marker itself is used as it is.
+The template of a text model supports texts only. For a list of parts it may print nothing, print the list itself, or fail. So this
+module tries several forms of the messages, and takes one in which the template shows every text and the marker of every image. A
+template that supports images and writes the same marker itself gets the lists of parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from .chat_messages import IMAGE, Message
 
 
-# For models without a template: `User: ...`, `Assistant: ...`, one message a line. An answer ends with the end-of-sequence token.
+# For models without a template: `User: ...`, `Assistant: ...`, one message per line. An answer ends with the end-of-sequence token.
 DEFAULT_CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {{- 'Assistant:' -}}
@@ -25,34 +25,34 @@ DEFAULT_CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}"""
 
-# A key that no template reads: where its value is printed, a whole list is.
+# A key that no template reads. If its value is in the text, the template has printed a whole list of parts.
 CANARY = "xattncanary"
 
 Dicts = list[dict[str, Any]]
-Form = Callable[[Message], Any]  # to the content that a template gets
+Form = Callable[[Message], Any]  # returns the content that the template gets
 
 
 def default_template(tokenizer: Any) -> str:
-    """`DEFAULT_CHAT_TEMPLATE`, with the token in front that the tokenizer puts there."""
+    """Returns `DEFAULT_CHAT_TEMPLATE`, with the BOS token in front if the tokenizer adds one to texts."""
     first = tokenizer("a")["input_ids"][:1]
     begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     return ("{{- bos_token -}}" if begins else "") + DEFAULT_CHAT_TEMPLATE
 
 
 def to_template(messages: list[Message], marker: str | None, render: Callable[[Dicts], str]) -> Dicts:
-    """Messages in the form in which a template shows all that they say.
+    """Returns messages in a form in which the template shows all of their texts and images.
 
-    The forms are tried with made-up words in place of the texts, so that what a template makes of a text (it may leave out the
-    reasoning of earlier answers) is its own affair, and what it makes of a list is seen.
+    Each form is tried with made-up words in place of the texts. A template may change a real text on purpose, for example leave
+    out the reasoning of earlier answers. A missing made-up word shows that the template does not support the form.
 
     Args:
         messages (`list[Message]`): one conversation.
-        marker (`str`, *optional*): what stands for an image in the text; without one, nothing does.
-        render (`Callable`): from messages to the rendered text.
+        marker (`str`, *optional*): marker of an image in the text. None: the text has no markers.
+        render (`Callable`): renders messages to text.
 
     Raises:
-        jinja2.TemplateError: where the template refuses the conversation in every form.
-        ValueError: where it loses the text of a message in every form.
+        jinja2.TemplateError: if the template refuses the conversation in every form.
+        ValueError: if the template loses the text of a message in every form.
     """
     tried: list[tuple[Dicts, Exception | list[str]]] = []
     for form in _forms(messages, marker):
@@ -67,7 +67,7 @@ def to_template(messages: list[Message], marker: str | None, render: Callable[[D
 
 
 def _forms(messages: list[Message], marker: str | None) -> list[list[Form]]:
-    """The forms to try, best first; each says for every message what its content becomes."""
+    """Returns the forms to try, best first. Each holds one function per message, which makes the message's content."""
 
     def flat(message: Message) -> str | None:
         return None if message.content is None else "".join(_text(part, marker) for part in message.parts)
@@ -106,7 +106,7 @@ def _dict(message: Message, content: Any) -> dict[str, Any]:
 def _lost(
     messages: list[Message], form: list[Form], marker: str | None, render: Callable[[Dicts], str]
 ) -> Exception | list[str]:
-    """What a template does not show of messages in a form, in words; or the error that it raises."""
+    """Returns what a template does not show of messages in a form, as words for an error; or the error that it raises."""
     probes = [_probed(message, index) for index, message in enumerate(messages)]
     made = [_dict(probe, _with_canary(form[index](probe))) for index, probe in enumerate(probes)]
     try:
@@ -117,19 +117,19 @@ def _lost(
     lost = [
         f"the text of message {index} (role {probe.role!r})"
         for index, probe in enumerate(probes)
-        # Templates may write a call of a tool in place of the text beside it.
+        # A template may write a tool call in place of the text of the same message.
         if not probe.fields.get("tool_calls") and any(word not in said for word in _words(probe))
     ]
     images = sum(message.num_images for message in messages)
     if marker is not None and (found := text.count(marker)) != images:
         lost.append(f"one marker for each of {images} images, but {found}")
     if CANARY in text:
-        lost.append("the texts alone: it prints lists of parts as they are")
+        lost.append("the texts alone, but whole lists of parts")
     return lost
 
 
 def _probed(message: Message, index: int) -> Message:
-    """The message with a made-up word for each text that is not blank."""
+    """Returns the message with a made-up word in place of each text that is not blank."""
     words = [
         part if not isinstance(part, str) or not part.strip() else f"xattn{index}x{place}word"
         for place, part in enumerate(message.parts)
@@ -153,7 +153,10 @@ def _last_resort(
     render: Callable[[Dicts], str],
     tried: list[tuple[Dicts, Exception | list[str]]],
 ) -> Dicts:
-    """No form passed with made-up words. A template may want certain texts: then the true ones as plain strings may pass."""
+    """Tries the real texts as plain strings, after every form has failed with made-up words.
+
+    Some templates accept only certain texts.
+    """
     from jinja2.exceptions import TemplateError
 
     for made, _ in tried:
@@ -175,13 +178,12 @@ def _last_resort(
                 return made
     errors = [lost for _, lost in tried if isinstance(lost, Exception)]
     for error in errors:
-        if type(error) is TemplateError:  # the template's own words, by `raise_exception`
+        if type(error) is TemplateError:  # the template's own message, from `raise_exception`
             raise error
     losses: list[list[str]] = [lost for _, lost in tried if isinstance(lost, list)]
     if not losses:
         raise ValueError(f"The chat template fails for this conversation: {errors[0]}") from errors[0]
     fewest = min(losses, key=len)
     raise ValueError(
-        f"The chat template does not show {'; '.join(fewest)}. Use a template that does (`chat_template=`), or "
-        "messages that it knows."
+        f"The chat template does not show {'; '.join(fewest)}. Pass another template (`chat_template=`), or change the messages."
     )

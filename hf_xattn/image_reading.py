@@ -1,7 +1,7 @@
-"""Images and videos as users have them, to upright RGB pictures.
+"""Reads images and videos from all common sources as upright RGB images.
 
-Transformers' image processors turn no picture upright and, by their settings, keep a palette or an alpha channel. Here every form of
-a picture gives the same pixels: as a PIL image, an array, a tensor, a path, a URL, a data URL or base64.
+Transformers' image processors do not rotate images upright, and depending on their settings keep a palette or an alpha channel. Here
+an image gives the same pixels from every source: a PIL image, an array, a tensor, a path, a URL, a data URL or base64.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def is_pil(image: Any) -> bool:
 
 
 def read_image(image: Any, name: str = "images", *, input_data_format: Any = None, rescale: bool = True) -> Any:
-    """Returns an upright RGB picture: PIL images, files and URLs as a PIL image, arrays as `(3, height, width)`.
+    """Returns an upright RGB image: PIL images, files and URLs as a PIL image, arrays as `(3, height, width)`.
 
-    What is transparent is laid over white, as transformers' `convert_to_rgb` does.
+    Transparent areas become white, as in transformers' `convert_to_rgb`.
 
     Args:
         image: a PIL image, an array or tensor, a path, a URL, a data URL or base64.
-        name (`str`): the argument, for errors.
-        input_data_format (*optional*): as of the image processor, for arrays.
+        name (`str`): name of the argument in errors.
+        input_data_format (*optional*): as in the image processor; for arrays only.
         rescale (`bool`): whether the image processor will divide the values by 255.
 
     Raises:
-        TypeError: for anything else.
-        ValueError: for a file that is no image, and arrays of other shapes or values.
+        TypeError: for an image of any other type.
+        ValueError: for a file that is not an image, and for an array with a wrong shape or wrong values.
     """
     if isinstance(image, (str, Path)):
         image = _open(image, name)
@@ -71,13 +71,13 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
     Args:
         video: an array or tensor `(frames, height, width, channels)` or `(frames, channels, height, width)`, a list of images,
             or the path or URL of a video file, which needs a decoder (PyAV).
-        num_frames (`int`, *optional*): as many frames, evenly spaced. All frames by default.
-        fps (`float`, *optional*): frames a second, of a video file.
+        num_frames (`int`, *optional*): number of frames to take, evenly spaced. All frames by default.
+        fps (`float`, *optional*): frames per second to take from a video file.
 
     Raises:
-        TypeError: for anything else.
-        ValueError: for a video without frames, or `fps` without a video file.
-        ImportError: for a video file where no decoder is installed.
+        TypeError: for a video of any other type.
+        ValueError: for a video without frames, or for `fps` without a video file.
+        ImportError: for a video file if no decoder is installed.
     """
     if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
         raise ValueError(f"`num_frames` must be an int of at least 1, got {num_frames!r}.")
@@ -85,9 +85,9 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
         from transformers.video_utils import load_video
 
         if not str(video).startswith(("http://", "https://")) and not Path(video).is_file():
-            raise ValueError(f"`videos` holds {_short(video)}, which is no file and no URL.")
+            raise ValueError(f"Expected `videos` to hold a video file or a URL, got {_short(video)}, which is neither.")
         try:
-            file: Any = str(video)  # not among the types that the function names
+            file: Any = str(video)  # `load_video` accepts it, but its annotation does not list `str`
             return list(load_video(file, num_frames=num_frames, fps=fps)[0])
         except ImportError as error:
             raise ImportError(
@@ -95,7 +95,7 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
                 "(frames, height, width, channels) or a list of images."
             ) from error
     if fps is not None:
-        raise ValueError("`fps` needs a video file, which knows its own speed. Of frames, take `num_frames`.")
+        raise ValueError("`fps` needs a video file, got frames, whose speed is not known. Use `num_frames` for frames.")
     if is_array(video):
         if video.ndim != 4:
             raise ValueError(
@@ -113,21 +113,21 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
             f"Expected each of `videos` to be an array of frames, a list of images or a video file, got {type_name(video)}."
         )
     if not frames:
-        raise ValueError("One of `videos` has no frames.")
+        raise ValueError("Expected each of `videos` to have one frame or more, got a video with no frames.")
     return frames if num_frames is None else _evenly(frames, num_frames)
 
 
 def _evenly(frames: Sequence[Any], number: int) -> list[Any]:
-    """As many frames from first to last; all of them where there are fewer."""
+    """Takes `number` evenly spaced frames, from the first to the last; all frames if there are fewer."""
     if len(frames) <= number:
         return list(frames)
     return [frames[round(place)] for place in np.linspace(0, len(frames) - 1, number).tolist()]
 
 
 def _open(source: str | Path, name: str) -> Image:
-    """The image of a path, URL, data URL or base64.
+    """Opens the image of a path, URL, data URL or base64.
 
-    `load_image` of transformers would drop the alpha channel, and with it what is transparent.
+    Transformers' `load_image` is not used: it drops the alpha channel, so transparent areas would not become white.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -142,8 +142,8 @@ def _open(source: str | Path, name: str) -> Image:
         return Image.open(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
     except (UnidentifiedImageError, binascii.Error, UnicodeError) as error:
         raise ValueError(
-            f"`{name}` holds {_short(source)}, which is no image and no URL, data URL, base64 or path of one. Text goes in as "
-            "`text=`."
+            f"Expected `{name}` to be an image, or its path, URL, data URL or base64, got {_short(source)}, which cannot be "
+            "read as an image. Pass text as `text=`."
         ) from error
     except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error
@@ -170,19 +170,19 @@ def _rgb(image: Image, name: str) -> Image:
 
     try:
         image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I;16"):  # `convert` would cut values off at 255
+        if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
             return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
         if image.mode in ("I", "F"):
             raise ValueError(
-                f"`{name}` holds a PIL image of mode {image.mode!r}, whose range of values is not known. Bring it to 0..255 and "
-                "`convert('L')`."
+                f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of values is "
+                "not known. Scale the values to 0..255 and call `convert('L')`."
             )
         if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
             image = Image.alpha_composite(white, image)
         return image.convert("RGB")
-    except (OSError, EOFError, SyntaxError, struct.error, Image.DecompressionBombError) as error:  # it ends early
+    except (OSError, EOFError, SyntaxError, struct.error, Image.DecompressionBombError) as error:  # a broken file
         raise ValueError(f"`{name}` holds an image that cannot be read: {error}") from error
 
 
@@ -195,8 +195,8 @@ def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> 
         tensor = tensor[None]
     elif tensor.ndim != 3:
         raise ValueError(
-            f"Expected each of `{name}` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 if it is "
-            f"grey, got shape {tuple(image.shape)}."
+            f"Expected each of `{name}` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 axes if "
+            f"it is grayscale, got shape {tuple(image.shape)}."
         )
     else:
         if input_data_format is None:
@@ -225,7 +225,7 @@ def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> 
 
 
 def _plain(array: np.ndarray, name: str) -> np.ndarray:
-    if array.dtype == np.uint16:  # torch knows little of it
+    if array.dtype == np.uint16:  # torch has few operations for it
         return array.astype(np.int32)
     if array.dtype.kind not in "biuf":
         raise TypeError(f"Expected `{name}` to hold numbers, got a numpy.ndarray of {array.dtype}.")
@@ -233,10 +233,10 @@ def _plain(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Tensor:
-    """Integers as uint8, floating point as float32.
+    """Returns integers as uint8, and floating-point values as float32.
 
     Raises:
-        ValueError: for values that are no pixels.
+        ValueError: for values that cannot be pixels.
     """
     if tensor.dtype == torch.uint8:
         return tensor
@@ -249,20 +249,20 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
         return tensor.to(torch.uint8)
     if rescale and (low < 0 or high > 255):
         raise ValueError(
-            f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for values in 0..1; "
-            "images that are normalised already are `pixel_values` of the model."
+            f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for values that "
+            "are already rescaled. Pass normalised images to the model, as `pixel_values`."
         )
     if rescale and 0 < high <= 1 and low != high:
         logger.warning_once(
-            f"`{name}` holds values in 0..1, which the image processor divides by 255: the picture becomes black. Pass "
-            "`do_rescale=False` if they are to be read as they are."
+            f"`{name}` holds values in 0..1. The image processor divides them by 255, so the image becomes almost black. Pass "
+            "`do_rescale=False` if the values are already rescaled."
         )
     tensor = tensor.to(torch.float32)
     return tensor.round() if rescale and high > 1 else tensor  # the PIL backend takes whole numbers only
 
 
 def _over_white(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """`(4, height, width)` over white: `(3, height, width)`."""
+    """Puts an image `(4, height, width)` on a white background, and returns `(3, height, width)`."""
     if tensor.dtype == torch.uint8:  # through PIL, so that arrays and files give the same bytes
         from PIL import Image
 

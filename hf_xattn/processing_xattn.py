@@ -1,4 +1,4 @@
-"""A tokenizer and an image processor as one: texts, chats and their images to a model's inputs."""
+"""Combines a tokenizer and an image processor: turns texts, chats and their images into the inputs of a model."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .tensor_checks import type_name
 
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
-# How transformers' processors take arguments for one of their parts.
+# Keywords under which transformers' processors take the arguments of one part.
 NESTED = ("text_kwargs", "images_kwargs", "videos_kwargs", "common_kwargs")
 
 
 class XAttnProcessorKwargs(ProcessingKwargs, total=False):
-    """Keyword arguments of [`XAttnProcessor`], beside those of its own image processor."""
+    """Keyword arguments of [`XAttnProcessor`], in addition to those of its image processor."""
 
 
 class XAttnProcessor(ProcessorMixin):
-    r"""Any tokenizer with any image processor.
+    r"""Combines any tokenizer with any image processor.
 
-    Images are bound to texts by their place in the batch, so text needs no markers. Where a model follows markers
+    The place of an image in the batch decides to which text it belongs, so the text needs no markers. If the model follows markers
     (`image_visibility` other than `"all"`), each image needs one: `image_token`, which must be in the vocabulary.
 
     Args:
         image_processor: an image processor of transformers.
         tokenizer: a tokenizer of transformers.
-        chat_template (`str` or `dict`, *optional*): as in transformers. Without one, the tokenizer's counts.
+        chat_template (`str` or `dict`, *optional*): as in transformers. Default: the tokenizer's.
         image_token (`str`, *optional*): the marker of an image in the text.
     """
 
@@ -68,7 +68,7 @@ class XAttnProcessor(ProcessorMixin):
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """The processor's own template, or else the tokenizer's."""
+        """The processor's own template, or the tokenizer's if the processor has none."""
         return (
             self._chat_template if self._chat_template is not None else getattr(self.tokenizer, "chat_template", None)
         )
@@ -87,28 +87,28 @@ class XAttnProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """
         Args:
-            images (*optional*): for one text, an image or a list of images. For a list of texts, a list with, for each
-                text, an image, a list of images (possibly empty) or None. An image is a PIL image, an array or tensor, a path,
-                a URL, a data URL or base64. All of them are read as upright RGB pictures; what is transparent becomes white.
+            images (*optional*): for one text, an image or a list of images. For a list of texts, a list with one entry for each
+                text: an image, a list of images (possibly empty) or None. An image is a PIL image, an array or tensor, a path,
+                a URL, a data URL or base64. Images are read as upright RGB images; transparent areas become white.
             text (`str` or `list[str]`): one text or a batch.
             videos (*optional*): as `images`, with a video in place of an image: an array `(frames, height, width, channels)` or
-                `(frames, channels, height, width)`, a list of images, or a video file where a decoder (PyAV) is installed. Their
-                frames follow the text's images. `num_frames` takes as many of them, evenly spaced.
-            return_tensors (`str`, *optional*, defaults to `"pt"`): `"pt"`, `"np"`, or None for lists of token ids, with images as
+                `(frames, channels, height, width)`, a list of images, or a video file, which needs a decoder (PyAV). The
+                frames follow the images of the text. `num_frames` is the number of frames to take, evenly spaced.
+            return_tensors (`str`, *optional*, defaults to `"pt"`): `"pt"`, `"np"`, or None: token ids are lists, and images are
                 tensors.
             kwargs: for the tokenizer (`padding`, `truncation`, ...) and the image processor (`do_rescale`, `size`, ...), flat or as
-                `text_kwargs`, `images_kwargs` and `videos_kwargs`. A batch is padded unless `padding` says otherwise. A text that
-                starts with the BOS token, as a rendered chat may, gets no second one.
+                `text_kwargs`, `images_kwargs` and `videos_kwargs`. A batch is padded by default. Texts that start with the BOS
+                token, as rendered chats may, get no second one.
 
         Returns:
             `BatchFeature`: `input_ids` and `attention_mask` `(batch, text_len)`; with images also `pixel_values` `(batch,
-            num_images, channels, height, width)`, and, where texts have different numbers of images, `image_mask`
+            num_images, channels, height, width)`, and, if texts have different numbers of images, `image_mask`
             `(batch, num_images)`. An image processor that cuts images into tiles (Mllama's) gives `(batch, num_images,
             max_num_tiles, channels, height, width)`, `aspect_ratio_ids` and `aspect_ratio_mask`.
 
         Raises:
-            TypeError: for texts that are no strings, images that are none, or unknown keywords.
-            ValueError: where texts and images do not match in number, or images come out in different sizes.
+            TypeError: for texts that are not strings, images of an unknown type, or unknown keywords.
+            ValueError: if texts and images do not match in number, or the processed images differ in size.
         """
         if text is None and images is None and videos is None:
             raise ValueError("Give `text`, `images` or both.")
@@ -148,32 +148,33 @@ class XAttnProcessor(ProcessorMixin):
         sanitize_control_tokens: bool = False,
         **kwargs,
     ) -> Any:
-        """Renders a chat, or several, with the template of the text model, and reads their images.
+        """Renders one chat or several chats with the template of the text model, and reads their images.
 
-        A template that knows no lists of parts gets plain texts, with `image_token` where an image stands, or without a marker
-        where the model needs none. Parts are joined as they are, without spaces. A template that writes `image_token` itself is
-        used as it is.
+        A template that does not support lists of parts gets plain texts. They have `image_token` in the place of each image, or no
+        marker if the processor has no `image_token`. The parts of a message are joined without spaces. A template that writes
+        `image_token` itself gets the lists of parts.
 
         Args:
-            conversation (`list`): messages with `role` and `content`, or a list of such lists. A content is a text or a list of
+            conversation (`list`): messages with `role` and `content`, or a list of such lists. The content is a text or a list of
                 parts: `{"type": "text", "text": ...}`, `{"type": "image", "image" | "url" | "path" | "base64": ...}`,
                 `{"type": "image_url", "image_url": {"url": ...}}` or `{"type": "video", "video": frames}`, whose frames become
-                images. A bare `{"type": "image"}` takes the next of `images` in `processor_kwargs`.
-            chat_template (`str`, *optional*): a template or the name of one. By default the processor's, or the tokenizer's, or
+                images. A part `{"type": "image"}` without a source takes the next image of `images` in `processor_kwargs`.
+            chat_template (`str`, *optional*): a template or the name of one. Default: the processor's, else the tokenizer's, else
                 `chat_templates.DEFAULT_CHAT_TEMPLATE`.
             tools, documents, add_generation_prompt, continue_final_message, return_assistant_tokens_mask, tokenize, return_dict:
                 as in transformers.
-            return_tensors (`str`, *optional*): as in a call of the processor, which says `"pt"` by default.
-            load_audio_from_video (`bool`): has no effect: there is no sound to read.
-            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. No special tokens are added to the
-                rendered text, as with the tokenizer's own `apply_chat_template`, unless `add_special_tokens` is among them. A batch
-                that `generate` shall continue is padded on the left, unless `padding_side` is among them.
-            sanitize_control_tokens (`bool`): as in transformers; markers of images count all the same.
-            kwargs: variables of the template; other names go to the processor as well.
+            return_tensors (`str`, *optional*): as in a call of the processor. `"auto"` is the default of that call, `"pt"`.
+            load_audio_from_video (`bool`): has no effect, because the processor reads no sound.
+            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default no special tokens are added to
+                the rendered text, as in the tokenizer's own `apply_chat_template`; `add_special_tokens` changes that. With
+                `add_generation_prompt` or `continue_final_message` a batch is padded on the left by default; `padding_side` changes
+                that.
+            sanitize_control_tokens (`bool`): as in transformers. The markers of image parts still count as image tokens.
+            kwargs: variables of the template. Other names go to the processor.
 
         Raises:
-            TypeError: for names that neither the template nor the processor takes, and parts that are none.
-            ValueError: where the template loses the text of a message, or parts and images differ in number.
+            TypeError: for names that neither the template nor the processor takes, and for parts that are not dicts.
+            ValueError: if the template loses the text of a message, or image parts and images differ in number.
         """
         given = (("tools", tools, list), ("documents", documents, list), ("processor_kwargs", processor_kwargs, dict))
         for name, value, kind in given:
@@ -214,7 +215,7 @@ class XAttnProcessor(ProcessorMixin):
             call["images"] = [chat.images for chat in chats] if batched else chats[0].images
             defaults: dict[str, Any] = {"add_special_tokens": False}
             if add_generation_prompt or continue_final_message:
-                defaults["padding_side"] = "left"  # `generate` goes on at the right end
+                defaults["padding_side"] = "left"  # `generate` continues at the right end
             of_text = call.get("text_kwargs") or {}
             call = {**{name: value for name, value in defaults.items() if name not in of_text}, **call}
         made: Any = super().apply_chat_template(
@@ -236,7 +237,7 @@ class XAttnProcessor(ProcessorMixin):
         return made
 
     def _template(self, chat_template: str | None, tools: Any) -> str:
-        """The template of a call: given, by name, or the default."""
+        """Returns the template of a call: the given one, one of the processor's by name, or the default."""
         if chat_template is not None and not isinstance(chat_template, str):
             raise TypeError(f"Expected `chat_template` to be a str, got {type_name(chat_template)}.")
         own = self.chat_template
@@ -248,13 +249,13 @@ class XAttnProcessor(ProcessorMixin):
         return self._resolve_chat_template(chat_template)
 
     def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments for the tokenizer, the image processor and the frames of videos, merged as transformers does.
+        """Returns the arguments for the tokenizer, the image processor and the frames of videos, merged as in transformers.
 
         Raises:
-            TypeError: for names that none of them takes, and values of another type.
+            TypeError: for unknown names, and for values of a wrong type.
         """
         if kwargs.get("audio") is not None or kwargs.get("audio_kwargs"):
-            raise TypeError("`audio` was given, but this processor reads text, images and videos without sound only.")
+            raise TypeError("Expected text, images or videos, got `audio`, which this processor does not read.")
         kwargs = {name: value for name, value in kwargs.items() if name not in ("audio", "audio_kwargs")}
         for name in NESTED:
             if kwargs.get(name) is None:
@@ -277,7 +278,7 @@ class XAttnProcessor(ProcessorMixin):
             raise TypeError(str(error)) from error
 
     def _known_kwargs(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-        """Names for the tokenizer, for the image processor, and all that a call may bring."""
+        """Returns the names that the tokenizer takes, that the image processor takes, and all names that a call takes."""
         of_image_processor = getattr(getattr(self.image_processor, "valid_kwargs", None), "__annotations__", {})
         text = frozenset(TextKwargs.__annotations__)
         images = frozenset({*ImagesKwargs.__annotations__, *of_image_processor})
@@ -289,19 +290,19 @@ class XAttnProcessor(ProcessorMixin):
     ) -> dict[str, Any]:
         for_tokenizer = dict(merged["text_kwargs"])
         with_types = for_tokenizer.pop("return_mm_token_type_ids", None) or merged.get("return_mm_token_type_ids")
-        for_tokenizer.pop("return_text_replacement_offsets", None)  # no marker is replaced by others
+        for_tokenizer.pop("return_text_replacement_offsets", None)  # markers are never replaced
         for_tokenizer["return_tensors"] = return_tensors
         if len(texts) > 1 and return_tensors is not None:
             for_tokenizer.setdefault("padding", True)
-        for_tokenizer.setdefault("return_token_type_ids", False)  # decoders take none, some tokenizers make them
+        for_tokenizer.setdefault("return_token_type_ids", False)  # decoders do not take token types
         bos = self.tokenizer.bos_token
         if bos is not None and all(text.startswith(bos) for text in texts):
             for_tokenizer.setdefault("add_special_tokens", False)
         made = dict(self.tokenizer(texts, **for_tokenizer))
         if len(made["input_ids"]) != len(texts):
             raise ValueError(
-                f"`return_overflowing_tokens` made {len(made['input_ids'])} rows of {len(texts)} texts, whose images are not "
-                "repeated: truncate without it."
+                f"Expected one row for each of {len(texts)} texts, got {len(made['input_ids'])} rows. `return_overflowing_tokens` "
+                "splits long texts, but does not repeat their images: truncate without it."
             )
         self._check_markers(texts, made["input_ids"], samples)
         if with_types:
@@ -313,7 +314,7 @@ class XAttnProcessor(ProcessorMixin):
         flat = self._read([image for sample in samples for image in sample], kwargs)
         if not flat:
             return {}
-        # One list an image: a tiled image processor then gives each a row of tiles.
+        # One list per image: then a tiled image processor returns one row of tiles for each image.
         tiled = hasattr(self.image_processor, "max_image_tiles")
         made = self.image_processor([[image] for image in flat] if tiled else flat, **kwargs, return_tensors="pt")
         if isinstance(made, torch.Tensor):  # Idefics' image processor
@@ -321,8 +322,8 @@ class XAttnProcessor(ProcessorMixin):
         pixels = made["pixel_values"]
         if not isinstance(pixels, torch.Tensor) or pixels.dim() != (6 if tiled else 4) or len(pixels) != len(flat):
             raise ValueError(
-                "The image processor must make one (channels, height, width) tensor of each image, all of one size. Set its "
-                "`do_resize` or `size`."
+                "Expected the image processor to return one (channels, height, width) tensor for each image, all of the same size. "
+                "Set its `do_resize` or `size`."
             )
         names = ("pixel_values", *(TILE_INPUTS if tiled else ()))
         flat_tensors = {name: made[name][:, 0] if tiled else made[name] for name in names}
@@ -340,10 +341,10 @@ class XAttnProcessor(ProcessorMixin):
         return batch if mask.all() else {**batch, "image_mask": mask}
 
     def _read(self, images: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """Images as upright RGB pictures. `input_data_format` is read here, and taken out of the arguments."""
+        """Returns upright RGB images. Uses `input_data_format`, and removes it from `kwargs`."""
         kwargs.pop("return_tensors", None)
         if kwargs.get("do_convert_rgb", getattr(self.image_processor, "do_convert_rgb", None)) is False:
-            # Said by a caller who brings what the tower reads.
+            # The caller passes images in the form that the vision tower reads.
             return [read_image(image) if isinstance(image, (str, Path)) else image for image in images]
         rescale = kwargs.get("do_rescale", getattr(self.image_processor, "do_rescale", True)) is not False
         layout = kwargs.pop("input_data_format", None)
@@ -355,11 +356,11 @@ class XAttnProcessor(ProcessorMixin):
         if getattr(self.image_processor, "backend", None) == "pil":
             pictures = [picture.cpu() if isinstance(picture, torch.Tensor) else picture for picture in pictures]
         if pictures and all(is_array(picture) for picture in pictures):
-            kwargs["input_data_format"] = "channels_first"  # also where a side of three pixels looks like channels
+            kwargs["input_data_format"] = "channels_first"  # do not guess: a height of 3 pixels looks like 3 channels
         return pictures
 
     def _check_markers(self, texts: list[str], input_ids: Any, samples: list[list[Any]] | None) -> None:
-        """Raises a `ValueError` where the model would not see one marker an image. Token ids tell: they are what it sees."""
+        """Raises a `ValueError` if a text does not have one marker for each image. Counts token ids, as the model does."""
         if self.image_token is None:
             return
         for row, text in enumerate(texts):
@@ -369,7 +370,7 @@ class XAttnProcessor(ProcessorMixin):
                 cut = " Truncation cut markers off." if text.count(self.image_token) == images else ""
                 raise ValueError(
                     f"Expected one image marker ({self.image_token!r}) for each image of text {row}, got {markers} markers and {images} "
-                    f"images.{cut} For a model that needs no markers, make the processor without `image_token`."
+                    f"images.{cut} For a model that needs no markers, create the processor without `image_token`."
                 )
 
     @property

@@ -1,4 +1,4 @@
-"""Which images belong to which text of a call."""
+"""Assigns the images and videos of a call to its texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .image_reading import KINDS, is_array, is_pil, read_frames
 from .tensor_checks import type_name
 
 
-# How frames are taken of a video: they are images from there on. `apply_chat_template` adds the last.
+# Options that choose the frames of a video. Transformers' `apply_chat_template` adds the last one.
 OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
@@ -27,14 +27,14 @@ def read_texts(text: Any, images: Any) -> list[str]:
     swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
     raise TypeError(
         f"Expected `text` to be a str or a list of str, got {'' if wrong is text else 'a list with '}{type_name(wrong)}."
-        + (" `images` come first, then `text`: use their names." if swapped else "")
+        + (" `images` is the first argument and `text` the second: pass them by name." if swapped else "")
     )
 
 
 def read_samples(
     images: Any, videos: Any, texts: list[str] | None, one_text: bool, kwargs: dict[str, Any]
 ) -> list[list[Any]]:
-    """The images of each text, and the frames of its videos after them."""
+    """Returns the images of each text, followed by the frames of its videos."""
     options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
     if kwargs.get("do_sample_frames") is False:
         options = {}
@@ -45,10 +45,10 @@ def read_samples(
     elif isinstance(videos, (list, tuple)) or getattr(videos, "ndim", None) == 5:
         entries = list(videos)
     else:
-        raise ValueError("`videos` must be a list with one entry a text: a video, a list of videos, None or [].")
+        raise ValueError("`videos` must be a list with one entry for each text: a video, a list of videos, None or [].")
     if texts is not None and len(entries) != len(texts):
         raise ValueError(
-            f"`videos` has {len(entries)} entries for {len(texts)} texts: give one entry a text, None or [] where a text has none."
+            f"`videos` has {len(entries)} entries for {len(texts)} texts. Give one entry for each text: None or [] if it has no video."
         )
     samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
     if len(samples) != len(entries):
@@ -84,7 +84,7 @@ def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[
         return [_images(entries[0] if nested else entries)]
     if texts is not None and len(entries) != len(texts):
         raise ValueError(
-            f"`images` has {len(entries)} entries for {len(texts)} texts: give one entry a text, None or [] where a text has no image."
+            f"`images` has {len(entries)} entries for {len(texts)} texts. Give one entry for each text: None or [] if it has no image."
         )
     return [_images(entry) for entry in entries]
 
@@ -100,8 +100,8 @@ def _images(entry: Any) -> list[Any]:
     """The images of one text.
 
     Raises:
-        TypeError: for anything that is no image, URL or path.
-        ValueError: for an array of another rank.
+        TypeError: for anything that is not an image, a URL or a path.
+        ValueError: for an array with a wrong number of axes.
     """
     entries = _entries(entry)
     given = [image for image in ([entry] if entries is None else entries) if image is not None]
@@ -114,7 +114,7 @@ def _images(entry: Any) -> list[Any]:
         rank = getattr(image, "ndim", None)
         if rank is not None and rank not in (2, 3):
             raise ValueError(
-                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 if it is "
-                f"grey, got shape {tuple(image.shape)}."
+                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 axes if "
+                f"it is grayscale, got shape {tuple(image.shape)}."
             )
     return images

@@ -78,10 +78,10 @@ def test_images_beside_the_messages(marker):
     made = processor.apply_chat_template(written, tokenize=True, return_dict=True, images=pictures)
     assert torch.equal(made["input_ids"], expected["input_ids"])
     assert torch.equal(made["pixel_values"], expected["pixel_values"])
-    for images, message in ((None, "2 image parts without an image"), (pictures[:1], "2 image parts.*1 `images`")):
+    for images, message in ((None, "2 parts without an image"), (pictures[:1], "2 `images`.*got 1")):
         with pytest.raises(ValueError, match=message):
             processor.apply_chat_template(bare, tokenize=True, images=images)
-    with pytest.raises(ValueError, match="0 image parts.*2 `images`"):
+    with pytest.raises(ValueError, match="0 `images`.*got 2"):
         processor.apply_chat_template(filled, tokenize=True, images=pictures)
     with pytest.raises(ValueError, match="one entry for each of 2"):
         processor.apply_chat_template([bare, bare], tokenize=True, images=[pictures])
@@ -100,7 +100,7 @@ def test_videos_in_parts():
         assert torch.equal(made["pixel_values"], expected["pixel_values"])
         few = processor.apply_chat_template(chat, tokenize=True, return_dict=True, num_frames=2)
         assert torch.equal(few["pixel_values"], expected["pixel_values"][:, [0, 1, 4]])
-    with pytest.raises(ValueError, match="names no `video`"):
+    with pytest.raises(ValueError, match="to have `video`"):
         processor.apply_chat_template([{"role": "user", "content": [{"type": "video"}]}])
 
 
@@ -121,10 +121,10 @@ WRONG = {
     "audio": (
         [{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}],
         ValueError,
-        "type 'audio'.*text, image",
+        "one of text, image.*got 'audio'",
     ),
-    "no type": ([{"role": "user", "content": [{"txt": "a"}]}], ValueError, "type None"),
-    "twice": ([{"role": "user", "content": [image(url="a", path="b")]}], ValueError, "2 times: as url, path"),
+    "no type": ([{"role": "user", "content": [{"txt": "a"}]}], ValueError, "got None"),
+    "twice": ([{"role": "user", "content": [image(url="a", path="b")]}], ValueError, "got 2: url, path"),
 }
 
 

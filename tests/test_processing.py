@@ -109,8 +109,8 @@ def test_a_tower_of_grey_pictures(parts):
 
 IMAGE = "IMAGE"
 WRONG = {
-    "swapped": (("a dog", IMAGE), {}, "`text`.*str.*got PIL.Image.Image.*`images` come first"),
-    "swapped_lists": ((["a"], [IMAGE]), {}, "`text`.*list with PIL.Image.Image.*`images` come first"),
+    "swapped": (("a dog", IMAGE), {}, "`text`.*str.*got PIL.Image.Image.*`images` is the first"),
+    "swapped_lists": ((["a"], [IMAGE]), {}, "`text`.*list with PIL.Image.Image.*`images` is the first"),
     "text_type": ((), {"text": 3}, "`text`.*str or a list of str, got int"),
     "text_entry": ((), {"text": ["a", None]}, "`text`.*got a list with NoneType"),
     "image_type": ((3, "a"), {}, "`images`.*PIL, numpy, torch.*got int"),
@@ -121,8 +121,8 @@ WRONG = {
     "size_type": ((), {"text": "a", "images": IMAGE, "do_resize": "yes"}, "do_resize.*bool"),
     "twice_nested": ((), {"text": "a", "images_kwargs": {"padding": True}}, "`padding`"),
     "nested_type": ((), {"text": "a", "images_kwargs": 3}, "`images_kwargs` to be a dict, got int"),
-    "audio": ((), {"text": "a", "audio": [0.0]}, "`audio` was given"),
-    "audio_kwargs": ((), {"text": "a", "audio_kwargs": {"sampling_rate": 1}}, "`audio` was given"),
+    "audio": ((), {"text": "a", "audio": [0.0]}, "got `audio`"),
+    "audio_kwargs": ((), {"text": "a", "audio_kwargs": {"sampling_rate": 1}}, "got `audio`"),
     "video": ((), {"text": "a", "videos": [3]}, "`videos`.*array of frames.*got int"),
     "dtype": ((), {"text": "a", "images": np.full((4, 4, 3), "x")}, "`images` to hold numbers"),
 }
@@ -158,7 +158,7 @@ def test_errors(parts):
         processor(images=[], text=["a", "dog"])
     with pytest.raises(ValueError, match=r"`images` to have 3 axes.*\(32,\)"):
         processor(images=torch.zeros(32), text="a")
-    with pytest.raises(ValueError, match="`images` holds 'a dog'.*Text goes in as `text=`"):
+    with pytest.raises(ValueError, match="`images`.*got 'a dog'.*Pass text as `text=`"):
         processor("a dog")
     with pytest.raises(ValueError, match="return_tensors.*tf"):
         processor(text="a", return_tensors="tf")
