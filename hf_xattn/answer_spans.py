@@ -1,8 +1,8 @@
-"""Where the assistant's answers stand in the text that a chat template makes.
+"""Finds the assistant's answers in the text that a chat template renders.
 
-Templates are programs: they trim what they are given, leave the reasoning of earlier turns out, write headers and end-of-turn tokens. So
-an answer is found by what depends on it. The conversation is rendered a second time with one character that no text has in place of the
-answer; where the two texts differ, the answer stands. Nothing is assumed about the rest of the template.
+Templates are programs: they trim texts, leave out the reasoning of earlier turns, and write headers and end-of-turn tokens. So an answer
+is found by comparison. The conversation is rendered a second time, with a placeholder in place of the answer. The answer is the part in
+which the two rendered texts differ. This works without any knowledge of the template.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .training_rows import text_of, with_text
 
 logger = logging.get_logger(__name__)
 
-# A character of a private-use plane of Unicode, which no tokenizer and no text has a meaning for.
+# A private-use character of Unicode, which has no meaning and should not occur in any text.
 PLACEHOLDER = "\U000f8a1d"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -31,7 +31,7 @@ class AnswerSpan(NamedTuple):
 
     Attributes:
         message (`int`): index of the assistant's message.
-        start, end (`int`): characters of the answer, its end-of-turn token included.
+        start, end (`int`): range of the answer's characters, including its end-of-turn token.
     """
 
     message: int
@@ -42,17 +42,17 @@ class AnswerSpan(NamedTuple):
 def find_answers(
     render: Render, messages: Messages, answers: Sequence[int], special_tokens: Sequence[str], image_token: str | None
 ) -> tuple[str, list[AnswerSpan]]:
-    """The rendered conversation, and its answers.
+    """Returns the rendered conversation, and where its answers are.
 
     Args:
-        render (`Callable`): messages, and optionally `add_generation_prompt`, to text.
+        render (`Callable`): renders messages to text; it takes `add_generation_prompt`.
         messages (`list[dict]`): the conversation.
-        answers (`Sequence[int]`): the messages to find.
+        answers (`Sequence[int]`): indices of the messages to find.
         special_tokens (`Sequence[str]`): tokens that may end a turn.
         image_token (`str`, *optional*): marker of an image.
 
     Raises:
-        ValueError: where there is no answer, an answer is empty, or the template does not write it as it is.
+        ValueError: if there is no answer, an answer is empty, or the template changes or omits it.
     """
     if not answers:
         raise ValueError("The conversation has no assistant message to train on.")
@@ -60,11 +60,11 @@ def find_answers(
         message = messages[index]
         if message.get("tool_calls"):
             raise ValueError(
-                f"Message {index} calls tools, which are not part of an answer's text: train with `train_on='all'`, or remove "
-                "the call."
+                f"Message {index} has `tool_calls`, which are not part of the text of an answer. Train with `train_on='all'`, or "
+                "remove the calls."
             )
         if not text_of(message).strip():
-            raise ValueError(f"Message {index}, of the assistant, is empty: there is nothing to learn from it.")
+            raise ValueError(f"Message {index}, an assistant message, is empty: there is nothing to learn from it.")
     text = render(messages)
     spans = [_find(render, messages, index, text, image_token) for index in answers]
     stop = end_of_turn(render, messages, answers[-1], special_tokens)
@@ -82,9 +82,9 @@ def find_answers(
 
 
 def end_of_turn(render: Render, messages: Messages, answer: int, special_tokens: Sequence[str]) -> str | None:
-    """The token that the template writes after an answer, or None.
+    """Returns the token that the template writes after an answer, or None.
 
-    Read where the answer is the last message: a token that comes only with the next message belongs to that message.
+    The answer is rendered as the last message, because a token that comes only with the next message belongs to that message.
     """
     probe = render([*messages[:answer], with_text(messages[answer], PLACEHOLDER)])
     rest = probe.rpartition(PLACEHOLDER)[2].lstrip()
@@ -92,7 +92,7 @@ def end_of_turn(render: Render, messages: Messages, answer: int, special_tokens:
 
 
 def squeezed(text: str) -> str:
-    """Text without its white space: templates and tokenizers change that."""
+    """Removes white space from a text, because templates and tokenizers change white space."""
     return "".join(text.split())
 
 
@@ -100,18 +100,16 @@ def _find(render: Render, messages: Messages, index: int, text: str, image_token
     message = messages[index]
     window = _difference(text, _render_with(render, messages, index, with_text(message, PLACEHOLDER)))
     if window is None:
-        raise ValueError(
-            f"The chat template leaves the answer of message {index} out: there is nothing to learn from it."
-        )
+        raise ValueError(f"The chat template omits the answer of message {index}: there is nothing to learn from it.")
     start, end = window
     said, written = text_of(message).strip(), text[start:end]
     bare = written.replace(image_token, "") if image_token else written
     if not squeezed(bare) or squeezed(bare) not in squeezed(said):
         raise ValueError(
-            f"The chat template does not write the answer of message {index} as it is: expected {_short(said)}, found "
-            f"{_short(written)}. Change the template, or train with `train_on='all'`."
+            f"The chat template changes the answer of message {index}: expected {_short(said)}, got {_short(written)}. Change the "
+            "template, or train with `train_on='all'`."
         )
-    # A template may write a tag of the answer, such as <think>, also where the answer has none: then the texts do not differ there.
+    # A template may add a tag such as <think> to the placeholder. If the answer begins with the same tag, the texts do not differ there.
     if said.endswith(written.rstrip()) and text[:end].rstrip().endswith(said):
         start = len(text[:end].rstrip()) - len(said)
     reasoning = {
@@ -129,7 +127,7 @@ def _render_with(render: Render, messages: Messages, index: int, message: dict[s
 
 
 def _difference(text: str, probe: str) -> tuple[int, int] | None:
-    """The part of `text` that differs from a text with a placeholder. None where the placeholder is not written."""
+    """Returns the range in which `text` differs from `probe`, the text with a placeholder. None if `probe` has no placeholder."""
     if PLACEHOLDER not in probe:
         return None
     shorter = min(len(text), len(probe))
@@ -140,7 +138,7 @@ def _difference(text: str, probe: str) -> tuple[int, int] | None:
 
 
 def _end_of_header(render: Render, messages: Messages, index: int, text: str, before: int) -> int:
-    """Where a turn with reasoning begins: after the generation prompt, and so before a tag such as <think>."""
+    """Returns where a turn with reasoning begins: after the generation prompt, so before a tag such as <think>."""
     if index == 0:
         return before
     prompt = render(messages[:index], add_generation_prompt=True)

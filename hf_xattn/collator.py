@@ -1,4 +1,4 @@
-"""Batches of people's own data: chat messages with images, to tensors with labels."""
+"""Turns rows of chat messages with images into batches with labels, for training."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ class _Tokens(NamedTuple):
 
 
 class XAttnDataCollator:
-    r"""Rows of chat messages to a batch with labels. For `Trainer` (with `remove_unused_columns=False`), for TRL's `SFTTrainer` and
-    for a `DataLoader`.
+    r"""Turns rows of chat messages into a batch with labels, for `Trainer` (with `remove_unused_columns=False`), for TRL's
+    `SFTTrainer` or for a `DataLoader`.
 
-    A row is a dict: `messages`, or TRL's `prompt` and `completion`, both lists of chat messages. Images stand in the parts of a
-    message (`{"type": "image", "image": ...}`, or `path`, `url`, `base64`), or in a column `images` beside the messages: bare image
-    parts take these in order; where no message has an image part, they come in front of the first user message. Other columns are
-    ignored.
+    A row is a dict with `messages`, or with TRL's `prompt` and `completion`. Each of these is a list of chat messages. Images are in
+    the parts of a message (`{"type": "image", "image": ...}`, or `path`, `url`, `base64`) or in a column `images`. Image parts
+    without an image take the images of the column in order. If no message has an image part, the images of the column come in front
+    of the first user message. Columns `tools` and `chat_template_kwargs` are refused; other columns are ignored.
 
-    With `train_on="answers"` the labels are what the assistant says, in every one of its turns (of a row with `prompt` and
-    `completion`: in the completion), with the token that ends the turn, so that the model learns to stop. Everything else is -100:
-    prompts, headers, image markers, padding. Each answer is found in the text of the chat template, and its labels are decoded and
-    compared with it. Reasoning is part of the answer where the template writes it.
+    With `train_on="answers"` the labels are the texts of all assistant messages. In a row with `prompt` and `completion`, only the
+    messages of the completion have labels. The token that ends a turn is included, so that the model learns to stop. All other
+    tokens have the label -100: prompts, headers, image markers, padding. Each answer is found in the text that the chat template
+    renders; then its labels are decoded and compared with that text. Reasoning is part of the answer if the template writes it.
 
     Args:
-        processor ([`XAttnProcessor`]): needs a chat template. A tokenizer without padding token gets its `eos_token` as one.
-        train_on (`str`, defaults to `"answers"`): or `"all"`: the labels are the whole text, without image markers and padding.
-        max_length (`int`, *optional*): longer rows are cut, at the tokenizer's `truncation_side`. A row that loses all its answers
+        processor ([`XAttnProcessor`]): its chat template renders the rows. If its tokenizer has no padding token, `eos_token`
+            becomes the padding token.
+        train_on (`str`, defaults to `"answers"`): `"answers"`, or `"all"` for labels on the whole text, except image markers and
+            padding.
+        max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all its answers
             or an image marker raises an error.
-        padding_side (`str`, *optional*): `"left"` or `"right"`. None: as the tokenizer.
+        padding_side (`str`, *optional*): `"left"` or `"right"`. Default: the tokenizer's.
         pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
 
     Raises:
-        TypeError: for a processor that is none.
-        ValueError: for unknown options, or a tokenizer without offsets or without padding and end token.
+        TypeError: if `processor` is not an `XAttnProcessor`.
+        ValueError: for unknown options, and for a tokenizer that gives no offsets or has neither a padding nor an EOS token.
     """
 
     def __init__(
@@ -75,15 +77,16 @@ class XAttnDataCollator:
         tokenizer = processor.tokenizer
         if not tokenizer.is_fast:
             raise ValueError(
-                f"`processor` has a slow tokenizer ({type_name(tokenizer)}), which does not tell where its tokens stand in the text: "
-                "load the fast one with `AutoTokenizer`."
+                f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(tokenizer)}), which does not give the "
+                "offsets of its tokens in the text. Load the fast one with `AutoTokenizer`."
             )
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise ValueError(
-                    "`processor` has a tokenizer without `pad_token` and `eos_token`: set `processor.tokenizer.pad_token`."
+                    "Expected `processor` to have a tokenizer with `pad_token` or `eos_token`, got one with neither. Set "
+                    "`processor.tokenizer.pad_token`."
                 )
-            tokenizer.pad_token = tokenizer.eos_token  # padding is told apart by its place, not by its id
+            tokenizer.pad_token = tokenizer.eos_token  # safe: padding is identified by its position, not by its id
         self.processor = processor
         self.train_on = train_on
         self.max_length = max_length
@@ -93,11 +96,11 @@ class XAttnDataCollator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """
         Args:
-            rows (`Sequence[Mapping]`): the rows of a batch; not changed.
+            rows (`Sequence[Mapping]`): the rows of a batch. They are not changed.
 
         Returns:
-            `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, where a row has an image, what the processor
-            makes of it: `pixel_values`, `image_mask`, `aspect_ratio_ids`, `aspect_ratio_mask`.
+            `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, if a row has an image, the processor's
+            image inputs: `pixel_values`, `image_mask`, `aspect_ratio_ids`, `aspect_ratio_mask`.
 
         Raises:
             TypeError, ValueError: for a row that cannot be trained on. The message names the row.
@@ -110,7 +113,7 @@ class XAttnDataCollator:
         try:
             batch = self._processed(conversations)
         except Exception:
-            for index, conversation in enumerate(conversations):  # which row was it?
+            for index, conversation in enumerate(conversations):  # find the row that fails
                 _named(index, conversation, self._processed, [conversation])
             raise
         offsets, ids, mask = batch.pop("offset_mapping"), batch.pop("input_ids"), batch.pop("attention_mask").bool()
@@ -163,7 +166,7 @@ class XAttnDataCollator:
         return sorted(tokens - {self.processor.image_token})
 
     def _labels_of(self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Labels of the tokens that stand in a span, decoded and compared with the text."""
+        """Returns labels for the tokens in the spans, and -100 for all others. Checks that the labels decode to the text."""
         labels = torch.full_like(ids, IGNORED)
         starts, ends = offsets.unbind(-1)
         for span in spans:
@@ -176,12 +179,12 @@ class XAttnDataCollator:
             if not len(said) or not self._decodes_to(said, expected):
                 raise ValueError(
                     f"The labels of message {span.message} do not decode to its answer: expected {expected!r}, got "
-                    f"{self._decode(said)!r}. The tokenizer does not tell where its tokens stand in the text."
+                    f"{self._decode(said)!r}. The tokenizer gives wrong offsets for its tokens: use another tokenizer."
                 )
         return labels
 
     def _decodes_to(self, ids: torch.Tensor, expected: str) -> bool:
-        """Whether ids stand for a text, as far as the tokenizer keeps it: white space, case, unknown words."""
+        """Returns whether ids decode to a text. Allows what the tokenizer itself changes: white space, case, unknown words."""
         decoded = squeezed(self._decode(ids))
         if decoded == squeezed(expected):
             return True
@@ -196,17 +199,17 @@ class XAttnDataCollator:
         marker = self.processor.image_token_id
         if marker is not None and (ids == marker).sum() != (ids[kept] == marker).sum():
             raise ValueError(
-                f"`max_length={length}` cuts an image marker off a text of {len(ids)} tokens: set a larger one."
+                f"`max_length={length}` cuts an image marker off a text of {len(ids)} tokens: set a larger `max_length`."
             )
         all_labels, labels = (labels != IGNORED).sum(), labels[kept]
         left = (labels != IGNORED).sum()
         if not left:
             raise ValueError(
-                f"`max_length={length}` cuts all answers off a text of {len(ids)} tokens: set a larger one."
+                f"`max_length={length}` cuts all answers off a text of {len(ids)} tokens: set a larger `max_length`."
             )
         if left < all_labels:
             logger.warning_once(
-                f"`max_length={length}` cuts answers: what is left of them is trained on, without their end."
+                f"`max_length={length}` cuts answers: the model is trained on the remaining parts of these answers."
             )
         return ids[kept], labels
 
@@ -224,7 +227,7 @@ class XAttnDataCollator:
 
 
 def _named(index: int, row: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function. Its error names the row: by its place in the batch, and by its first words."""
+    """Calls a function. Its errors name the row by its index in the batch and by its first words."""
     try:
         return function(*args)
     except Exception as error:

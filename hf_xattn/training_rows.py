@@ -1,7 +1,7 @@
-"""Rows of people's data sets as conversations: messages that hold their images, and which of them are trained on.
+"""Reads rows of data sets as conversations: messages with their images, and which messages are trained on.
 
-Data sets say the same in several ways. Images stand in the parts of a message, or in a column beside the messages: then bare image parts
-take them in order, and messages without image parts get them in front of the first user message (TRL's convention).
+Data sets keep images in the parts of a message, or in a column of their own. Image parts without an image take the images of the column
+in order. If no message has an image part, the images come in front of the first user message (TRL's convention).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .chat_messages import IMAGES, SOURCES, TEXTS
 from .tensor_checks import type_name
 
 
-# Where a part may hold its image. The processor loads it.
+# Keys under which a part may hold its image. The processor loads the image.
 IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
-# Columns that would change the prompt, and are not read.
+# Columns that would change the prompt. They are not supported, so a row with one of them is refused.
 NOT_READ = ("tools", "chat_template_kwargs")
 
 
@@ -25,8 +25,8 @@ class Conversation(NamedTuple):
     """One row.
 
     Attributes:
-        messages (`list[dict]`): chat messages; the images stand in their parts.
-        answers (`tuple[int, ...]`): the assistant's messages that are trained on.
+        messages (`list[dict]`): chat messages, with the images in their parts.
+        answers (`tuple[int, ...]`): indices of the assistant messages that are trained on.
     """
 
     messages: list[dict[str, Any]]
@@ -34,14 +34,14 @@ class Conversation(NamedTuple):
 
 
 def read_row(row: Any) -> Conversation:
-    """Reads a row of a data set. The row is not changed.
+    """Reads a row of a data set, and does not change it.
 
     Args:
         row (`Mapping`): `messages`, or `prompt` and `completion`; optionally `images` or `image`.
 
     Raises:
-        TypeError: for values of another type than chat messages have.
-        ValueError: for missing columns, and numbers of images and image parts that differ.
+        TypeError: for a row, a message or a part of a wrong type.
+        ValueError: for missing columns, and if images and image parts differ in number.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"Expected a row of the data set to be a dict with `messages`, got {type_name(row)}.")
@@ -49,7 +49,7 @@ def read_row(row: Any) -> Conversation:
     for name in NOT_READ:
         if given.get(name):
             raise ValueError(
-                f"The column `{name}` would change the prompt, and this collator does not read it: remove it."
+                f"Expected a row without the column `{name}`, which would change the prompt and is not supported. Remove the column."
             )
     messages, first_answer = _messages(given, row)
     images = _images(given)
@@ -57,7 +57,7 @@ def read_row(row: Any) -> Conversation:
     bare = sum(_is_bare(part) for message in messages for part in _parts(message))
     if bare:
         raise ValueError(
-            f"The messages have {bare} image part(s) without an image, and no `images` column is beside them."
+            f"Expected an image for each image part, got {bare} image part(s) without an image and no `images` column."
         )
     answers = tuple(
         index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first_answer
@@ -72,7 +72,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """The message with one other text in place of its texts. Its images stay."""
+    """Returns the message with `text` in place of its texts. Its images stay."""
     content = message.get("content")
     if not isinstance(content, list):
         return {**message, "content": text}
@@ -86,7 +86,7 @@ def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """The messages of a row, and the index of the first that may be trained on."""
+    """Returns the messages of a row, and the index of the first one that may be trained on."""
     if "messages" in given:
         if "prompt" in given or "completion" in given:
             raise ValueError("Expected a row to have `messages`, or `prompt` and `completion`, got both.")
@@ -98,13 +98,13 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
         return [*prompt, *completion], len(prompt)
     if not row:
         raise ValueError(
-            "A row came without a column: `Trainer` removes the columns that are no arguments of the model. Set "
-            "`remove_unused_columns=False` in its arguments."
+            "Expected a row with `messages`, got a row without columns: `Trainer` removes columns that are not arguments of the model. "
+            "Set `remove_unused_columns=False` in its arguments."
         )
     hint = ""
     if "input_ids" in row:
         hint = (
-            " The rows are tokens already. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
+            " The rows are already tokenized. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
             "`remove_unused_columns=False` in SFTConfig."
         )
     elif set(row) <= {"images", "image"}:
@@ -115,7 +115,7 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
 
 
 def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
-    """Messages as dicts without None, their parts as dicts. Data sets fill what a message lacks with None."""
+    """Returns messages and their parts as dicts without None values. Data sets fill missing fields with None."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise TypeError(f"Expected `{name}` to be a list of chat messages, got {type_name(messages)}.")
     if not messages:
@@ -165,7 +165,7 @@ def _images(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _decoded(image: Any) -> Any:
-    """An image as it is, or loaded from the dict that `datasets` keeps of an image that it does not decode."""
+    """Returns an image, or the image or path from a dict. `datasets` uses such a dict for an image that it does not decode."""
     if not isinstance(image, Mapping):
         return image
     if image.get("bytes") is not None:
@@ -178,12 +178,12 @@ def _decoded(image: Any) -> Any:
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """Messages with the images of a column in their parts."""
+    """Returns the messages with the images of a column in their parts."""
     parts = [part for message in messages for part in _parts(message)]
     if not any(_is_image(part) for part in parts):
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
-            raise ValueError(f"The row has {len(images)} image(s), but no user message to put them in front of.")
+            raise ValueError(f"Expected a user message for the {len(images)} image(s) of the row, got none.")
         message = messages[first]
         text = message.get("content", "")
         texts = text if isinstance(text, list) else [{"type": "text", "text": text}]
@@ -191,7 +191,9 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
         return [*messages[:first], filled, *messages[first + 1 :]]
     bare = sum(_is_bare(part) for part in parts)
     if bare != len(images):
-        raise ValueError(f"The row has {len(images)} image(s) for {bare} image part(s) without an image.")
+        raise ValueError(
+            f"Expected one image for each of {bare} image part(s) without an image, got {len(images)} image(s)."
+        )
     left = iter(images)
     return [
         {
