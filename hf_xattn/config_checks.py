@@ -1,4 +1,4 @@
-"""Checks that configurations share: of single fields, of names, and once more where `from_pretrained` overrides fields.
+"""Checks for all configurations: of single fields, of names, and of all fields again after `from_pretrained` overrides some.
 
 Configurations of transformers take any keyword and keep it as an attribute. These do the same, with two differences. A name that
 resembles a field's name is refused: it is probably misspelt, and the field would silently keep its default. Any other unknown name,
@@ -20,7 +20,7 @@ from .keywords import suggestion
 
 logger = logging.get_logger(__name__)
 
-# What `PreTrainedConfig` takes beside its fields.
+# Keywords that `PreTrainedConfig` accepts in addition to its fields.
 GENERIC = frozenset(
     """attn_implementation auto_map experts_implementation model_type name_or_path num_labels output_attentions per_layer_config
 quantization_config tie_word_embeddings torch_dtype use_cache""".split()
@@ -36,13 +36,13 @@ class CheckedConfig(PreTrainedConfig):
         __setattr__: ClassVar[Any]
 
     def _check_fields(self) -> None:
-        """Raises a `ValueError` that names the field, its value and what would be right."""
+        """Raises a `ValueError` that names the field, the expected value and the actual value."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Any:
-        """`PreTrainedConfig.from_dict`, which sets fields after all checks: they run once more.
+        """Like `PreTrainedConfig.from_dict`, which sets some fields after the checks: so the checks run once more.
 
-        Keeps attributes of a file that this version does not know, whatever their names, and warns.
+        Keeps unknown attributes of a file, whatever their names, and warns.
         """
         later = {name: value for name, value in config_dict.items() if _resembles(cls, name)}
         made = super().from_dict({name: value for name, value in config_dict.items() if name not in later}, **kwargs)
@@ -90,7 +90,7 @@ def check_names(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) ->
 
 
 def refuse_unknown_fields(argument: str, config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a `dict` that a user wrote names anything but fields."""
+    """Raises a `ValueError` if a `dict` that a user wrote has keys that are not fields."""
     known = {field.name for field in dataclasses.fields(config_class)}
     unknown = [name for name in fields if name not in known and not name.startswith("_")]
     if unknown:
@@ -100,7 +100,7 @@ def refuse_unknown_fields(argument: str, config_class: type[PreTrainedConfig], f
 
 
 def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: dict[str, Any]) -> Any:
-    """A configuration from a `dict`: as `to_dict` makes it, with `model_type`, or as a user writes it."""
+    """Returns a configuration from a `dict`, made by `to_dict` (it has `model_type`) or written by a user."""
     if "model_type" in fields:
         return config_class.from_dict(fields)
     refuse_unknown_fields(argument, config_class, fields)
@@ -158,7 +158,7 @@ def check_token_id(field: str, value: Any, vocab_size: int | None) -> None:
 
 
 def check_parts(name: str, value: Any, parts: dict[str, Any]) -> None:
-    """Keys of a dictionary that sets something for each part of a model, as `attn_implementation` may be."""
+    """Checks the keys of a `dict` with one entry for each part of a model, such as `attn_implementation`."""
     for key in value if isinstance(value, dict) else ():
         if key and key not in parts:
-            raise ValueError(f"`{name}` names {key!r}, which is no part of the model: parts are {sorted(parts)}.")
+            raise ValueError(f"`{name}` names {key!r}, which is not a part of the model: parts are {sorted(parts)}.")

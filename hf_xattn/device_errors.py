@@ -14,7 +14,7 @@ from torch import nn
 
 
 def name_wrong_device(text: Mapping[str, Any], embedding: nn.Module, error: RuntimeError) -> None:
-    """Raises a `ValueError` if the text arguments of a failed call lie on different devices, or not on the embedding's device.
+    """Raises a `ValueError` if the text arguments of a failed call are on different devices, or not on the embedding's device.
 
     Args:
         text (`Mapping`): `input_ids` or `inputs_embeds`, `attention_mask`, `position_ids`, `labels`, ...
@@ -26,7 +26,7 @@ def name_wrong_device(text: Mapping[str, Any], embedding: nn.Module, error: Runt
     name = "inputs_embeds" if text.get("input_ids") is None else "input_ids"
     given = text[name]
     weight: Any = getattr(embedding, "weight", None)
-    # FSDP, DeepSpeed and accelerate keep weights elsewhere between the calls, sharded or empty: such a device tells nothing.
+    # FSDP, DeepSpeed and accelerate keep weights elsewhere between the calls, sharded or empty: their device says nothing then.
     is_whole = type(weight) is nn.Parameter and weight.dim() == 2 and weight.numel() and not weight.is_meta
     if is_whole and not hasattr(embedding, "_hf_hook"):
         _check(name, given, weight.device, "model's embeddings", error)
@@ -36,7 +36,7 @@ def name_wrong_device(text: Mapping[str, Any], embedding: nn.Module, error: Runt
 
 
 def name_wrong_states(states: torch.Tensor, weight: torch.Tensor, error: RuntimeError) -> None:
-    """Raises a `ValueError` if image features lie on another device than the weight that failed to project them."""
+    """Raises a `ValueError` if image features are on another device than the weight that failed to project them."""
     if not isinstance(error, torch.OutOfMemoryError) and not weight.is_meta:
         _check("cross_attention_states", states, weight.device, "cross-attention blocks", error)
 

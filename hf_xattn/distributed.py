@@ -1,4 +1,4 @@
-"""Whether this process is one of several. Their collectives must match, so all must call the same modules."""
+"""Checks whether several processes run the model. Their collective operations must match, so all must call the same modules."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""Encoded images kept by their content, for `generate` and `encode_images` of one model.
+"""Stores encoded images by their content, for `generate` and `encode_images` of one model.
 
-A chat client passes every image again at every turn, in a new conversation each time. A store lets the second call about a picture run
-neither the vision tower nor a K/V projection. Its unit is one image: the keys and values of every block. A call's images are put together
-from stored ones and newly encoded ones, wherever they stand in the call.
+A chat client passes every image again at every turn, in a new conversation each time. With a store, the second call with the same image
+runs neither the vision tower nor the K/V projections for it. Each image is stored on its own, as its keys and values in every block. A
+call may combine stored and new images in any order.
 
-- Images are told apart by SHA-256 over their values in the dtype that the model computes in. The sums of `digests.py` compare images of
-  one conversation; here a collision would show one user's picture to another.
-- Images belong to one state of the weights and of the devices (see `model_identity.py`). The first call after a change drops them all.
-- Least recently used images go first, and the bytes of all storages never pass the budget. A larger image is encoded and not kept.
+- Images are identified by the SHA-256 of their values, in the dtype that the model computes in. The checksums of `digests.py` are not
+  enough: they compare images of one conversation, but here a collision would show one user's image to another user.
+- Stored images are valid for one state of the weights and devices (see `model_identity.py`). The first call after a change drops all of
+  them.
+- The least recently used images are dropped first, and the bytes of all storages never exceed the budget. An image that is larger than
+  the budget is encoded, but not stored.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ class StoredImage:
     """One encoded image.
 
     Attributes:
-        keys_values (`tuple[KeyValue, ...]`): of every block, `(1, num_key_value_heads, tokens, head_dim)` each, without a null key.
-        device (`torch.device`): of its features, where the layout of a call is made.
+        keys_values (`tuple[KeyValue, ...]`): keys and values of every block, `(1, num_key_value_heads, tokens, head_dim)` each,
+            without a null key.
+        device (`torch.device`): device of the image features. The layout of a call is computed there.
     """
 
     keys_values: tuple[KeyValue, ...]
@@ -45,31 +48,31 @@ class StoredImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values; of the storages too where the image is `owned`."""
+        """Bytes of the keys and values. The storages have the same size if the image is `owned`."""
         return sum(tensor.nbytes for pair in self.keys_values for tensor in pair)
 
     def owned(self) -> StoredImage:
-        """The same image in storages of its own: a view would keep the whole batch alive that it was encoded in."""
+        """Returns the same image in its own storages. A view would keep the memory of its whole batch in use."""
         return replace(self, keys_values=tuple((_owned(key), _owned(value)) for key, value in self.keys_values))
 
 
 class ImageStore:
-    """Encoded images of one model, least recently used first out. Any number of threads may use it.
+    """Stores encoded images of one model, and drops the least recently used first. Any number of threads may use it.
 
-    A copy, also by pickle, is empty and has the same budget: it belongs to another model.
+    A copy (also by pickle) is empty and has the same budget, because it belongs to another model.
 
     Args:
         max_bytes (`int`): budget for keys and values, in bytes.
 
     Attributes:
-        nbytes (`int`): bytes that are held now; at most `max_bytes`.
-        num_images (`int`): images that are held now.
-        hits (`int`): images that a call did not have to encode. An image that comes twice in a call is encoded once.
-        misses (`int`): images that had to be encoded.
+        nbytes (`int`): bytes in use; at most `max_bytes`.
+        num_images (`int`): number of stored images.
+        hits (`int`): number of images that were not encoded again. An image that occurs twice in a call is encoded once.
+        misses (`int`): number of images that had to be encoded.
 
     Raises:
-        TypeError: for a `max_bytes` that is no integer.
-        ValueError: for one below 1.
+        TypeError: if `max_bytes` is not an integer.
+        ValueError: if `max_bytes` is below 1.
     """
 
     def __init__(self, max_bytes: int):
@@ -84,20 +87,20 @@ class ImageStore:
         return len(self._images)
 
     def resize(self, max_bytes: int) -> None:
-        """Changes the budget. Images that do not fit any more are dropped."""
+        """Changes the budget. Drops images until the others fit."""
         max_bytes = _checked_budget(max_bytes)
         with self._lock:
             self.max_bytes = max_bytes
             self._make_room(0)
 
     def clear(self) -> None:
-        """Drops all images and counts from zero."""
+        """Drops all images, and sets `hits` and `misses` to zero."""
         with self._lock:
             self._drop_all()
             self.hits = self.misses = 0
 
     def look_up(self, maker: str, keys: Iterable[bytes]) -> dict[bytes, StoredImage]:
-        """Those of the images `keys` that are held. Images that another `maker` encoded are dropped."""
+        """Returns the stored images among `keys`. Drops all stored images first if another `maker` encoded them."""
         found: dict[bytes, StoredImage] = {}
         missing = set()
         with self._lock:
@@ -117,13 +120,13 @@ class ImageStore:
         return found
 
     def keep(self, maker: str, key: bytes, image: StoredImage) -> None:
-        """Holds an image that `maker` encoded, if that is still the model and the image fits the budget."""
+        """Stores an image that `maker` encoded, if `maker` is still current and the image fits the budget."""
         size = image.nbytes
         if size > self.max_bytes:
             return
         image = image.owned()
         with self._lock:
-            # Another thread may have changed the weights, the budget, or encoded the same image meanwhile.
+            # Meanwhile another thread may have changed the weights or the budget, or encoded the same image.
             if maker != self._maker or key in self._images or size > self.max_bytes:
                 return
             self._make_room(size)
@@ -151,10 +154,10 @@ class ImageStore:
 
 @dataclass(frozen=True, eq=False)
 class ImageGrid:
-    """The images of a call, from the store or encoded just now.
+    """The images of a call, from the store or newly encoded.
 
     Attributes:
-        rows (`list[list[StoredImage | None]]`): R rows of equally many images; None = a padding image.
+        rows (`list[list[StoredImage | None]]`): R rows with the same number of images. None is a padding image.
     """
 
     rows: list[list[StoredImage | None]]
@@ -165,11 +168,11 @@ class ImageGrid:
         return next(image for row in self.rows for image in row if image is not None)
 
     def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]:
-        """Every block's keys and values of the images in a cache and of these behind them: what [`CrossCache.fill`] takes.
+        """Returns keys and values of every block for [`CrossCache.fill`]: first those in the cache, then those of these images.
 
         Args:
-            cross ([`CrossCache`]): the cache; not changed.
-            null_key (`bool`): put the null key of quiet softmax in front, where the cache is empty.
+            cross ([`CrossCache`]): the cache. It is not changed.
+            null_key (`bool`): put the null key of quiet softmax in front, if the cache is empty.
         """
         result = []
         for index in range(len(self.first.keys_values)):
@@ -180,7 +183,7 @@ class ImageGrid:
         return result
 
     def _joined(self, block: int, part: int, null_key: bool) -> torch.Tensor:
-        """Keys (`part` 0) or values (1) of one block. Padding images, which nobody sees, are zeros, and so is the null key."""
+        """Returns keys (`part` 0) or values (1) of one block. The null key and padding images, which no token sees, are zeros."""
         like, tokens, null = self.first.keys_values[block][part], self.first.tokens, int(null_key)
         _, heads, _, width = like.shape
         joined = like.new_zeros(len(self.rows), heads, null + len(self.rows[0]) * tokens, width)
@@ -193,14 +196,14 @@ class ImageGrid:
 
 
 class StoreReader:
-    """A store as one call reads it.
+    """Gets the images of one call from a store, and encodes the missing ones.
 
     Args:
-        store ([`ImageStore`]): the model's.
-        find_maker (`Callable`): identity of the model, its weights and devices. Called only where images have to be found.
-        precision (`str`): what makes keys and values of another precision with the same weights.
-        project (`Callable`): `(images, tokens, context_size)` to every block's keys and values.
-        null_key (`bool`): these have a null key in front.
+        store ([`ImageStore`]): the model's store.
+        find_maker (`Callable`): returns the identity of the model, its weights and devices. Called only if the call has images.
+        precision (`str`): settings that change the precision of keys and values with the same weights.
+        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)`.
+        null_key (`bool`): whether these keys and values have a null key in front.
     """
 
     def __init__(
@@ -224,16 +227,16 @@ class StoreReader:
         dtype: torch.dtype,
         encode: Callable[[ImageInputs], torch.Tensor],
     ) -> ImageGrid | None:
-        """Finds images in the store, and encodes those that are not there, each once and all together.
+        """Finds images in the store. Encodes the missing ones in one batch, each once.
 
         Args:
             images ([`ImageInputs`]): the images to find.
-            real (`torch.BoolTensor`, *optional*): `(R, n)`, False = padding, which is neither looked for nor encoded.
-            dtype (`torch.dtype`): the dtype that the model turns images into.
-            encode (`Callable`): images to features, `(R, n, tokens, context_size)`.
+            real (`torch.BoolTensor`, *optional*): `(R, n)`. False is a padding image, which is neither looked up nor encoded.
+            dtype (`torch.dtype`): the dtype to which the model converts images.
+            encode (`Callable`): computes features `(R, n, tokens, context_size)` from images.
 
         Returns:
-            [`ImageGrid`]; None where all are padding, or hold no values.
+            [`ImageGrid`], or None if all images are padding or are on the meta device.
         """
         assert images.images is not None
         num_rows, num_images = images.images.shape[:2]
@@ -261,7 +264,7 @@ class StoreReader:
         )
 
     def _encode(self, images: ImageInputs, encode: Callable[[ImageInputs], torch.Tensor]) -> list[StoredImage]:
-        """Images `(count, 1, ...)`, each as a value. The tensors are views into those of all."""
+        """Encodes images `(count, 1, ...)` together, and returns one value for each. Its tensors are views into the batch."""
         features = encode(images)
         null = int(self._null_key)
         projected = [(key[:, :, null:], value[:, :, null:]) for key, value in self._project(features.flatten(1, 2))]
@@ -274,14 +277,14 @@ class StoreReader:
 def content_keys(
     images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
 ) -> list[bytes]:
-    """SHA-256 of the images at `places` (row, image): kind, shape, device, arrangement of tiles and values in `dtype`.
+    """Returns a SHA-256 for each image at `places` (row, image): of its kind, shape, device, tiles, and values in `dtype`.
 
-    Images on a GPU are copied to the host for it, once a call.
+    Images on a GPU are copied to the host for this, once per call.
     """
     assert images.images is not None
     content = images.images.detach().to(dtype).cpu().contiguous()
     tiles = None if images.tiles is None else [part.cpu().to(torch.float64) for part in images.tiles]
-    # What a wrong device raises without a store, it raises with one; and masks of a call lie beside its images.
+    # The device is included, so that images on a wrong device raise the same error as without a store, and masks match the images.
     facts = f"{images.name} {dtype} {tuple(content.shape[2:])} {images.images.device} {precision}"
     keys = []
     for row, image in places:
@@ -300,13 +303,10 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checked_budget(max_bytes: Any) -> int:
     if isinstance(max_bytes, (bool, torch.Tensor)) or not isinstance(max_bytes, SupportsIndex):
-        raise TypeError(
-            f"Expected `max_bytes` to be an integer, the bytes that encoded images may take, got {max_bytes!r} "
-            f"({type_name(max_bytes)})."
-        )
+        raise TypeError(f"Expected `max_bytes` to be an integer, got {max_bytes!r} ({type_name(max_bytes)}).")
     if operator.index(max_bytes) < 1:
         raise ValueError(
-            f"Expected `max_bytes` to be 1 or more, got {max_bytes}. `disable_image_store()` turns the store off."
+            f"Expected `max_bytes` to be 1 or more, got {max_bytes}. Call `disable_image_store()` to turn the store off."
         )
     return operator.index(max_bytes)
 

@@ -175,15 +175,3 @@ def test_errors(parts):
         processor(text="<image> <image> a", images=picture)
     with pytest.raises(ValueError, match="text 1, got 0 markers and 1 images"):
         processor(text=["<image> a", "a"], images=[picture, picture])
-
-
-@pytest.mark.parametrize("kind", ["pil", "uint8", "path"])
-def test_do_rescale_for_values_up_to_255(kind, tmp_path):
-    """Values 255 times too large, without a word: a wrong answer."""
-    processor, picture = make_processor(), make_picture()
-    picture.save(tmp_path / "picture.png")
-    image = {"pil": picture, "uint8": np.asarray(picture), "path": tmp_path / "picture.png"}[kind]
-    with pytest.raises(ValueError, match="values from 0 to 1 for `do_rescale=False`, got .*Remove"):
-        processor(images=image, text="a", do_rescale=False)
-    raw = processor(images=image, text="a", do_rescale=False, do_normalize=False)["pixel_values"]
-    assert raw.max() > 200

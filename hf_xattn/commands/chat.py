@@ -1,4 +1,4 @@
-"""`hf-xattn chat`: a conversation in the terminal, about images that come in on the way."""
+"""`hf-xattn chat`: a conversation about images in the terminal. Images can be added at any turn."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("chat", help="talk with a model about images, in the terminal")
     add_model_and_images(parser, images_required=False)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="length of an answer at most")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens in an answer")
     parser.add_argument(
-        "--temperature", type=float, help="0 always takes the likeliest token; default: the model's generation settings"
+        "--temperature",
+        type=float,
+        help="0 always takes the most likely token (default: the model's generation settings)",
     )
     parser.add_argument("--seed", type=int, help="makes sampled answers repeatable")
     parser.set_defaults(run=run)
@@ -92,7 +94,7 @@ def _talk(session: ChatSession, images: list[Image]) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Lines that are not empty. Ctrl-C at the prompt drops a line that was begun."""
+    """Yields lines that are not empty. Ctrl-C at the prompt discards the current line."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         try:
@@ -112,13 +114,13 @@ def _lines() -> Iterator[str]:
 
 
 def _read_image(name: str, processor: Any) -> list[Image]:
-    """The image of `/image`, as a list. An empty one, and a message, where it cannot be read."""
+    """Returns the image of `/image` as a list. If the image cannot be read, prints a message and returns an empty list."""
     name = name.strip().strip("'\"")
     if not name:
         _fail("Expected a file after /image, got nothing.")
         return []
     if getattr(processor, "image_processor", None) is None:
-        _fail("This model was saved without an image processor: it reads no images.")
+        _fail("This model was saved without an image processor: it cannot read images.")
         return []
     from pathlib import Path
 
@@ -126,13 +128,13 @@ def _read_image(name: str, processor: Any) -> list[Image]:
 
     try:
         return [read_image(name if "://" in name else Path(name).expanduser(), "/image")]
-    except Exception as error:  # whatever a file or a server answers, the chat goes on
+    except Exception as error:  # the chat continues after any error of a file or a server
         _fail(str(error))
         return []
 
 
 def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
-    """Prints the answer as it comes. Returns whether there was one: otherwise the images wait for the next message."""
+    """Prints the answer while it is generated. Returns whether there was one; if not, the images stay for the next message."""
     from transformers import TextStreamer
 
     streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -157,9 +159,9 @@ def _fail(message: str) -> None:
 
 @contextmanager
 def _ctrl_c_asks_to_stop() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C asks the answer to end after the present token; the second breaks it off at once."""
+    """The first Ctrl-C ends the answer after the current token. The second Ctrl-C interrupts it at once."""
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield event.is_set
         return
 

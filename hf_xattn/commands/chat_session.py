@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _StopWhenAsked(StoppingCriteria):
-    """Ends an answer after the token at which `asked` returns True: no forward is broken off, so the cache stays right."""
+    """Ends an answer after the token at which `asked` returns True. No forward pass is interrupted, so the cache stays valid."""
 
     def __init__(self, asked: Callable[[], bool]):
         self.asked = asked
@@ -31,9 +31,9 @@ class _StopWhenAsked(StoppingCriteria):
 class ChatSession:
     """One conversation.
 
-    Every turn renders the whole conversation with the chat template and gives it to `generate` with the kept cache. The model reads
-    only the tokens that the cache does not hold, and encodes only the images that it does not hold. Where the template renders earlier
-    turns differently than before, the cache is cropped to the tokens that are still the same.
+    Every turn renders the whole conversation with the chat template and passes it to `generate` with the cache of earlier turns. The
+    model reads only tokens, and encodes only images, that are not yet in the cache. If the template renders earlier turns differently
+    than before, the cache is cropped to the tokens that are still the same.
 
     Args:
         model ([`XAttnForConditionalGeneration`]): the model.
@@ -71,18 +71,18 @@ class ChatSession:
             text (`str`): the user's message.
             images (`list` of images, *optional*): images that come with this message.
             streamer (`TextStreamer`, *optional*): gets the answer as it is generated.
-            stop (*optional*): called after each token; the answer ends where it returns True. What was said so far counts as the answer.
+            stop (*optional*): called after each token; the answer ends when it returns True. The text until then is the answer.
 
         Raises:
-            ValueError: where the conversation with its answer is longer than the model reads. After any error the conversation is
-                what it was before the question.
+            ValueError: if the conversation with its answer is longer than the model supports. After any error the conversation is
+                the same as before the question.
         """
         messages = [*self.messages, {"role": "user", "content": _content(text, images)}]
         try:
             inputs = self._inputs(messages)
             answer_ids = self._generate(inputs, streamer, stop)
         except BaseException:
-            # The cache may hold images of a question that is taken back. The next turn reads the conversation again.
+            # The cache may hold images of the failed question, so the next turn reads the whole conversation again.
             self._cache = None
             raise
         answer = self.tokenizer.decode(answer_ids, skip_special_tokens=True)
@@ -98,7 +98,7 @@ class ChatSession:
         new_tokens = self.options.get("max_new_tokens", 0)
         if longest is not None and length + new_tokens > longest:
             raise ValueError(
-                f"Expected a conversation of at most {longest} tokens, which the model reads, got {length} tokens and "
+                f"Expected a conversation of at most {longest} tokens, the limit of the model, got {length} tokens and "
                 f"`max_new_tokens={new_tokens}` for the answer. Start a new conversation."
             )
         return inputs
@@ -108,18 +108,18 @@ class ChatSession:
     ) -> torch.Tensor:
         input_ids = inputs["input_ids"]
         cache = self._cache_for(input_ids[0])
-        # While an answer is generated the cache is in no known state.
+        # If generation fails, the state of the cache is unknown.
         self._cache = None
         stopping = None if stop is None else StoppingCriteriaList([_StopWhenAsked(stop)])
         sequences = self.model.generate(
             **inputs, **self.options, past_key_values=cache, streamer=streamer, stopping_criteria=stopping
         )
-        # The last token was chosen, but not read: the cache ends before it.
+        # The model has not read the last generated token: the cache ends before it.
         self._cache, self._cached_ids = cache, sequences[0, : int(cache.get_seq_length())]
         return sequences[0, input_ids.shape[1] :]
 
     def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
-        """The kept cache, cropped to the beginning that it shares with `input_ids`; a new one where that cannot be done."""
+        """Returns the cache, cropped to the beginning that it shares with `input_ids`; a new cache if that is not possible."""
         if self._cache is not None:
             cached = len(self._cached_ids)
             shared = _common_length(self._cached_ids, input_ids[:-1])  # `generate` needs one new token

@@ -1,4 +1,4 @@
-"""Loads what commands need: a saved model (or only its shapes), its processor, and images."""
+"""Loads a saved model (or only its shapes), its processor and images, for the commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_model_and_images(parser: argparse.ArgumentParser, images_required: bool)
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
     """Loads a model, its processor and the images of `--image`.
 
-    A model that was saved without a processor gives its tokenizer instead.
+    If the model was saved without a processor, its tokenizer is returned instead.
 
     Raises:
         ValueError: for a missing file, a model without blocks, or images for a model without an image processor.
@@ -41,7 +41,7 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     files: list[Path] = arguments.image or []
     for file in files:
         if not file.is_file():
-            raise ValueError(f"`--image` must be a file, but {file} is not a file.")
+            raise ValueError(f"Expected `--image` to be a file, got {file}, which is not a file.")
     from transformers import AutoModelForImageTextToText
 
     from ..image_reading import read_image
@@ -57,7 +57,7 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
 
 
 def load_processor(name: str) -> Any:
-    """Loads the processor of a model, or its tokenizer where it was saved without an image processor."""
+    """Loads the processor of a model, or its tokenizer if the model was saved without an image processor."""
     from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
@@ -98,7 +98,7 @@ def check_model(name: str) -> None:
 def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration) -> Any:
     """Returns the processor, or for an `IdeficsProcessor` an [`XAttnProcessor`] with the same parts.
 
-    An `IdeficsProcessor` chooses the places of the images itself. An [`XAttnProcessor`] follows the markers in the prompt.
+    An `IdeficsProcessor` decides itself where images are in the text. An [`XAttnProcessor`] follows the markers in the prompt.
     """
     if type(processor).__name__ != "IdeficsProcessor":
         return processor

@@ -16,7 +16,7 @@ HEIGHT, WIDTH = 2 * PATCH, 6 * PATCH
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PLACES = ("first", "second", "third")
 PROMPT = "digits :"
-# A chat is the training sentences themselves: the question `digits :`, then the answer and the end.
+# Renders a chat like a training sentence: the question `digits :`, the answer, and the EOS token.
 CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {%- generation -%}{{- message.content ~ ' ' ~ eos_token ~ ' ' -}}{%- endgeneration -%}
