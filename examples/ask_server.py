@@ -1,6 +1,6 @@
 """Asks a server about a picture with the client of the OpenAI API: two turns, the second one streamed.
 
-A chat client sends the picture again at every turn. The server knows it, and encodes it once.
+A chat client sends the picture again at every turn. The server recognises it, and encodes it only once.
 
 Start a server in another terminal with `hf-xattn serve MODEL`, which prints its address. Without arguments this script makes a
 small model with random weights and starts a server for it.
@@ -43,7 +43,7 @@ def start_server(model: str) -> tuple[subprocess.Popen, str]:
     for line in server.stdout:
         if line.startswith("Ready: "):
             return server, line.split()[1]
-    raise RuntimeError("The server has not started.")
+    raise RuntimeError("The server did not start.")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 python examples/caption_with_trainer.py
 
-The rows are chats, with a column `images` beside the messages. `XAttnDataCollator` makes the batches: labels are the captions alone.
+The rows have the columns `messages` and `images`. `XAttnDataCollator` makes the batches, in which only the captions are labels.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ QUESTION = "what is in the picture ?"
 
 def main(folder: Path) -> None:
     model, processor = make_chat_model(folder)
-    # With a real model, freeze what it knows already: hf_xattn.freeze_base(model). This one has random weights, so all of it trains.
+    # With a real model, freeze the pretrained weights: hf_xattn.freeze_base(model). This one has random weights, so all are trained.
     rows = [
         {
             "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}],

@@ -16,7 +16,7 @@ import hf_xattn  # noqa: F401 (registers the model with the Auto classes)
 def main(folder: str, pictures: list[Image.Image]) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
-    model.enable_image_store()  # every turn brings the whole conversation; its pictures are encoded once
+    model.enable_image_store()  # every turn passes all pictures again, but each one is encoded only once
 
     def answer(messages: list[dict], streamer: TextStreamer | None = None) -> str:
         inputs = processor.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Fine-tunes a model with TRL's `SFTTrainer`, on a data set as TRL's are: `messages` and `images`.
+"""Fine-tunes a model with TRL's `SFTTrainer`, on a data set in TRL's format: `messages` and `images`.
 
 pip install "hf_xattn[trl]"
 python examples/fine_tune_with_trl.py
@@ -47,7 +47,9 @@ def main(folder: Path) -> None:
         ),
         train_dataset=dataset,
         processing_class=processor,
-        data_collator=XAttnDataCollator(processor),  # labels are the answers; TRL's own collator takes the whole text
+        data_collator=XAttnDataCollator(
+            processor
+        ),  # labels are the answers; TRL's own collator trains on the whole text
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -2,8 +2,8 @@
 
 python examples/train_on_your_pictures.py [MODEL FOLDER OUTPUT]
 
-The folder holds pictures and `metadata.jsonl`, with one example a line. The forms of an example stand in `hf_xattn/training_data.py`; the
-shortest is {"file_name": "a.png", "text": "a caption"}.
+The folder holds pictures and `metadata.jsonl`, with one example a line. All forms of an example are described in
+`hf_xattn/training_data.py`; the shortest is {"file_name": "a.png", "text": "a caption"}.
 """
 
 import json
@@ -50,7 +50,7 @@ if __name__ == "__main__":
             folder = Path(name)
             make_chat_model(folder)
             data = make_folder(folder / "data")
-            # The small model has random weights, so all of it trains. With a real one leave the last three options out.
+            # The small model has random weights, so all are trained. With a real model, leave out the last three options.
             main(
                 str(folder / "model"),
                 str(data),

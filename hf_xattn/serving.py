@@ -1,8 +1,8 @@
-"""Transformers' OpenAI-compatible server with one model in it, which is loaded before the server starts.
+"""Transformers' OpenAI-compatible server with one model, which is loaded before the server starts.
 
-The server is transformers' own (`transformers.cli.serving`). Three things differ, because there a request can be answered
-wrongly or not at all: a message that would be read only in part is refused; images are read in a thread, and a broken one is
-the client's error (400); the model is never unloaded, and `/v1/models` lists it.
+The server is transformers' own (`transformers.cli.serving`), with three changes, because the original answers some requests wrongly or
+not at all. A message that the server would read only in part is refused. Images are read in a thread, and a broken image is the
+client's error (400). The model is never unloaded, and `/v1/models` lists it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MESSAGE_FIELDS = frozenset(
 
 
 class OneModel(ModelManager):
-    """Holds a loaded model under one name. Loads nothing, and unloads nothing."""
+    """Holds a loaded model under one name. Never loads or unloads a model."""
 
     def __init__(self, name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class OneModel(ModelManager):
         self, model_id_and_revision: str, progress_callback: Callable | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         if model_id_and_revision != self.force_model:
-            raise ValueError(f"This server serves {self.force_model!r} only, got {model_id_and_revision!r}.")
+            raise ValueError(f"Expected `model` to be {self.force_model!r}, got {model_id_and_revision!r}.")
         if progress_callback is not None:
             progress_callback({"status": "ready", "model": self.force_model, "cached": True})
         return self.model, self.processor
@@ -90,18 +90,18 @@ class OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self.created, "owned_by": "hf_xattn"}]
 
     def shutdown(self) -> None:
-        """Keeps the model: a server that has dropped it cannot answer, and would load it without its image store."""
+        """Keeps the model: without it the server cannot answer, and a model that it loads again would have no image store."""
 
 
 class _Worded(BaseHandler):
-    """Tells the client why a request has failed, where transformers' server answers `Internal Server Error`."""
+    """Tells the client why a request has failed. Transformers' server would answer `Internal Server Error`."""
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
         try:
             return await super().handle_request(body, request_id)  # type: ignore[misc]
         except HTTPException:
             raise
-        except (ValueError, TypeError, TemplateError) as error:  # processor, template and model name what they refuse
+        except (ValueError, TypeError, TemplateError) as error:  # their messages name the wrong argument
             raise HTTPException(400, f"{type(error).__name__}: {error}") from error
         except Exception as error:
             logger.exception("A request has failed")
@@ -120,9 +120,11 @@ class _Checked(_Worded):
         field = "input" if isinstance(self, ResponseHandler) else "messages"
         parts = list(image_parts(body.get(field), field, isinstance(self, ResponseHandler)))
         if parts and self.model_manager.get_model_modality(*self._served()) is Modality.LLM:
-            raise HTTPException(400, f"{self.model_manager.force_model} was saved without an image processor.")
+            raise HTTPException(
+                400, f"{self.model_manager.force_model} cannot read images: it was saved without an image processor."
+            )
         for place, part in parts:
-            # In a thread: a slow address or a large image must not stop the answers of others.
+            # In a thread, so that a slow address or a large image does not delay other requests.
             part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"))
         return await super().handle_request(body, request_id)
 
@@ -132,7 +134,10 @@ class _Checked(_Worded):
 
 
 class _Generation(GenerateManager):
-    """Transformers' own, which cannot stop at strings with a processor, and breaks a stream at an error's line break."""
+    """Fixes two errors of transformers' manager.
+
+    It fails for stop strings if it gets a processor instead of a tokenizer, and a line break in an error message breaks its stream.
+    """
 
     def generate_streaming(self, model: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
         in_one_line: Any = _ErrorsInOneLine(model)
@@ -143,7 +148,7 @@ class _Generation(GenerateManager):
 
 
 class _ErrorsInOneLine:
-    """A model whose errors stand in JSON as they are."""
+    """Wraps a model, and escapes its error messages so that they fit into a JSON string on one line."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -158,7 +163,7 @@ class _ErrorsInOneLine:
 
 
 class _State(GenerationState):
-    """One thread for the one model: requests are answered one after another."""
+    """Uses one thread for the model, so that requests are answered one after another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,11 +187,11 @@ class _Responses(_Checked, ResponseHandler):
 
 
 def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tuple[str, dict]]:
-    """Yields the images of a request, each with words that say where it stands.
+    """Yields the image parts of a request, each with a description of its place for errors.
 
     Raises:
-        HTTPException: for messages of another shape, and for parts that are neither text nor images, which the server
-            would drop.
+        HTTPException: for messages in a wrong form, and for parts that are neither text nor images, because the server would
+            ignore them.
     """
     if items and isinstance(messages, str):
         return
@@ -197,7 +202,7 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
         raise HTTPException(400, f"Expected `{field}` to be a list of messages, got {got}.")
     for index, message in enumerate(messages):
         if "role" not in message and not items:
-            raise HTTPException(400, f"Expected each of `{field}` to have a `role`, message {index} has none.")
+            raise HTTPException(400, f"Expected each of `{field}` to have a `role`, got message {index} without one.")
         if not items and (unknown := sorted(set(message) - MESSAGE_FIELDS)):
             raise HTTPException(
                 400, f"Message {index} has unknown fields {unknown}. Images are parts of its `content`: `image_url`."
@@ -225,7 +230,8 @@ def read_image(place: str, address: Any) -> Image:
     """Reads an image from the web or from a data URL, as the processor does.
 
     Raises:
-        HTTPException: for another address: transformers would read files of this machine, too. For data that are no image.
+        HTTPException: for any other address, because transformers would also read files of this machine, and for data that are
+            not an image.
     """
     url = address.get("url") if isinstance(address, dict) else address
     if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
@@ -240,7 +246,7 @@ def read_image(place: str, address: Any) -> Image:
 
 
 def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any) -> FastAPI:
-    """Builds transformers' server for a loaded model, which clients call `name`."""
+    """Builds transformers' server for a loaded model. `name` is the name of the model for clients."""
     manager, state = OneModel(name, model, processor), _State()
     app = build_server(
         manager,
@@ -254,7 +260,7 @@ def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any) -
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        """The OpenAI API's form of an error, in which clients look for the message."""
+        """Returns the error in the form of the OpenAI API, so that clients find the message."""
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         body = {"message": str(error.detail), "type": kind, "param": None, "code": None}
         return JSONResponse({"error": body}, error.status_code)
@@ -267,14 +273,14 @@ def _tokenizer(processor: Any) -> Any:
 
 
 def check_answers(name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
-    """Makes the inputs of a first question, so that what would refuse every request refuses the start.
+    """Makes the inputs of a test question. If this fails, every request would fail, so the server does not start.
 
     Raises:
-        ValueError: for a model without a chat template, or with a tokenizer that the server cannot stream.
+        ValueError: for a model without a chat template, or with a tokenizer that cannot be used for streaming.
     """
     tokenizer = _tokenizer(processor)
     if not hasattr(tokenizer, "_tokenizer"):
-        raise ValueError(f"Serving needs a fast tokenizer, but {name} was saved with a {type_name(tokenizer)}.")
+        raise ValueError(f"Expected {name} to have a fast tokenizer for serving, got a {type_name(tokenizer)}.")
     message = {"role": "user", "content": [{"type": "text", "text": "?"}]}
     if processor is tokenizer:
         message["content"] = "?"
@@ -282,15 +288,15 @@ def check_answers(name: str, model: XAttnForConditionalGeneration, processor: An
         processor.apply_chat_template([message], add_generation_prompt=True, tokenize=True, return_dict=True)
     except (ValueError, TemplateError) as error:
         raise ValueError(
-            f"Serving needs a chat template that takes a question, but {name} has none: {error}"
+            f"Serving needs a chat template that renders a question, but the one of {name} fails: {error}"
         ) from error
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes a port, before a model is loaded in vain.
+    """Binds a port. Done before the model is loaded, so that a wrong port costs no time.
 
     Raises:
-        ValueError: if the address is another machine's, or the port is taken.
+        ValueError: if the address does not belong to this machine, or the port is in use.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -303,7 +309,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Tells when it is ready. Stops at Ctrl-C, after at most five seconds for answers under way."""
+    """Calls `ready` when it accepts requests. Stops at Ctrl-C, and gives running requests at most five seconds to finish."""
 
     def __init__(self, app: FastAPI, ready: Callable[[], None], log_level: str = "info") -> None:
         super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5))

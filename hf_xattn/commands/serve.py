@@ -16,13 +16,13 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     parser.add_argument(
         "--image-store",
         type=int,
         default=1024,
         metavar="MIB",
-        help="memory for encoded images, which later questions about them use; 0 for none (default: 1024)",
+        help="memory to keep encoded images for later questions, in MiB; 0 turns this off (default: 1024)",
     )
     parser.set_defaults(run=run, image=None)
 
