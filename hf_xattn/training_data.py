@@ -1,13 +1,14 @@
-"""A folder of pictures with a JSON lines file, as rows to train on.
+"""Reads a folder of pictures with a JSON lines file, as rows to train on.
 
-The file is `metadata.jsonl`, as the Hub's ImageFolder has it. Each line is one example, in one of these forms:
+The file is `metadata.jsonl`, as in `datasets`' ImageFolder. Each line is one example, in one of these forms:
 
     {"file_name": "a.png", "text": "a red circle"}                                         a caption
     {"file_name": "a.png", "question": "which colour ?", "answer": "red"}                  a question about a picture
     {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, ...]}, ...]}     a chat
-    {"prompt": [...], "completion": [...]}                                                 a chat of which the end is trained on
+    {"prompt": [...], "completion": [...]}                                                 a chat; only the completion is trained on
 
-`file_name` may be `images`, a list of files. Paths are relative to the folder. All that is wrong with a folder is told at once.
+Instead of `file_name`, an example may have `images`, a list of files. Paths are relative to the folder. One error lists all lines that
+are wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PictureRows(NamedTuple):
         file (`Path`): the JSON lines file.
         rows (`list[dict]`): rows for a collator, with the paths of their pictures.
         lines (`list[int]`): the line of each row, counted from 1.
-        fingerprint (`str`): changes where the file or the size of a picture changes.
+        fingerprint (`str`): changes if the file or the size of a picture changes.
     """
 
     file: Path
@@ -47,14 +48,14 @@ class PictureRows(NamedTuple):
 
 
 def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows:
-    """Reads the examples of a folder. Pictures must be there; whether they can be read is for [`check_rows`].
+    """Reads the examples of a folder. Checks that the pictures exist; [`check_rows`] checks that they can be read.
 
     Args:
-        folder (`str` or `Path`): pictures and `metadata.jsonl`, or one other `.jsonl` file.
-        prompt (`str`): what a user asks where the example is a caption.
+        folder (`str` or `Path`): a folder with pictures and `metadata.jsonl`, or with one other `.jsonl` file.
+        prompt (`str`): the user's message in an example that is a caption.
 
     Raises:
-        ValueError: for a missing folder or file, and for all lines that are no examples, with their numbers.
+        ValueError: for a missing folder or file, and for lines that are not examples. The message lists all of these lines.
     """
     folder = Path(folder)
     file = _metadata_file(folder)
@@ -75,18 +76,18 @@ def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows
         lines.append(number)
     raise_problems(file, problems)
     if not rows:
-        raise ValueError(f"{file} holds no examples: write one a line.")
+        raise ValueError(f"Expected {file} to hold examples, one per line, got none.")
     return PictureRows(file, rows, lines, digest.hexdigest())
 
 
 def check_rows(data: PictureRows, collate: Callable[[list[dict[str, Any]]], Any]) -> int:
-    """Makes a batch of each row alone: pictures that cannot be read, answers that are empty or cut off, templates that fail.
+    """Makes a batch of each row alone, to find pictures that cannot be read, empty or cut answers, and templates that fail.
 
     Returns:
-        `int`: tokens of the longest row.
+        `int`: number of tokens in the longest row.
 
     Raises:
-        ValueError: for all rows that cannot be trained on, with their lines.
+        ValueError: for rows that cannot be trained on. The message lists their lines.
     """
     from tqdm.auto import tqdm
 
@@ -95,14 +96,14 @@ def check_rows(data: PictureRows, collate: Callable[[list[dict[str, Any]]], Any]
         try:
             longest = max(longest, collate([row])["input_ids"].shape[1])
         except (TypeError, ValueError) as error:
-            reason = str(error).partition(": ")[2]  # without the row's place in a batch of one
+            reason = str(error).partition(": ")[2]  # without "Row 0 of the batch"
             problems.append((line, _unreadable_picture(row) or reason))
     raise_problems(data.file, problems)
     return longest
 
 
 def _unreadable_picture(row: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first picture of a row that cannot be read."""
+    """Describes the error of the first picture in a row that cannot be read; None if all can be read."""
     from PIL import Image
 
     messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
@@ -117,7 +118,7 @@ def _unreadable_picture(row: Mapping[str, Any]) -> str | None:
 
 
 def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
-    """Raises one `ValueError` for all lines that are wrong."""
+    """Raises one `ValueError` that lists all wrong lines."""
     if not problems:
         return
     shown = "".join(f"\n  line {number}: {problem}" for number, problem in problems[:MAX_PROBLEMS])
@@ -127,13 +128,13 @@ def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
 
 def _metadata_file(folder: Path) -> Path:
     if not folder.is_dir():
-        raise ValueError(f"Expected a folder with pictures and {METADATA}, but {folder} is not a folder.")
+        raise ValueError(f"Expected a folder with pictures and {METADATA}, got {folder}, which is not a folder.")
     if (folder / METADATA).is_file():
         return folder / METADATA
     others = sorted(folder.glob("*.jsonl"))
     if len(others) != 1:
-        found = f"several others: {[file.name for file in others]}" if others else "no other .jsonl file"
-        raise ValueError(f"Expected {folder} to hold {METADATA}, with one example a line. It holds {found}.")
+        found = f"several other files: {[file.name for file in others]}" if others else "no .jsonl file"
+        raise ValueError(f"Expected {folder} to hold {METADATA}, with one example per line, got {found}.")
     return others[0]
 
 
@@ -168,7 +169,7 @@ def _check_fields(example: Mapping[str, Any]) -> None:
         raise ValueError(f"expected the fields of one of {[list(form) for form in FORMS]}, got {sorted(example)}")
     for name in forms[0]:
         if name not in example:
-            raise ValueError(f"the field {name!r} is missing beside {sorted(example)}")
+            raise ValueError(f"the field {name!r} is missing, got {sorted(example)}")
         if forms[0] in FORMS[:2] and not (isinstance(example[name], str) and example[name].strip()):
             raise ValueError(f"{name!r} must be a text that is not empty, got {example[name]!r}")
     if "text" in example and not any(name in example for name in PICTURES):
@@ -192,7 +193,7 @@ def _as_row(example: Mapping[str, Any], prompt: str) -> dict[str, Any]:
 
 
 def _with_paths(message: dict[str, Any], folder: Path, pictures: list[Path]) -> dict[str, Any]:
-    """A message whose pictures are paths of files that are there. They are added to `pictures`."""
+    """Returns the message with paths of existing files as its pictures, and adds these paths to `pictures`."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -208,7 +209,7 @@ def _with_paths(message: dict[str, Any], folder: Path, pictures: list[Path]) -> 
                 raise ValueError(f"pictures must be files in the folder, got {source[:60]!r}")
             picture = folder / source.removeprefix("file://")
             if not picture.is_file():
-                raise ValueError(f"the picture {source!r} is not there")
+                raise ValueError(f"the picture {source!r} does not exist")
             pictures.append(picture)
             part = {"type": "image", "path": str(picture)}
         parts.append(part)

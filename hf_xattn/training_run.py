@@ -1,7 +1,7 @@
-"""A training run from a folder of pictures to a folder of a model: what `hf-xattn train` does.
+"""The training run of `hf-xattn train`: from a folder of pictures to a folder with the trained model.
 
-`Trainer` does the training, and what makes a run resumable: its checkpoints hold weights, optimizer, schedule and random states. Beside
-them stand the options of the run. A run is resumed with the same options on the same data, or refused: otherwise it would be another run.
+`Trainer` trains the model and saves checkpoints with weights, optimizer, schedule and random states. The options of the run are saved
+in the same folder. A run can be resumed only with the same options and the same data, because with others it would be a different run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 OPTIONS_FILE = "training.json"
 CHECKPOINTS = "checkpoints"
-# Options that change nothing in the result.
+# Options that do not change the result. They may be different in a resumed run.
 FREE_OPTIONS = ("output", "device", "workers", "log_steps")
 
 
 @dataclasses.dataclass
 class TrainingOptions:
-    """The options of `hf-xattn train`, under their names; see its `--help`."""
+    """The options of `hf-xattn train`, with the same names; see its `--help`."""
 
     model: str
     data: Path
@@ -79,12 +79,12 @@ class TrainingOptions:
         for name, low in (("warmup", 0.0), ("eval_share", 1e-9)):
             share = getattr(self, name)
             if share is not None and not low <= share < 1:
-                raise ValueError(f"{_option(name)} must be a share from 0 to 1, got {share}.")
+                raise ValueError(f"{_option(name)} must be a share between 0 and 1, got {share}.")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`--prompt` must be a text that is not empty.")
 
     def saved(self, *data: PictureRows) -> dict[str, Any]:
-        """What a resumed run must have in common with the run that it goes on with."""
+        """Returns the values that must be the same when the run is resumed."""
         options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
@@ -94,14 +94,14 @@ class TrainingOptions:
 
 
 def train(options: TrainingOptions, resume: bool = False) -> None:
-    """Trains a model and saves it. Everything that can be wrong with the data is found before the weights are loaded.
+    """Trains a model and saves it. All data are checked before the weights are loaded.
 
     Args:
-        options ([`TrainingOptions`]): of the run.
-        resume (`bool`): go on from the last checkpoint in `options.output`.
+        options ([`TrainingOptions`]): the options of the run.
+        resume (`bool`): continue from the last checkpoint in `options.output`.
 
     Raises:
-        ValueError: for bad data, a model without a processor, or an output of another run.
+        ValueError: for bad data, a model without a processor, or an output folder of a different run.
     """
     prompt = options.prompt or CAPTION_PROMPT
     data = read_folder(options.data, prompt)
@@ -128,7 +128,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype)
     if model.dtype == torch.float16:
         raise ValueError(
-            f"{options.model} is saved in float16, in which gradients vanish: train it with `--dtype bfloat16` or `--dtype float32`."
+            f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Train it with "
+            "`--dtype bfloat16` or `--dtype float32`."
         )
     half = model.dtype == torch.bfloat16
     dtypes = _prepare(model, options)
@@ -136,7 +137,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     (options.output / OPTIONS_FILE).write_text(json.dumps(saved, indent=2) + "\n")
     checkpoint = _last_checkpoint(options.output) if resume else None
     if resume:
-        print("No checkpoint yet: training begins." if checkpoint is None else f"Going on from {checkpoint}")
+        print("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
     use_cache = getattr(model.config, "use_cache", None)
     trainer = Trainer(
         model=model,
@@ -163,40 +164,42 @@ def _option(name: str) -> str:
 
 
 def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
-    """Raises a `ValueError` where there is nothing to resume, or a run of another kind."""
+    """Raises a `ValueError` if there is no run to resume, or a run with other options or data."""
     file = output / OPTIONS_FILE
     if not file.is_file():
-        raise ValueError(f"`--resume` found no run in {output}: it holds no {OPTIONS_FILE}. Begin without `--resume`.")
+        raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
     before = json.loads(file.read_text())
     if before.get("complete"):
-        raise ValueError(f"`--resume`: the run in {output} is complete.")
+        raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
     for name, value in saved.items():
         if before.get(name) == value:
             continue
         if name == "fingerprints":
-            raise ValueError(f"`--resume`: the data are not those of the run in {output}. Begin in a new folder.")
+            raise ValueError(
+                f"`--resume`: expected the data of the run in {output}, got other data. Start in a new folder."
+            )
         raise ValueError(
-            f"`--resume`: {_option(name)} was {before.get(name)!r} in {output}, got {value!r}. Go on with the same, or begin in a "
-            "new folder."
+            f"`--resume`: expected {_option(name)} to be {before.get(name)!r}, as in the run in {output}, got {value!r}. Use the same "
+            "value, or start in a new folder."
         )
 
 
 def _last_checkpoint(output: Path) -> Path | None:
-    """The last checkpoint that is complete: `Trainer` writes its state last."""
+    """Returns the last complete checkpoint: one with `trainer_state.json`, the file that `Trainer` writes last."""
     found: list[tuple[int, Path]] = []
     for file in (output / CHECKPOINTS).glob("checkpoint-*/trainer_state.json"):
         try:
             found.append((json.loads(file.read_text())["global_step"], file.parent))
         except ValueError:
-            continue  # cut off while it was written
+            continue  # the run was stopped while it wrote this file
     return max(found)[1] if found else None
 
 
 def _processor(name: str) -> XAttnProcessor:
-    """The model's processor, as an [`XAttnProcessor`].
+    """Returns the model's processor, as an [`XAttnProcessor`].
 
     Raises:
-        ValueError: for a model without one, or without a chat template.
+        ValueError: for a model without a processor, or without a chat template that works.
     """
     from transformers import AutoConfig, AutoProcessor
 
@@ -210,7 +213,7 @@ def _processor(name: str) -> XAttnProcessor:
         raise ValueError(
             f"{name} was saved without an image processor, so it cannot read pictures. Save an `XAttnProcessor` into its folder."
         )
-    if not isinstance(processor, XAttnProcessor):  # of an imported model
+    if not isinstance(processor, XAttnProcessor):  # the processor of an imported model
         marker = AutoConfig.from_pretrained(name).image_token_id
         token = None if marker is None else processor.tokenizer.convert_ids_to_tokens(marker)
         template = processor.chat_template or processor.tokenizer.chat_template
@@ -226,7 +229,7 @@ def _processor(name: str) -> XAttnProcessor:
 
 
 def _split(data: PictureRows, options: TrainingOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train on, and rows to evaluate on: a share drawn by chance."""
+    """Returns the rows to train on and the rows to evaluate on. The latter are a random share."""
     if options.eval_share is None:
         return data.rows, []
     if len(data.rows) < 2:
@@ -240,10 +243,10 @@ def _split(data: PictureRows, options: TrainingOptions) -> tuple[list[dict[str, 
 
 
 def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> dict[str, torch.dtype]:
-    """Freezes what stays as it is, and puts the rest into float32: updates this small are lost in half precision.
+    """Freezes the parameters that are not trained, and converts the others to float32, because half precision loses small updates.
 
     Returns:
-        `dict`: dtypes that these parameters had.
+        `dict`: the original dtypes of the converted parameters.
     """
     from .retrofit import freeze_base
 
@@ -285,7 +288,7 @@ def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: b
         logging_steps=min(options.log_steps, steps),
         seed=options.seed,
         use_cpu=options.device == "cpu",
-        bf16=half,  # computes in bfloat16 where the frozen weights are; what trains is kept in float32
+        bf16=half,  # compute in bfloat16 if the frozen weights are bfloat16; trained weights stay float32
         dataloader_num_workers=options.workers,
         prediction_loss_only=True,
         remove_unused_columns=False,
@@ -300,8 +303,8 @@ def _save(
     dtypes: dict[str, torch.dtype],
     use_cache: bool | None,
 ) -> None:
-    """Saves the model as it was loaded: in its dtypes, and with the cache that `Trainer` turns off."""
-    config: Any = model.config  # a composite configuration has no such field of its own
+    """Saves the model as it was loaded: in its original dtypes, and with `use_cache`, which `Trainer` turns off."""
+    config: Any = model.config  # a composite configuration has no field `use_cache`
     if use_cache is None:
         del config.use_cache
     else:

@@ -16,37 +16,43 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--data", type=Path, required=True, metavar="FOLDER", help="pictures and metadata.jsonl, one example a line"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the trained model")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR")
-    parser.add_argument("--prompt", metavar="TEXT", help="what is asked about a picture that has a caption only")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in DIR")
+    parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--epochs", type=float, default=1.0, metavar="N", help="times to go through the data (default: 1)"
     )
     length.add_argument("--steps", type=int, metavar="N", help="optimizer steps, instead of --epochs")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="examples per forward pass (default: 8)")
     parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="examples of a forward pass (default: 8)"
+        "--gradient-accumulation",
+        type=int,
+        default=1,
+        metavar="N",
+        help="forward passes per optimizer step (default: 1)",
     )
     parser.add_argument(
-        "--gradient-accumulation", type=int, default=1, metavar="N", help="forward passes of a step (default: 1)"
+        "--learning-rate", type=float, default=1e-4, metavar="X", help="highest learning rate (default: 1e-4)"
     )
-    parser.add_argument("--learning-rate", type=float, default=1e-4, metavar="X", help="highest rate (default: 1e-4)")
     parser.add_argument(
         "--warmup",
         type=float,
         default=0.05,
         metavar="X",
-        help="share of the steps until the highest rate (default: 0.05)",
+        help="share of the steps in which the learning rate rises (default: 0.05)",
     )
     parser.add_argument("--weight-decay", type=float, default=0.0, metavar="X")
-    parser.add_argument("--max-length", type=int, metavar="N", help="cut texts to so many tokens")
+    parser.add_argument("--max-length", type=int, metavar="N", help="cut texts to N tokens")
     evaluation = parser.add_mutually_exclusive_group()
     evaluation.add_argument(
         "--eval-share", type=float, metavar="X", help="share of the examples to evaluate on, such as 0.1"
     )
-    evaluation.add_argument("--eval-data", type=Path, metavar="FOLDER", help="examples to evaluate on, as --data")
-    parser.add_argument("--eval-steps", type=int, metavar="N", help="steps between evaluations (default: an epoch)")
+    evaluation.add_argument(
+        "--eval-data", type=Path, metavar="FOLDER", help="examples to evaluate on, in a folder like --data"
+    )
+    parser.add_argument("--eval-steps", type=int, metavar="N", help="steps between evaluations (default: one epoch)")
     parser.add_argument(
-        "--save-steps", type=int, metavar="N", help="steps between checkpoints (default: a tenth of all)"
+        "--save-steps", type=int, metavar="N", help="steps between checkpoints (default: a tenth of all steps)"
     )
     parser.add_argument(
         "--log-steps", type=int, default=10, metavar="N", help="steps between lines of the log (default: 10)"
@@ -59,9 +65,9 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16"),
-        help="dtype of the frozen weights; what trains is float32 meanwhile",
+        help="dtype of the frozen weights; trained weights are float32 during training",
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu"), help="auto takes a GPU where there is one")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu"), help="auto uses a GPU if there is one")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that read pictures (default: 0)")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run)
@@ -79,5 +85,5 @@ def run(arguments: argparse.Namespace) -> None:
         train(checked, resume=arguments.resume)
     except KeyboardInterrupt:
         if (arguments.output / OPTIONS_FILE).is_file():
-            print(f"\nStopped. The same command with --resume goes on from the last checkpoint in {arguments.output}.")
+            print(f"\nStopped. Add --resume to the command to continue from the last checkpoint in {arguments.output}.")
         raise SystemExit(130) from None
