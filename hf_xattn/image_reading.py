@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 import torch
@@ -137,13 +139,18 @@ def _open(source: str | Path, name: str) -> Image:
             return Image.open(BytesIO(_download(text, name)))
         if isinstance(source, str) and text.startswith("data:"):
             return Image.open(BytesIO(base64.b64decode(text.partition(",")[2], validate=False)))
+        if isinstance(source, str) and text.startswith("file://"):
+            source = Path(url2pathname(urlsplit(text).path))
         if isinstance(source, Path) or (len(text) < 4096 and Path(text).is_file()):
             return Image.open(source)
         return Image.open(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
     except (UnidentifiedImageError, binascii.Error, UnicodeError) as error:
+        if isinstance(source, Path) or Path(text[:4096]).is_file() or text.startswith(("http://", "https://", "data:")):
+            raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read as an image.") from error
+        as_text = " Pass text as `text=`." if name == "images" and " " in text.strip() else ""
         raise ValueError(
-            f"Expected `{name}` to be an image, or its path, URL, data URL or base64, got {_short(source)}, which cannot be "
-            "read as an image. Pass text as `text=`."
+            f"Expected `{name}` to hold an image, or its path, URL, data URL or base64, got {_short(source)}: there is no such "
+            f"file.{as_text}"
         ) from error
     except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error

@@ -159,6 +159,16 @@ def test_values_in_0_to_1(processor, caplog, monkeypatch):
     assert "`do_rescale=False`" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["pil", "uint8", "path"])
+def test_do_rescale_for_values_up_to_255(processor, kind, tmp_path):
+    """Values 255 times too large, without a word: a wrong answer."""
+    image = picture()
+    image.save(tmp_path / "a.png")
+    given = {"pil": image, "uint8": np.asarray(image), "path": tmp_path / "a.png"}[kind]
+    with pytest.raises(ValueError, match="values from 0 to 1 for `do_rescale=False`, got .*Remove"):
+        processor(images=given, text="a", do_rescale=False)
+
+
 def test_size_of_a_call(processor):
     """`size=` that changes nothing."""
     image = make_picture()
