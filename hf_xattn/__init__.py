@@ -9,6 +9,7 @@ from .attention import GatedCrossAttention
 from .block import GatedCrossAttentionBlock
 from .collator import XAttnDataCollator
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
+from .lora import added_modules, lora_targets
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .processing_xattn import XAttnProcessor
 from .retrofit import freeze_base, retrofit
@@ -45,6 +46,8 @@ __all__ = [
     "XAttnModel",
     "XAttnProcessor",
     "__version__",
+    "added_modules",
     "freeze_base",
+    "lora_targets",
     "retrofit",
 ]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .active_blocks import cross_attention_blocks
 from .block import GatedCrossAttentionBlock
 from .context import KEYWORD, CrossAttentionContext
 from .cross_cache import CrossAttentionLayer
@@ -47,7 +48,7 @@ def _checkpoint_layer(
 ) -> torch.Tensor | tuple[Any, ...]:
     """Checkpoints a layer's `forward`. Tensors of the context that require a gradient become positional arguments."""
     layer, context = forward.args[0], forward.keywords.get(KEYWORD)
-    blocks = [part for part in layer.children() if isinstance(part, GatedCrossAttentionBlock)]
+    blocks = cross_attention_blocks(layer)
     if context is None or not blocks or not torch.is_grad_enabled():
         return checkpoint(forward, *args)
     if context.encode_only:

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
+from .active_blocks import cross_attention_blocks
 from .block import GatedCrossAttentionBlock
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
@@ -25,7 +26,6 @@ from .image_cache import ImageCache, device_of
 from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
 from .image_store import ImageStore, StoreReader
-from .insertion import cross_attention_blocks
 from .model_identity import ModelIdentity
 from .xattn_cache import XAttnCache
 

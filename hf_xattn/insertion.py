@@ -23,6 +23,7 @@ from .context import KEYWORD, CrossAttentionContext
 from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
 from .derived import derive, is_derived
 from .memo import memoized
+from .quantized_weights import is_quantized
 
 
 # Prefix of a derived class's name. FSDP policies and device maps find layers by this name.
@@ -157,8 +158,10 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
                 block = GatedCrossAttentionBlock(
                     config.cross_attention_config, layer_idx=config.cross_attention_layers.index(place)
                 )
-                if parameter.is_floating_point() and not (parameter.is_meta or block.attn_norm.weight.is_meta):
-                    _match(block, parameter)
+                if not (parameter.is_meta or block.attn_norm.weight.is_meta):
+                    # A quantized weight is stored as integers: the model knows in which dtype it computes.
+                    dtype = language_model.dtype if is_quantized(parameter) else parameter.dtype
+                    _match(block, parameter.device, dtype)
                 setattr(layer, name, block)
         layer.__class__ = cross_attending_class(type(layer), receives_keywords)
         names.add(type(layer).__name__)
@@ -166,15 +169,9 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
 
 
 @torch.no_grad()
-def _match(block: GatedCrossAttentionBlock, like: torch.Tensor) -> None:
-    """Moves a block to the device and dtype of a layer's weight. In half precision, gates and norms keep their dtype."""
+def _match(block: GatedCrossAttentionBlock, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves a block to the device and dtype of a layer. In half precision, gates and norms keep their dtype."""
     for name, parameter in block.named_parameters():
         keep = any(name.startswith(kept) for kept in block._keep_in_fp32_modules_strict)
-        narrow = like.dtype in (torch.float16, torch.bfloat16)
-        parameter.data = parameter.data.to(device=like.device, dtype=parameter.dtype if keep and narrow else like.dtype)
-
-
-def cross_attention_blocks(language_model: nn.Module) -> list[GatedCrossAttentionBlock]:
-    """The blocks of a retrofitted model, in the order of the layers."""
-    blocks = [module for module in language_model.modules() if isinstance(module, GatedCrossAttentionBlock)]
-    return sorted(blocks, key=lambda block: block.layer_idx)
+        narrow = dtype in (torch.float16, torch.bfloat16)
+        parameter.data = parameter.data.to(device=device, dtype=parameter.dtype if keep and narrow else dtype)

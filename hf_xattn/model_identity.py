@@ -67,16 +67,17 @@ class ModelIdentity:
         for name in ("vision_config", "perceiver_config"):
             part = getattr(config, name)
             facts[name] = None if part is None else _shape_of(part.to_dict())
-        # Adapters (PEFT) change the output of a layer without changing its weights.
+        # Adapters (PEFT) change the output of a layer without changing its weights. So do modules of `modules_to_save`, of which one
+        # copy runs. Both have this attribute, unlike a `PreTrainedModel`, which has the others too.
         facts["adapters"] = {
             f"{name}.{inner}": [
                 str(module.active_adapters),
-                bool(getattr(module, "disable_adapters", False)),
+                bool(module.disable_adapters),
                 str(getattr(module, "scaling", None)),
             ]
             for name, part in parts.items()
             for inner, module in part.named_modules()
-            if hasattr(module, "active_adapters") and hasattr(module, "lora_A")
+            if isinstance(getattr(module, "_disable_adapters", None), bool)
         }
         return facts
 
@@ -90,7 +91,12 @@ def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, b
             offloaded = tensor.is_meta
             if offloaded:
                 tensor = load_offloaded_parameter(part, inner)  # type: ignore[arg-type]  # reads the hooks of any module
-            yield f"{name}.{inner}", getattr(tensor, "_local_tensor", tensor).detach(), offloaded
+            tensor = getattr(tensor, "_local_tensor", tensor).detach()
+            if hasattr(tensor, "__tensor_flatten__"):  # quantized by torchao: integers and their scales
+                for field in tensor.__tensor_flatten__()[0]:
+                    yield f"{name}.{inner}.{field}", getattr(tensor, field), offloaded
+            else:
+                yield f"{name}.{inner}", tensor, offloaded
 
 
 def _shape_of(config: dict[str, Any]) -> dict[str, Any]:

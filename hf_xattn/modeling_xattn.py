@@ -38,6 +38,7 @@ from .loss import IGNORED, LabelMask, LossInputs, loss_over_all_logits
 from .model_identity import ModelIdentity
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .pretrained import XAttnPreTrainedModel, keep_weights
+from .quantization import adopt_quantizer, share_quantizer
 from .rollback import whole_or_not_at_all
 from .tensor_checks import check_integers, check_tensor
 from .text_inputs import check_labels, check_text
@@ -87,6 +88,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             if vision_tower is not None:
                 follow_tower(self.connector, vision_tower)
         self._no_split_modules = [*(text_model._no_split_modules or []), *split]
+        adopt_quantizer(self, text_model)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -280,6 +282,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         if text_model is not None:
             self.generation_config = text_model.generation_config
         self._is_stateful = self.model.text_model._is_stateful
+        share_quantizer(self.model, self)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from transformers import initialization as init
 
 from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
-from .custom_code import save_code, trusting
+from .custom_code import HUB_ARGUMENTS, save_code, trusting
 from .insertion import BLOCKS
+from .quantization import check_savable, finish_quantized, keep_added_precise
 
 
 class XAttnPreTrainedModel(PreTrainedModel):
@@ -62,11 +65,21 @@ class XAttnPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args, config: Any = None, **kwargs) -> Any:
-        """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or vision tower."""
+        """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or vision tower.
+
+        A `quantization_config` quantizes the text model alone: blocks, connector and vision tower stay in high precision.
+        """
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+            if kwargs.get("quantization_config") is not None:
+                known = (
+                    config if isinstance(config, XAttnConfig) else _read_config(pretrained_model_name_or_path, kwargs)
+                )
+                kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        finish_quantized(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
         """Asked for before `save_pretrained` uploads what has changed since. Code is in its place by then, and goes up as well."""
@@ -80,13 +93,21 @@ class XAttnPreTrainedModel(PreTrainedModel):
 
         An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
         patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
+
+        Raises:
+            ValueError: for a quantized model that could not be loaded again. Nothing is written then.
         """
+        if not getattr(self, "_hf_peft_config_loaded", False):  # an adapter is saved without the weights below it
+            check_savable(self)
         if kwargs.get("is_main_process", True):
             body: Any = self.base_model
             config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             save_code([(part, own) for part, own in parts if part is not None and own is not None], save_directory)
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
+        if not self.name_or_path and not getattr(self, "_hf_peft_config_loaded", False):
+            # Adapters record this name as that of their base. A retrofit has none before it is saved.
+            self.name_or_path = self.config.name_or_path = os.fspath(save_directory)
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """`PreTrainedModel.resize_token_embeddings`.
@@ -103,6 +124,15 @@ class XAttnPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
+
+
+def _read_config(checkpoint: Any, load_kwargs: dict[str, Any]) -> XAttnConfig:
+    """The configuration of a checkpoint, or of the checkpoint that an adapter (PEFT) names as its base."""
+    hub = {name: load_kwargs[name] for name in (*HUB_ARGUMENTS, "subfolder") if load_kwargs.get(name) is not None}
+    adapter = Path(checkpoint) / "adapter_config.json"
+    if adapter.is_file() and not (adapter.parent / "config.json").is_file():
+        checkpoint = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return XAttnConfig.from_pretrained(checkpoint, **hub)
 
 
 def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:

@@ -23,6 +23,7 @@ from .insertion import check_kind
 from .keywords import refuse_unknown
 from .modeling_xattn import XAttnForConditionalGeneration
 from .paths import check_source
+from .quantized_weights import check_trainable
 from .sizes import TILED_VISION_TYPES, text_num_hidden_layers, vision_hidden_size
 from .text_half import composite_class, is_composite, text_half, text_half_config
 from .tower import check_tower_class, check_tower_config
@@ -88,7 +89,8 @@ def retrofit(
             connector_bias, vision_feature_select_strategy, perceiver_config: fields of [`XAttnConfig`].
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`, `trust_remote_code`, ...
             Only allowed if there is a checkpoint to load. `attn_implementation` may be a `dict` with one entry for each part:
-            `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`.
+            `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`. A `quantization_config` is for the text
+            model: blocks, connector and vision tower stay in high precision, on the device of the text model.
 
     Raises:
         TypeError: for an unknown keyword, or if `text` or `vision` is neither a model nor a checkpoint.
@@ -101,6 +103,11 @@ def retrofit(
         check_parts("attn_implementation", attn_implementation, XAttnConfig.sub_configs)
         del load_kwargs["attn_implementation"]
     if isinstance(text, PreTrainedModel):
+        if "quantization_config" in load_kwargs:
+            raise ValueError(
+                "`quantization_config` quantizes the text model, but `text` is loaded already. Pass `quantization_config` to its "
+                "`from_pretrained`, or pass its folder to `retrofit`."
+            )
         text = text_half(text)
     text_config = _text_config(text, load_kwargs)
     if cross_attention_layers is None:
@@ -138,12 +145,16 @@ def retrofit(
 
     if not isinstance(text, PreTrainedModel):
         text = load_text(text, **load_kwargs)
+    tower: Any = vision
     if vision is not None and not isinstance(vision, PreTrainedModel):
-        vision = load_vision(vision, **{"dtype": text.dtype, **load_kwargs})
+        tower_kwargs = {name: value for name, value in load_kwargs.items() if name != "quantization_config"}
+        tower = load_vision(vision, **{"dtype": text.dtype, **tower_kwargs})
+        if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
+            tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
     config = XAttnConfig(
-        text_config=text.config, vision_config=None if vision is None else vision.config, **options, dtype=text.dtype
+        text_config=text.config, vision_config=None if tower is None else tower.config, **options, dtype=text.dtype
     )
-    model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=vision)
+    model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=tower)
     if isinstance(attn_implementation, dict):
         model.set_attn_implementation(attn_implementation)
     model.train(text.training)
@@ -258,13 +269,24 @@ def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XA
         model ([`XAttnForConditionalGeneration`]): changed in place.
         vision (`bool`, defaults to `True`): also freeze the vision tower.
 
+    The base may be quantized: then too the blocks and the connector train, in high precision.
+
     Raises:
         TypeError: for a model without blocks.
+        ValueError: for quantized weights in what shall train. The model is not changed then.
     """
     if not isinstance(model, XAttnForConditionalGeneration):
         raise TypeError(
             f"Expected `model` to be an XAttnForConditionalGeneration, got {type(model).__name__}. `retrofit` makes such a model."
         )
+    remedy = "Load the base with `quantization_config`: blocks and connector then stay in high precision."
+    for block in model.blocks:
+        check_trainable(f"block {block.layer_idx}", block, remedy)
+    if model.model.connector is not None:
+        check_trainable("the connector", model.model.connector, remedy)
+    if model.model.vision_tower is not None and not vision:
+        remedy = "Load the tower without `quantization_config`, or leave it frozen: `freeze_base(model, vision=True)`."
+        check_trainable("the vision tower (`vision=False`)", model.model.vision_tower, remedy)
     model.requires_grad_(False)
     for block in model.blocks:
         block.requires_grad_(True)

@@ -16,6 +16,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
+from .quantization import share_quantizer
+
 
 def is_composite(config: PreTrainedConfig) -> bool:
     """Whether a configuration describes a decoder among other parts."""
@@ -67,6 +69,7 @@ def text_half(model: PreTrainedModel) -> PreTrainedModel:
     parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     whole = next((module for module in parts if type(module) is text_class), None)
     if whole is not None:
+        share_quantizer(model, whole)
         return whole.train(model.training)
     with torch.device("meta"):
         text = text_class._from_config(text_config)
@@ -86,4 +89,5 @@ def text_half(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"{type(model).__name__} holds no weights for {left} of {type(text).__name__}.")
     if getattr(model, "generation_config", None) is not None:
         text.generation_config = model.generation_config
+    share_quantizer(model, text)
     return text.train(model.training)

@@ -1,0 +1,187 @@
+"""Quantized bases: the text model in 4 or 8 bit, everything that was added to it in high precision.
+
+A quantizer of transformers converts every linear layer of a model, except those that its configuration names. New blocks would be
+converted too: they could not be trained, and images would lose precision on their way to the text. So the blocks, the connector and the
+vision tower are named by themselves. The same names go into `config.json`, so what was saved loads alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
+
+from .active_blocks import cross_attention_blocks
+from .configuration_xattn import XAttnConfig
+from .custom_code import build_part
+from .quantized_weights import first_quantized, is_quantized
+
+
+logger = logging.get_logger(__name__)
+
+# What stays in high precision, as patterns of transformers' quantizers. `XAttnModel` has no prefix, the model with a head has `model.`.
+KEPT = (r"(?:model\.)?vision_tower", r"(?:model\.)?connector", r".*\.cross_attention_block(?:_after)?")
+
+TEXT = r"(?:model\.)?text_model\."
+
+# Fields of the quantizers' configurations that name the layers to leave alone.
+SKIP_FIELDS = ("modules_to_not_convert", "llm_int8_skip_modules", "skip_modules")
+
+# What a quantizer sets on the model that it has converted. `is_quantized` is left out: see `share_quantizer`.
+MARKS = ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
+
+ADAPTER_ONLY = "Save what was added to it, without the base: `save_pretrained(folder, adapter_only=True)`."
+
+
+def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
+    """Returns a quantizer's configuration that leaves blocks, connector and vision tower alone, beside what it leaves alone already.
+
+    Args:
+        quantization_config (`QuantizationConfigMixin` or `dict`): as given to `from_pretrained`. Not changed.
+        config ([`XAttnConfig`]): the configuration of the model to be loaded.
+    """
+    if isinstance(quantization_config, dict):
+        quantization_config = AutoQuantizationConfig.from_dict(quantization_config)
+    field = _skip_field(quantization_config)
+    if field is None:
+        return quantization_config
+    given = getattr(quantization_config, field)
+    if given is None:
+        # A list replaces the quantizer's own: the head, and what shares its weights. These names are those of the text model alone.
+        with torch.device("meta"):
+            text_model = build_part(AutoModelForCausalLM, config.text_config)
+        given = [TEXT + re.escape(name) for name in sorted(get_keys_to_not_convert(text_model))]
+    else:  # as written, and as a name within the text model: "lm_head" means the head of both
+        given = [*given, *(f"{TEXT}(?:{name})" for name in given if not name.startswith(TEXT) and name not in KEPT)]
+    return _with_skips(quantization_config, field, list(dict.fromkeys([*given, *KEPT])))
+
+
+def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
+    """Makes the quantizer of a text model that of the model around it, so that the whole can be saved and loaded.
+
+    Args:
+        model (`PreTrainedModel`): an [`XAttnModel`] that contains `text_model`. Its configuration takes over the quantization,
+            which in `text_config` would stand for names that the weights no longer have.
+    """
+    quantizer = getattr(text_model, "hf_quantizer", None)
+    if quantizer is None:
+        return
+    quantizer = copy.copy(quantizer)
+    field = _skip_field(quantizer.quantization_config)
+    if field is not None:
+        skipped = [*(TEXT + re.escape(name) for name in _unquantized(text_model)), *KEPT]
+        quantizer.quantization_config = _with_skips(quantizer.quantization_config, field, skipped)
+        quantizer.modules_to_not_convert = skipped
+    config: Any = model.config
+    config.quantization_config = quantizer.quantization_config
+    if hasattr(config.text_config, "quantization_config"):
+        del config.text_config.quantization_config
+    share_quantizer(text_model, model)
+    model.hf_quantizer = quantizer
+
+
+def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Marks `model` as transformers marks the quantized model `source`, where that is one.
+
+    `is_quantized` stays False: `Trainer` refuses to train such a model without PEFT, but here the blocks can be trained.
+    """
+    for name in MARKS:
+        if name in source.__dict__:
+            setattr(model, name, source.__dict__[name])
+
+
+def finish_quantized(model: PreTrainedModel) -> None:
+    """Puts the marks of a loaded quantized model right, and looks at what became of it.
+
+    Raises:
+        ValueError: for quantized layers without quantized weights.
+    """
+    if getattr(model, "hf_quantizer", None) is None:
+        return
+    setattr(model, "is_quantized", False)  # noqa: B010  # see `share_quantizer`
+    body: Any = model.base_model
+    if body is not model:
+        share_quantizer(model, body)
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Linear)
+            and "bitsandbytes" in type(module).__module__
+            and not is_quantized(module.weight)
+        ):
+            raise ValueError(
+                f"This folder holds a quantized model that was not saved as one: {name} should be quantized, but its weight is "
+                f"{module.weight.dtype}. Save the model again: from a base in full precision, or without the base: "
+                "`save_pretrained(folder, adapter_only=True)`."
+            )
+    for name, part in _added(body):
+        weight = first_quantized(part)
+        if weight is not None:
+            logger.warning(
+                f"The checkpoint holds {name} in quantized form ({weight}): it computes, but cannot be trained."
+            )
+
+
+def check_savable(model: PreTrainedModel) -> None:
+    """Checks that quantized weights can be saved and loaded again.
+
+    Raises:
+        ValueError: for weights that were quantized by hand, in a vision tower, or by a quantizer that cannot save them.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    body: Any = model.base_model
+    quantized = first_quantized(body)
+    if quantized is None:
+        return
+    if quantizer is None:
+        raise ValueError(
+            f"This model holds weights that were quantized without a quantizer of transformers ({quantized}), so its configuration "
+            f"cannot say how to load them. {ADAPTER_ONLY}"
+        )
+    field = _skip_field(quantizer.quantization_config)
+    if field is None or not quantizer.is_serializable():
+        method = quantizer.quantization_config.quant_method
+        raise ValueError(
+            f"A text model quantized with {getattr(method, 'value', method)} cannot be saved inside a model with blocks. {ADAPTER_ONLY}"
+        )
+    skipped = getattr(quantizer.quantization_config, field) or []
+    for name, weight in body.named_parameters():
+        if is_quantized(weight) and not should_convert_module(name.rpartition(".")[0], skipped):
+            raise ValueError(
+                f"{name} is quantized, but the model's quantizer stands for the text model alone: what was saved would load wrongly. "
+                f"{ADAPTER_ONLY}"
+            )
+
+
+def _skip_field(quantization_config: Any) -> str | None:
+    return next((name for name in SKIP_FIELDS if hasattr(quantization_config, name)), None)
+
+
+def _with_skips(quantization_config: Any, field: str, skipped: list[str]) -> Any:
+    quantization_config = copy.copy(quantization_config)
+    setattr(quantization_config, field, skipped)
+    return quantization_config
+
+
+def _unquantized(text_model: nn.Module) -> Iterator[str]:
+    """Names of the linear layers that a text model's quantizer has left alone, without those of blocks."""
+    blocks = {id(part) for block in cross_attention_blocks(text_model) for part in block.modules()}
+    for name, module in text_model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in blocks and not is_quantized(module.weight):
+            yield name
+
+
+def _added(body: Any) -> Iterator[tuple[str, nn.Module]]:
+    for block in cross_attention_blocks(body):
+        yield f"block {block.layer_idx}", block
+    if body.connector is not None:
+        yield "the connector", body.connector

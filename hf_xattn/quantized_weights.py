@@ -1,0 +1,32 @@
+"""Recognises quantized weights, and explains what cannot be done with them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def is_quantized(weight: torch.Tensor) -> bool:
+    """Whether a weight is stored in 8 bit or less: as integers (bitsandbytes), 8-bit floats, or a tensor of torchao's classes."""
+    if hasattr(weight, "_local_tensor"):  # sharded
+        weight = weight._local_tensor
+    return not weight.is_floating_point() or weight.dtype.itemsize == 1 or hasattr(weight, "__tensor_flatten__")
+
+
+def first_quantized(module: nn.Module) -> str | None:
+    """Name of the first quantized weight of a module, or None."""
+    return next((name for name, weight in module.named_parameters() if is_quantized(weight)), None)
+
+
+def check_trainable(part: str, module: nn.Module, remedy: str) -> None:
+    """Raises a `ValueError` where a part with quantized weights shall be trained. torch only says that integers have no gradient.
+
+    Args:
+        part (`str`): what the message calls it.
+        remedy (`str`): what to do instead, as a sentence.
+    """
+    name = first_quantized(module)
+    if name is not None:
+        weight = module.get_parameter(name)
+        kind = type(weight).__name__ if hasattr(weight, "__tensor_flatten__") else str(weight.dtype)
+        raise ValueError(f"The weights of {part} are quantized ({name}: {kind}) and cannot be trained. {remedy}")
