@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -11,17 +11,20 @@ from .block import GatedCrossAttentionBlock
 
 def cross_attention_blocks(module: nn.Module) -> list[GatedCrossAttentionBlock]:
     """The blocks that run in a model or a layer, in the order of the layers."""
-    blocks = [part for part in _running(module) if isinstance(part, GatedCrossAttentionBlock)]
+    blocks, left = [], [module]
+    while left:
+        part = left.pop()
+        if isinstance(part, GatedCrossAttentionBlock):
+            blocks.append(part)
+        elif "original_module" in part._modules and isinstance(part._modules.get("modules_to_save"), nn.ModuleDict):
+            left.append(_running_copy(part))
+        else:
+            left.extend(part.children())
     return sorted(blocks, key=lambda block: block.layer_idx)
 
 
-def _running(module: nn.Module) -> Iterator[nn.Module]:
-    copies = module._modules.get("modules_to_save")
-    if isinstance(copies, nn.ModuleDict) and "original_module" in module._modules:
-        active = [] if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", [])
-        trained = next((copies[name] for name in active if name in copies), None)
-        yield from _running(module.get_submodule("original_module") if trained is None else trained)
-        return
-    yield module
-    for child in module.children():
-        yield from _running(child)
+def _running_copy(wrapper: Any) -> nn.Module:
+    active = [] if wrapper.disable_adapters else wrapper.active_adapters
+    return next(
+        (wrapper.modules_to_save[name] for name in active if name in wrapper.modules_to_save), wrapper.original_module
+    )

@@ -32,6 +32,7 @@ class XAttnPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    _saved_as: str | None = None
     _skip_keys_device_placement = ["past_key_values"]
     # Named with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
     _keep_in_fp32_modules_strict = [
@@ -105,9 +106,9 @@ class XAttnPreTrainedModel(PreTrainedModel):
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             save_code([(part, own) for part, own in parts if part is not None and own is not None], save_directory)
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
-        if not self.name_or_path and not getattr(self, "_hf_peft_config_loaded", False):
+        if self.name_or_path in ("", self._saved_as) and not getattr(self, "_hf_peft_config_loaded", False):
             # Adapters record this name as that of their base. A retrofit has none before it is saved.
-            self.name_or_path = self.config.name_or_path = os.fspath(save_directory)
+            self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(save_directory)
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """`PreTrainedModel.resize_token_embeddings`.

@@ -18,12 +18,14 @@ EXPECTED = {
     "ask_server": ["answer: ", "streamed: "],
     "train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
     "caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
+    "lora": ["captions right: 4 of 4", "captions right after merging: 4 of 4"],
+    "quantized_base": ["text model: torch.uint8", "blocks: torch.float32", "captions right: 4 of 4"],
     "fine_tune_with_trl": ["loss falls: True", "captions right: 4 of 4"],
     "encode_once_ask_many": ["K/V projections: 2 for 2 blocks and 4 questions", "the same answers from the file: True"],
 }
 
 
-NEEDS = {"fine_tune_with_trl": "trl"}
+NEEDS = {"fine_tune_with_trl": "trl", "lora": "peft", "quantized_base": "bitsandbytes"}
 
 
 @pytest.mark.parametrize("example", EXPECTED)

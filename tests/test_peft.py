@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import make_model, pixels, token_ids
-from quantized_bases import METHODS, folder, quantization
+from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization
 
 from hf_xattn import (
     XAttnForConditionalGeneration,
@@ -278,6 +278,10 @@ def test_names_of_the_base(base, tmp_path):
     assert model.name_or_path == str(tmp_path / "model")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=lora_targets(model)))
     assert wrapped.peft_config["default"].base_model_name_or_path == str(tmp_path / "model")
+    model = make_model()
+    for folder_name in ("checkpoint", "final"):
+        model.save_pretrained(tmp_path / folder_name)
+    assert model.name_or_path == str(tmp_path / "final")  # not a checkpoint with other weights
     model = load(base)
     model.save_pretrained(tmp_path / "copy")
     assert model.name_or_path == str(base)
@@ -310,3 +314,20 @@ def test_lora_on_a_quantized_base(method, where, tmp_path):
         peft.prepare_model_for_kbit_training(load(tmp_path / "base")), tmp_path / "adapter"
     ).eval()
     assert torch.equal(logits_of(again), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_whose_base_is_quantized_while_it_loads(method, tmp_path):
+    """A skip list that is not filled in where the folder holds an adapter alone."""
+    model = load(folder() / "model")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=lora_targets(model), init_lora_weights=False))
+    wrapped.save_pretrained(tmp_path)
+    loaded = XAttnForConditionalGeneration.from_pretrained(
+        tmp_path, quantization_config=quantization(method), dtype=torch.bfloat16
+    )
+    parts = parts_of(loaded)
+    assert {name: parts[name] for name in parts if name != "decoder"} == {
+        name: kept for name, kept in EXPECTED.items() if name != "decoder"
+    }
+    assert tuned(loaded) == {"text_model"}
+    logits_of(loaded)

@@ -207,6 +207,18 @@ def test_skip_lists_without_a_backend():
     assert {*KEPT} <= {*as_dict.llm_int8_skip_modules}
 
 
+def test_the_skip_list_of_torchaos_4_bit():
+    """Blocks in 4 bit where this configuration runs: its weights have no kernel for a CPU."""
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int4WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    config = XAttnConfig.from_pretrained(folder() / "model")
+    filled = keep_added_precise(TorchAoConfig(Int4WeightOnlyConfig(group_size=32)), config)
+    assert {*KEPT} <= {*filled.modules_to_not_convert}
+    assert any("lm_head" in name for name in filled.modules_to_not_convert)
+
+
 def test_the_skip_list_covers_every_added_module():
     """A block after the last layer, or a model without prefix, whose names the patterns miss."""
     from transformers.quantizers.quantizers_utils import should_convert_module
