@@ -140,7 +140,7 @@ def check_savable(model: PreTrainedModel) -> None:
     quantizer: Any = getattr(model, "hf_quantizer", None)
     body: Any = model.base_model
     quantized = first_quantized(body)
-    if quantized is None:
+    if quantizer is None and quantized is None:
         return
     if quantizer is None:
         raise ValueError(

@@ -248,10 +248,12 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
     Returns:
         `dict`: the original dtypes of the converted parameters.
     """
+    from .quantized_weights import check_trainable
     from .retrofit import freeze_base
 
     freeze_base(model, vision=not options.train_vision)
     if options.train_text:
+        check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
         for name, parameter in model.model.text_model.named_parameters():
             if "cross_attention_block" not in name:
                 parameter.requires_grad_(True)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import make_model, pixels, token_ids
 from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization, quantized_retrofit, quantized_text
+from template_models import CHATML, make_chat_model, make_processor
+from test_train_command import CAPTIONS, FAST, run, write
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, freeze_base, retrofit
@@ -259,3 +261,29 @@ def test_a_copy_of_a_quantized_retrofit(method):
     model = quantized_retrofit(method)
     expected = logits_of(model)
     assert torch.equal(logits_of(copy.deepcopy(model)), expected)
+
+
+@ON_METHODS
+def test_the_train_command_on_a_saved_quantized_model(method, tmp_path, capsys):
+    """A command that fails in the middle, or that writes a model which no longer loads."""
+    if method == "bitsandbytes_4bit":
+        pytest.skip(
+            "bitsandbytes' 4-bit kernel for a CPU takes widths that are multiples of 64, and this model is narrower"
+        )
+    folder_in, folder_out = tmp_path / "model", tmp_path / "trained"
+    processor = make_processor(CHATML)
+    make_chat_model(processor).save_pretrained(tmp_path / "full")
+    model = XAttnForConditionalGeneration.from_pretrained(
+        tmp_path / "full", quantization_config=quantization(method), dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder_in)
+    processor.save_pretrained(folder_in)
+    data = write(tmp_path / "data", CAPTIONS)
+    status, output, errors = run(capsys, folder_in, "--data", data, "--output", folder_out, "--steps", 4, *FAST)
+    assert status == 0, errors
+    trained = XAttnForConditionalGeneration.from_pretrained(folder_out)
+    parts = parts_of(trained)
+    assert parts.pop("decoder") == {"quantized"} and "quantized" not in set().union(*parts.values())
+    assert not torch.equal(trained.blocks[0].attn.o_proj.weight, model.blocks[0].attn.o_proj.weight)
+    status, _, errors = run(capsys, folder_in, "--data", data, "--output", tmp_path / "text", "--train-text", *FAST)
+    assert status != 0 and "(`--train-text`) are quantized" in errors
