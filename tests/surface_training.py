@@ -1,9 +1,11 @@
-"""The table of the collator, for `test_public_surface.py`."""
+"""The tables of what is used in training, for `test_public_surface.py`."""
 
-from surface import NOTHING, Fine, Surface, Wrong, value
+import torch
+from conftest import make_model
+from surface import NOTHING, Fine, Surface, Wrong, needs, value
 from template_models import make_processor
 
-from hf_xattn import XAttnDataCollator
+from hf_xattn import XAttnDataCollator, added_modules, lora_targets
 
 
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -38,5 +40,19 @@ SURFACES = {
                 dtype=NOTHING,
             )
         },
+    ),
+    "lora_targets": Surface(
+        lora_targets,
+        lambda **given: lora_targets(**needs(given, model=make_model())),
+        {
+            "model": value(none=None, kind=torch.nn.Linear(2, 2)),
+            "where": value(none=None, kind=3, size="tower"),
+            "projections": value(none=Fine(None), kind="q_proj", size=[], dtype=[3]),
+        },
+    ),
+    "added_modules": Surface(
+        added_modules,
+        lambda **given: added_modules(**needs(given, model=make_model())),
+        {"model": value(none=None, kind=torch.nn.Linear(2, 2))},
     ),
 }

@@ -28,11 +28,9 @@ from hf_xattn import (
     XAttnForConditionalGeneration,
     XAttnModel,
     XAttnProcessor,
-    added_modules,
     freeze_base,
     image_cache,
     importers,
-    lora_targets,
     retrofit,
 )
 from hf_xattn.configuration_xattn import PerceiverConfig
@@ -360,20 +358,6 @@ SURFACES = {
         freeze_base,
         lambda **given: freeze_base(**needs(given, model=make_model())),
         {"model": value(none=None, kind=torch.nn.Linear(2, 2)), "vision": switch()},
-    ),
-    "lora_targets": Surface(
-        lora_targets,
-        lambda **given: lora_targets(**needs(given, model=make_model())),
-        {
-            "model": value(none=None, kind=torch.nn.Linear(2, 2)),
-            "where": value(none=None, kind=3, size="tower"),
-            "projections": value(none=Fine(None), kind="q_proj", size=[], dtype=[3]),
-        },
-    ),
-    "added_modules": Surface(
-        added_modules,
-        lambda **given: added_modules(**needs(given, model=make_model())),
-        {"model": value(none=None, kind=torch.nn.Linear(2, 2))},
     ),
     "enable_image_store": Surface(
         XAttnModel.enable_image_store,
