@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import struct
 from collections.abc import Sequence
 from io import BytesIO
@@ -141,11 +142,11 @@ def _open(source: str | Path, name: str) -> Image:
             return Image.open(BytesIO(base64.b64decode(text.partition(",")[2], validate=False)))
         if isinstance(source, str) and text.startswith("file://"):
             source = Path(url2pathname(urlsplit(text).path))
-        if isinstance(source, Path) or (len(text) < 4096 and Path(text).is_file()):
+        if isinstance(source, Path) or os.path.isfile(text):
             return Image.open(source)
         return Image.open(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
     except (UnidentifiedImageError, binascii.Error, UnicodeError) as error:
-        if isinstance(source, Path) or Path(text[:4096]).is_file() or text.startswith(("http://", "https://", "data:")):
+        if isinstance(source, Path) or os.path.isfile(text) or text.startswith(("http://", "https://", "data:")):
             raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read as an image.") from error
         as_text = " Pass text as `text=`." if name == "images" and " " in text.strip() else ""
         raise ValueError(

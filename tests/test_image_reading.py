@@ -144,6 +144,22 @@ def test_photographs_stand_upright(processor, tmp_path, orientation):
     assert torch.equal(processor(images=lying)["pixel_values"], processor(images=upright)["pixel_values"])
 
 
+def test_base64_longer_than_a_file_name(processor):
+    """Base64 that is taken for a path, for which the system has no room."""
+    image = Image.new("RGB", (24, 40), (10, 20, 30))
+    buffer = as_file(image) + b"\0" * 600
+    encoded = base64.b64encode(buffer).decode()
+    assert 255 < len(encoded) < 4096 and len(encoded.rpartition("/")[2]) > 255
+    assert torch.equal(processor(images=encoded)["pixel_values"], processor(images=image)["pixel_values"])
+
+
+def test_file_address(processor, tmp_path):
+    """A `file://` address that is refused as no URL."""
+    make_picture().save(tmp_path / "a b.png")
+    made = processor(images=(tmp_path / "a b.png").as_uri())["pixel_values"]
+    assert torch.equal(made, processor(images=make_picture())["pixel_values"])
+
+
 def test_values_in_0_to_1(processor, caplog, monkeypatch):
     """A tensor in 0..1 that is divided by 255 although `do_rescale=False` was given."""
     image = picture()
@@ -233,7 +249,7 @@ def test_what_is_no_image(processor, tmp_path):
         "cannot be read": tmp_path / "cut.png",
         "text.png.*cannot be read as an image": tmp_path / "text.png",
         "missing.png.*cannot be read": tmp_path / "missing.png",
-        "missing.png.*cannot be read as an image": "missing.png",
+        "missing.png.*no such file": "missing.png",
         "0..255, got 0..300": np.full((4, 4, 3), 300),
         "0..255, got values from -1": np.array([[[-1.0, 1.0, 0.0]]]),
         "1, 3 or 4 channels": np.zeros((5, 5, 5), dtype=np.uint8),
