@@ -6,6 +6,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from .attention import GatedCrossAttention
+from .attention_maps import AttentionMaps, attention_maps
 from .block import GatedCrossAttentionBlock
 from .collator import XAttnDataCollator
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
@@ -37,6 +38,7 @@ def _register() -> None:
 _register()
 
 __all__ = [
+    "AttentionMaps",
     "CrossAttentionConfig",
     "GatedCrossAttention",
     "GatedCrossAttentionBlock",
@@ -47,6 +49,7 @@ __all__ = [
     "XAttnProcessor",
     "__version__",
     "added_modules",
+    "attention_maps",
     "freeze_base",
     "lora_targets",
     "retrofit",

@@ -36,6 +36,8 @@ logger = logging.get_logger(__name__)
 # Reasons why a forward must not write into a cache.
 RECOMPUTES = "Gradient checkpointing runs layers twice"
 SKIPS_LAYERS = "LayerDrop skips layers in training"
+# A value of `output_attentions` that asks only the blocks for weights: those of a long text to itself take a lot of memory.
+OF_BLOCKS = "blocks"
 
 
 @dataclass
@@ -149,7 +151,7 @@ def read_call(
             )
     if output_attentions is not None or config.output_attentions:
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        text["output_attentions"] = bool(output_attentions)
+        text["output_attentions"] = bool(output_attentions) and output_attentions != OF_BLOCKS
     if config.output_hidden_states and text.get("output_hidden_states") is None:
         text["output_hidden_states"] = True
     return Call(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids, vision_config
 from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_misspelt, needs, switch, tensor, value
+from surface_maps import SURFACES as MAPS
 from surface_processor import processor_surfaces
 from surface_training import SURFACES as TRAINING
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedConfig
@@ -298,6 +299,7 @@ MODEL_FIELDS = {
 
 SURFACES = {
     **TRAINING,
+    **MAPS,
     "forward": Surface(
         XAttnForConditionalGeneration.forward, call_of("forward", input_ids=True), image_rows(**TEXT, **HEAD)
     ),
@@ -478,6 +480,7 @@ def test_every_public_function_has_a_table():
     ]
     models = (XAttnModel, XAttnForConditionalGeneration)
     with_methods = {*models, GatedCrossAttention, GatedCrossAttentionBlock, XAttnProcessor, image_cache.ImageCache}
+    with_methods.add(hf_xattn.AttentionMaps)
     missing = [thing for thing in public if callable(thing) and thing not in tabled and thing not in with_methods]
     assert missing == []
     for model_class in models:
