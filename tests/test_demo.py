@@ -1,5 +1,6 @@
 """The demo, from data to picture, in a few steps."""
 
+import dataclasses
 import json
 import sys
 
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
+from hf_xattn.demo import attention
 from hf_xattn.demo.canvases import DIGIT, HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
 from hf_xattn.demo.run import _accuracy, _picture
 
@@ -29,6 +31,30 @@ def test_exactness_and_counts(finished):
     assert results["text-only logits bit-identical after training"]
     assert results["K/V projections in 8 steps"] == results["blocks"] == 3
     assert json.loads((folder / "results.json").read_text()) == results
+
+
+def test_attention_is_on_the_digit(finished):
+    """A share that is taken at the word's own position, of another patch, or of another row."""
+    folder, results = finished
+    assert results["attention on the digit, if it were even"] == 1 / 13  # a class token and twelve patches
+    assert all(0 < results[f"attention on the digit, layer {layer}"] < 1 for layer in (1, 2, 3))
+    canvas = (
+        DigitPool(held_out=True).canvas(np.random.default_rng(0))._replace(digits=[1, 2], corners=[(0, 11), (12, 40)])
+    )
+    weights = torch.zeros(1, 1, 8, 13)
+    weights[..., 2, 1 + 1] = 0.25  # `first` is at 2 and chooses the word of the digit in patch (0, 1)
+    weights[..., 4, 1 + 6 + 4] = 0.75
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    pictures = [_picture(canvas)]
+    real = attention._maps(model, processor, pictures)
+    assert [processor.decode(real.tokens[0, position]) for position in (0, 1)] == demo.PROMPT.split()
+    fake = dataclasses.replace(real, weights=[weights] * 3, tokens=real.tokens[:, :8])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_maps", lambda *_: fake)
+        shares = attention.attention_on_digits(model, processor, [canvas], pictures)
+    assert shares["attention on the digit, layer 2"] == 0.5
+    assert (folder / "attention.png").exists()
 
 
 def test_artifacts_load_with_the_auto_classes(finished):

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from .. import XAttnProcessor, freeze_base, retrofit
+from .attention import attention_on_digits, draw_attention
 from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, DigitPool, sentence
 from .checkpoints import make_text_checkpoint, make_vision_checkpoint
 
@@ -92,6 +93,7 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     blind = _read(base, processor, canvases, None)
     readings = _read(model, processor, canvases, pictures)
     digits, whole = _accuracy(readings, canvases)
+    attention = attention_on_digits(model, processor, canvases, pictures)
     results = {
         "held-out canvases": len(canvases),
         "digits right, text-only model": _accuracy(blind, canvases)[0],
@@ -99,11 +101,13 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
         "canvases right, retrofitted model": whole,
         "text-only logits bit-identical before training": same_before,
         "text-only logits bit-identical after training": _same_as_base(model, output, tokenizer),
+        **attention,
         **_count_projections(model, processor, pictures[0]),
         **_speed(model, processor, pictures[:16], repeats=1 if quick else 3),
         "minutes": (time.perf_counter() - start) / 60,
     }
     _save_examples(output, canvases, pictures, readings)
+    draw_attention(output / "attention.png", model, processor, canvases, pictures, layer="mean")
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     _print_table(results, output)
     return results
@@ -241,11 +245,12 @@ def _print_table(results: dict[str, Any], output: Path) -> None:
     print()
     for name, value in results.items():
         if isinstance(value, float):
-            text = f"{value:.1%}" if "right" in name else f"{value:.1f}"
+            text = f"{value:.1%}" if "right" in name or "attention" in name else f"{value:.1f}"
         else:
             text = {True: "yes", False: "NO"}[value] if isinstance(value, bool) else str(value)
         print(f"{name:<50} {text:>10}")
     example = example_images(output)[0]
     print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
+    print(f"Where it looked, word by word: {output / 'attention.png'}")
     print(f'Next: hf-xattn generate {output / "model"} --image {example} --prompt "{PROMPT}"')
     print(f'      AutoModelForImageTextToText.from_pretrained("{output / "model"}")')
