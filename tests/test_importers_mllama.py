@@ -348,12 +348,8 @@ def test_published_sizes():
     assert figures["K/V bytes an image"] == f"{2 * 8 * 8 * 128 * 4 * 4100:,}"
 
 
-def test_only_what_came_from_mllama_goes_back(tmp_path):
+def test_a_changed_model_does_not_go_back(tmp_path):
     """A folder that transformers' class loads with random weights."""
-    from conftest import make_model
-
-    with pytest.raises(ValueError, match="did not come from"):
-        export_checkpoint(make_model(), tmp_path / "out")
     changed = import_checkpoint(make_mllama())
     changed.model.text_model.lm_head = torch.nn.Linear(32, VOCAB + 1, bias=False)
     changed.save_pretrained(tmp_path / "changed")

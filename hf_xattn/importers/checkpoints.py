@@ -15,6 +15,8 @@ from transformers.initialization import no_init_weights
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
 from . import idefics, mllama
+from .mllama_processor import write_processor
+from .mllama_shape import missing_rows, mllama_config, parts_of, with_rows
 from .recipe import Recipe, fits, take
 from .streaming import (
     FolderTensors,
@@ -31,6 +33,7 @@ from .streaming import (
 # By `model_type` of the source.
 RECIPES: dict[str, Callable[..., Recipe]] = {"idefics": idefics.recipe, "mllama": mllama.recipe}
 EXPORTABLE = ("mllama",)
+MLLAMA_CLASS = "MllamaForConditionalGeneration"
 SHARD_BYTES = 5 * 10**9
 
 
@@ -98,7 +101,12 @@ def import_checkpoint(
 
 
 def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
-    """Writes a model that was imported from Mllama as an Mllama checkpoint, which transformers' own class loads.
+    """Writes a model of Llama 3.2 Vision's shape as an Mllama checkpoint, which transformers' own class and other engines load.
+
+    A model that was imported from Mllama goes back bit for bit. A retrofit is taken if it has the same shape (`mllama_shape.py` tells
+    the options): a Llama, Mllama's vision tower and blocks of Mllama's kind. The checkpoint gives the model's logits to rounding, with
+    one exception: for text that sees no image in a batch or a row with images, Mllama adds its attention branch, this package adds
+    nothing. Gates and norms, float32 in a retrofit, get the dtype of the model, as Mllama loads them.
 
     Reads the weights of a folder one by one, so that one file of the result (5 GB at most) has to fit into memory, not the
     model.
@@ -108,8 +116,8 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         output (`str` or `Path`): a new or empty folder.
 
     Raises:
-        ValueError: if the model did not come from an Mllama checkpoint, if its shapes changed after the import, or if
-            `output` is not empty.
+        ValueError: if the model has another shape (the message lists all differences), if its tensors do not fit its configuration,
+            or if `output` is not empty.
     """
     check_folder(output)
     state: Mapping[str, torch.Tensor]
@@ -124,44 +132,49 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         dtype = torch.float32
     if isinstance(changed.dtype, torch.dtype):
         dtype = changed.dtype
-    original = getattr(changed, "source_config", None)
-    if not original or original.get("model_type") not in EXPORTABLE:
-        raise ValueError(
-            f"`source` did not come from a checkpoint that can be exported. Expected a `source_config` of type "
-            f"{', '.join(map(repr, EXPORTABLE))}, got {(original or {}).get('model_type')!r}."
-        )
-    config = AutoConfig.for_model(**original)
+    if not isinstance(changed, XAttnConfig):
+        raise ValueError(f"`source` must be a model with cross-attention blocks, got a {changed.model_type!r} model.")
+    original = changed.source_config or {}
+    imported = original.get("model_type") in EXPORTABLE
+    config = AutoConfig.for_model(**original) if imported else mllama_config(changed)
     recipe = _recipe(config)
     expected = _shapes(_skeleton_of_source(config))
     for name, shape in expected.items():
-        _check_parts(name, shape, [target.name for target in recipe.targets(name) or []], shapes)
+        _check_parts(name, shape, parts_of(name, recipe, changed), shapes, missing_rows(name, changed))
     with whole_folder(output) as target_folder:
         writer = FolderWriter(target_folder)
         for number, names in enumerate(_shards(expected, dtype), start=1):
             tensors = {}
             for name in names:
-                parts = [state[target.name] for target in recipe.targets(name) or []]
+                parts = [state[part] for part in parts_of(name, recipe, changed)]
                 tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+                tensor = with_rows(tensor, missing_rows(name, changed))
                 tensors[mllama.original_name(name)] = tensor.reshape(expected[name]).to(dtype).contiguous()
             writer.write(f"model-{number:05d}.safetensors", tensors)
         writer.finish()
+        config.architectures = [MLLAMA_CLASS]
         config.save_pretrained(target_folder)
         if folder is not None:
             copy_side_files(folder, target_folder)
+            write_processor(folder, target_folder, config.image_token_id)
         elif isinstance(source, PreTrainedModel) and source.generation_config is not None:
             source.generation_config.save_pretrained(target_folder)
 
 
-def _check_parts(name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises a `ValueError` if parts of an exported tensor are missing, or do not give the tensor's shape."""
+def _check_parts(
+    name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]], added: int
+) -> None:
+    """Raises a `ValueError` if parts of an exported tensor are missing, or do not give the tensor's shape with `added` rows."""
     if missing := [part for part in parts if part not in shapes]:
         raise ValueError(f"`source` is not complete: expected {missing[0]}, which becomes {name}, but it is missing.")
     made = shapes[parts[0]]
     if len(parts) > 1:
         made = (sum(shapes[part][0] for part in parts), *made[1:])
+    if added:
+        made = (made[0] + added, *made[1:])
     if not fits(made, shape):
         raise ValueError(
-            f"`source` has another shape than the imported checkpoint: expected {shape} for {name}, got {tuple(made)}."
+            f"`source` has another shape than its configuration: expected {shape} for {name}, got {tuple(made)}."
         )
 
 
