@@ -21,6 +21,7 @@ EXPECTED = {
     "lora": ["captions right: 4 of 4", "captions right after merging: 4 of 4"],
     "quantized_base": ["text model: torch.uint8", "blocks: torch.float32", "captions right: 4 of 4"],
     "fine_tune_with_trl": ["loss falls: True", "captions right: 4 of 4"],
+    "time_series": ["frequencies right: ", "learnt: True"],
     "encode_once_ask_many": ["K/V projections: 2 for 2 blocks and 4 questions", "the same answers from the file: True"],
 }
 
