@@ -6,11 +6,13 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, make_text, pixels, randomize, token_ids
+from conftest import TEXT_CONFIGS, make_model, make_text, pixels, randomize, token_ids, vision_config
 from PIL import Image
 from test_importers_mllama import inputs as tiled_inputs
 from test_importers_mllama import make_mllama, make_processor
+from tiny_architectures import tiny_config
 from transformers import (
+    AutoModelForCausalLM,
     BatchFeature,
     CLIPVisionConfig,
     Dinov2WithRegistersConfig,
@@ -200,6 +202,15 @@ def test_the_decoder_gives_no_weights(monkeypatch):
     assert asked == [False]
 
 
+def test_a_decoder_that_computes_something_else_where_weights_are_asked_for():
+    """Maps of another text than the model's own: transformers' Falcon is not causal with `output_attentions=True` and SDPA."""
+    text = AutoModelForCausalLM.from_config(tiny_config("falcon")).eval()
+    config = XAttnConfig(text_config=text.config, vision_config=vision_config(), cross_attention_layers=[1, 3])
+    model = randomize(XAttnForConditionalGeneration(config, text_model=text).eval())
+    for ours, reference in zip(attention_maps(model, inputs()).weights, by_hand(model, inputs())):
+        assert torch.allclose(ours, reference, atol=1e-5)
+
+
 def test_another_thread_meanwhile():
     """A kernel that is switched on the model, so that another thread gets other logits or weights it did not ask for."""
     model, given = make_model(), inputs()
@@ -353,8 +364,8 @@ def test_grids_that_do_not_exist():
             maps.grid(**wrong)
 
 
-def test_body_and_adapters():
-    """A model without a head, or in PEFT's wrapper, that is refused."""
+def test_other_models():
+    """A model without a head that is refused, or a model without blocks that fails somewhere inside."""
     model, given = make_model(), inputs()
     expected = attention_maps(model, given).weights
     assert all(map(torch.equal, attention_maps(model.model, given).weights, expected))
