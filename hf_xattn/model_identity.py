@@ -56,7 +56,7 @@ class ModelIdentity:
             key = (tensor.data_ptr(), tensor._version if counts else None, sample, offloaded)
             known = self._sums.get(name)
             if known is None or known[0] != key or not counts:
-                known = self._sums[name] = (key, _checksum(tensor))
+                known = self._sums[name] = (key, checksum(tensor))
             digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{known[1]}".encode())
         return digest.hexdigest()
 
@@ -101,7 +101,15 @@ def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, b
 
 def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a configuration without its origin, its dtype and its attention kernel."""
-    dropped = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+    dropped = (
+        "_name_or_path",
+        "base_revision",
+        "base_subfolder",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "architectures",
+    )
     return {name: value for name, value in config.items() if name not in dropped and not name.startswith("_attn")}
 
 
@@ -126,7 +134,7 @@ def _few(flat: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, flat.shape[0] // SAMPLES)][:SAMPLES]
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
     """Returns the sum of the words of a tensor modulo 2^64. Each word is multiplied by a different odd number."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     if data.shape[0] % 8:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from .adapters import Adapter, forget_adapter, save_adapter
 from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, save_code, trusting
@@ -69,15 +70,44 @@ class XAttnPreTrainedModel(PreTrainedModel):
         """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or vision tower.
 
         A `quantization_config` quantizes the text model alone: blocks, connector and vision tower stay in high precision.
+
+        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names, and a base that has
+        changed since is worth a warning.
+
+        Args:
+            text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, where they are not
+                where they were.
+
+        Raises:
+            ValueError: for such a folder that is half written or damaged, or whose base is gone or of another shape.
         """
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()
-            if kwargs.get("quantization_config") is not None:
+            adapter = Adapter.find(pretrained_model_name_or_path, kwargs)
+            quantization_config = kwargs.get("quantization_config")
+            if adapter is not None:
+                if quantization_config is not None:
+                    raise ValueError(
+                        f"`quantization_config` does not work with {pretrained_model_name_or_path}, a folder of "
+                        "`save_pretrained(folder, adapter_only=True)`. Load it without, save the whole model, and quantize that."
+                    )
+                returns_info = kwargs.get("output_loading_info")
+                loaded: Any = super().from_pretrained(None, *model_args, **adapter.load_kwargs(config, kwargs))
+                model = loaded[0] if returns_info else loaded
+                model.config.name_or_path = model.name_or_path = adapter.name
+                return loaded
+            for name in ("text_base", "vision_base"):
+                if kwargs.pop(name, None) is not None:
+                    raise ValueError(
+                        f"`{name}` is for folders of `save_pretrained(folder, adapter_only=True)`, but {pretrained_model_name_or_path} "
+                        "holds a whole model."
+                    )
+            if quantization_config is not None:
                 known = (
                     config if isinstance(config, XAttnConfig) else _read_config(pretrained_model_name_or_path, kwargs)
                 )
-                kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
+                kwargs["quantization_config"] = keep_added_precise(quantization_config, known)
             loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
         finish_quantized(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
@@ -87,7 +117,15 @@ class XAttnPreTrainedModel(PreTrainedModel):
         stamps = super()._get_files_timestamps(working_dir)
         return {name: stamp for name, stamp in stamps.items() if not name.endswith(".py")}
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args, **kwargs) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args,
+        adapter_only: bool = False,
+        text_base: str | os.PathLike[str] | None = None,
+        vision_base: str | os.PathLike[str] | None = None,
+        **kwargs,
+    ) -> None:
         """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
 
         The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`.
@@ -95,15 +133,42 @@ class XAttnPreTrainedModel(PreTrainedModel):
         An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
         patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
 
+        Args:
+            adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added vocabulary, and
+                the weights of text model and vision tower that differ from their bases, which are loaded once more to compare them.
+                `from_pretrained` of the folder fetches the bases.
+            text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by default where
+                the parts were loaded from.
+
         Raises:
-            ValueError: for a quantized model that could not be loaded again. Nothing is written then.
+            ValueError: for a quantized model that could not be loaded again, before anything is written; with `adapter_only`, for a
+                base without a name or a checkpoint, a quantized base, or LoRA layers.
         """
+        if adapter_only:
+            for name in ("push_to_hub", "variant", "distributed_checkpoint"):
+                if kwargs.get(name):
+                    raise ValueError(f"`adapter_only=True` does not work together with `{name}`, got {kwargs[name]!r}.")
+            if args:
+                raise ValueError(f"With `adapter_only=True` pass other arguments by name, got {args!r}.")
+            state_dict = kwargs.pop("state_dict", None)
+            if kwargs.get("is_main_process", True):
+                bases = {"text_base": text_base, "vision_base": vision_base}
+
+                def save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+                    self.save_pretrained(folder, state_dict=weights, **kwargs)
+
+                save_adapter(self, save_directory, save, bases, state_dict)
+            return
+        for name, base in (("text_base", text_base), ("vision_base", vision_base)):
+            if base is not None:
+                raise ValueError(f"`{name}` needs `adapter_only=True`, got {base!r}.")
         if not getattr(self, "_hf_peft_config_loaded", False):  # an adapter is saved without the weights below it
             check_savable(self)
         if kwargs.get("is_main_process", True):
             body: Any = self.base_model
             config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
+            forget_adapter(save_directory)
             save_code([(part, own) for part, own in parts if part is not None and own is not None], save_directory)
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
         if self.name_or_path in ("", self._saved_as) and not getattr(self, "_hf_peft_config_loaded", False):

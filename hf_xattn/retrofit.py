@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .architectures import architecture
+from .bases import check_load_kwargs, load_text, load_vision, note_base, text_config_of, vision_config_of
 from .block_places import every_nth_layer
 from .config_checks import check_parts
 from .configuration_xattn import (
@@ -19,38 +17,13 @@ from .configuration_xattn import (
     XAttnConfig,
     complete_cross_attention_config,
 )
-from .insertion import check_kind
-from .keywords import refuse_unknown
 from .modeling_xattn import XAttnForConditionalGeneration
-from .paths import check_source
 from .quantized_weights import check_trainable
-from .sizes import TILED_VISION_TYPES, text_num_hidden_layers, vision_hidden_size
-from .text_half import composite_class, is_composite, text_half, text_half_config
-from .tower import check_tower_class, check_tower_config
+from .sizes import text_num_hidden_layers, vision_hidden_size
+from .text_half import text_half
 
 
 logger = logging.get_logger(__name__)
-
-# Keywords of `from_pretrained` that locate a checkpoint. The configuration needs them too.
-CONFIG_KEYWORDS = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
-# All keywords that go to `from_pretrained`. `config`, `state_dict`, `gguf_file` and `output_loading_info` are not allowed: `retrofit` reads
-# the checkpoint unchanged, and returns only a model.
-LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
-    """adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap distributed_config dtype
-experts_implementation fusion_config generation_config ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
-offload_buffers offload_folder quantization_config torch_dtype tp_plan tp_size tqdm_class use_kernels use_safetensors variant
-weights_only""".split()
-)
 
 
 def retrofit(
@@ -97,7 +70,8 @@ def retrofit(
         ValueError: for a checkpoint without safetensors, a model that is not a decoder or already has blocks, a wrong layer, or
             contradictory options. If the configuration is enough to find the error, it is raised before weights are loaded.
     """
-    _check_load_kwargs(retrofit, load_kwargs, text, vision)
+    check_load_kwargs(retrofit, load_kwargs, text, vision)
+    text_source, vision_source = text, vision
     attn_implementation = load_kwargs.get("attn_implementation")
     if isinstance(attn_implementation, dict):
         check_parts("attn_implementation", attn_implementation, XAttnConfig.sub_configs)
@@ -109,10 +83,10 @@ def retrofit(
                 "`from_pretrained`, or pass its folder to `retrofit`."
             )
         text = text_half(text)
-    text_config = _text_config(text, load_kwargs)
+    text_config = text_config_of(text, load_kwargs)
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
-    vision_config = None if vision is None else _vision_config(vision, load_kwargs)
+    vision_config = None if vision is None else vision_config_of(vision, load_kwargs)
     if not isinstance(cross_attention, CrossAttentionConfig):
         if cross_attention is not None and not isinstance(cross_attention, dict):
             raise ValueError(
@@ -151,6 +125,9 @@ def retrofit(
         tower = load_vision(vision, **{"dtype": text.dtype, **tower_kwargs})
         if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
             tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
+    note_base(text.config, text_source, load_kwargs)
+    if tower is not None and vision_source is not None:
+        note_base(tower.config, vision_source, load_kwargs)
     config = XAttnConfig(
         text_config=text.config, vision_config=None if tower is None else tower.config, **options, dtype=text.dtype
     )
@@ -159,107 +136,6 @@ def retrofit(
         model.set_attn_implementation(attn_implementation)
     model.train(text.training)
     return model
-
-
-def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
-    """Loads a causal language model, or the text half of a larger model. Arguments and errors are those of [`retrofit`]."""
-    _check_load_kwargs(load_text, load_kwargs, text)
-    _text_config(text, load_kwargs)
-    source = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
-    loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
-    return text_half(_load(loader, text, load_kwargs))
-
-
-def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
-    """Loads the vision tower of a checkpoint. Arguments and errors are those of [`retrofit`]."""
-    _check_load_kwargs(load_vision, load_kwargs, vision)
-    return _load(AutoModel, vision, load_kwargs, config=_vision_config(vision, load_kwargs))
-
-
-def _text_config(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
-    if isinstance(text, PreTrainedModel):
-        check_kind(text)  # before a tower is loaded; the new model checks the layers
-        return text.config
-    if not isinstance(text, (str, Path)):
-        raise TypeError(f"Expected `text` to be a Hub id, a folder or a PreTrainedModel, got {type(text).__name__}.")
-    check_source("text", text)
-    config = AutoConfig.from_pretrained(text, **_config_kwargs(load_kwargs))
-    if config.model_type == "xattn":
-        raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
-    if config.is_encoder_decoder:
-        raise ValueError(
-            f"`text` ({text}) is an encoder-decoder model ({config.model_type}), which already has cross-attention. Use a "
-            "decoder-only checkpoint."
-        )
-    if is_composite(config):
-        composite_class(config)
-        config = text_half_config(config)
-    if (reason := architecture(config.model_type).refused) is not None:
-        raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, which cannot take blocks: {reason}.")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
-        raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
-    _check_safetensors("text", text, load_kwargs.get("subfolder") or "")
-    return config
-
-
-def _vision_config(vision: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
-    if isinstance(vision, PreTrainedModel):
-        config = vision.config
-        if getattr(config, "vision_config", None) is not None:
-            raise ValueError(
-                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which contains more than a vision model. "
-                "Pass its vision part, or its folder."
-            )
-        if config.model_type not in TILED_VISION_TYPES:
-            check_tower_class("vision", type(vision))
-        return config
-    if not isinstance(vision, (str, Path)):
-        raise TypeError(
-            f"Expected `vision` to be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}."
-        )
-    check_source("vision", vision)
-    config = AutoConfig.from_pretrained(vision, **_config_kwargs(load_kwargs))
-    config = getattr(config, "vision_config", None) or config
-    if hasattr(config, "vision_use_head"):
-        config.vision_use_head = False  # the pooled output is not used, so this head would never get a gradient
-    check_tower_config("vision", config)
-    _check_safetensors("vision", vision, load_kwargs.get("subfolder") or "")
-    return config
-
-
-def _check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *sources: Any) -> None:
-    """Raises an error for a keyword that `from_pretrained` does not take, or that no checkpoint would use."""
-    refuse_unknown(caller, load_kwargs, LOAD_KEYWORDS)
-    if load_kwargs and all(source is None or isinstance(source, PreTrainedModel) for source in sources):
-        raise ValueError(
-            f"`{next(iter(load_kwargs))}` is an argument for loading a checkpoint, but the models are already loaded. Pass it to "
-            "their `from_pretrained`."
-        )
-    if load_kwargs.get("use_safetensors") is False:
-        raise ValueError(
-            "`use_safetensors=False` would read pickled weights, which can run code. Only safetensors are supported."
-        )
-
-
-def _config_kwargs(load_kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: load_kwargs[name] for name in CONFIG_KEYWORDS if name in load_kwargs}
-
-
-def _check_safetensors(name: str, source: str | Path, subfolder: str = "") -> None:
-    """Raises a `ValueError` if a local folder holds no safetensors. Pickled weights are never read."""
-    folder = Path(source) / subfolder
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        hint = (
-            f" It holds {others}. If you trust these files, load the model with transformers and save it again."
-            if others
-            else ""
-        )
-        raise ValueError(f"`{name}` ({source}) holds no *.safetensors file.{hint}")
-
-
-def _load(auto_class, source: str | Path, load_kwargs: dict[str, Any], **kwargs) -> PreTrainedModel:
-    return auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **kwargs})
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OPTIONS_FILE = "training.json"
 CHECKPOINTS = "checkpoints"
 # Options that do not change the result. They may be different in a resumed run.
-FREE_OPTIONS = ("output", "device", "workers", "log_steps")
+FREE_OPTIONS = ("output", "device", "workers", "log_steps", "adapter_only")
 
 
 @dataclasses.dataclass
@@ -52,6 +52,7 @@ class TrainingOptions:
     log_steps: int = 10
     train_text: bool = False
     train_vision: bool = False
+    adapter_only: bool = False
     dtype: str = "auto"
     device: str = "auto"
     workers: int = 0
@@ -122,6 +123,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     import torch
     from transformers import Trainer, set_seed
 
+    from .adapters import check_bases
     from .modeling_xattn import XAttnForConditionalGeneration
 
     set_seed(options.seed)
@@ -131,6 +133,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
             f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Train it with "
             "`--dtype bfloat16` or `--dtype float32`."
         )
+    if options.adapter_only:
+        check_bases(model)
     half = model.dtype == torch.bfloat16
     dtypes = _prepare(model, options)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -154,7 +158,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         if last["step"] != trainer.state.global_step:
             last = trainer.evaluate()
         print(f"evaluation loss {last['eval_loss']:.4f}")
-    _save(model, processor, options.output, dtypes, use_cache)
+    _save(model, processor, options, dtypes, use_cache)
     (options.output / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": True}, indent=2) + "\n")
     print(f"saved to {options.output}")
 
@@ -301,7 +305,7 @@ def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: b
 def _save(
     model: XAttnForConditionalGeneration,
     processor: XAttnProcessor,
-    output: Path,
+    options: TrainingOptions,
     dtypes: dict[str, torch.dtype],
     use_cache: bool | None,
 ) -> None:
@@ -314,5 +318,5 @@ def _save(
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.data = parameter.data.to(dtypes[name])
-    processor.save_pretrained(output)
-    model.save_pretrained(output)
+    processor.save_pretrained(options.output)
+    model.save_pretrained(options.output, adapter_only=options.adapter_only)

@@ -203,6 +203,26 @@ def test_generate_and_encode(folder, capsys, tmp_path):
     assert run(capsys, "generate", folder / "model", *question)[0] == 0
 
 
+def test_retrofit_without_the_bases(folder, tmp_path, capsys):
+    """A folder with the weights of the bases, or without a processor."""
+    command = [
+        "retrofit",
+        folder / "text",
+        "--vision",
+        folder / "vision",
+        "--output",
+        tmp_path / "model",
+        "--adapter-only",
+    ]
+    assert run(capsys, *command)[0] == 0
+    assert (tmp_path / "model" / "cross_attention.json").is_file() and not (
+        tmp_path / "model/model.safetensors"
+    ).exists()
+    question = ["--prompt", "what is it ?", "--max-new-tokens", "5", "--image", folder / "picture.png"]
+    status, out, error = run(capsys, "generate", tmp_path / "model", *question)
+    assert status == 0 and out.strip(), error
+
+
 def test_a_model_that_was_saved_with_a_tokenizer_alone(folder, tmp_path, capsys):
     """An error about an image processor, for text alone."""
     command = ["retrofit", folder / "text", "--every", "2", "--output", tmp_path / "model"]

@@ -45,8 +45,8 @@ def test_identity_reads_the_weights_once(monkeypatch):
     from hf_xattn import model_identity
 
     sums = []
-    checksum = model_identity._checksum
-    monkeypatch.setattr(model_identity, "_checksum", lambda tensor: sums.append(1) or checksum(tensor))
+    checksum = model_identity.checksum
+    monkeypatch.setattr(model_identity, "checksum", lambda tensor: sums.append(1) or checksum(tensor))
     model, ids = make_model(), token_ids()
     encoded = model.encode_images(pixel_values=pixels())
     count = len(sums)

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig, freeze_base, insertion, retrofit
-from hf_xattn.retrofit import LOAD_KEYWORDS
+from hf_xattn.bases import LOAD_KEYWORDS
 
 
 TOWERS = {

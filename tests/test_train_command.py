@@ -6,13 +6,13 @@ import shutil
 import pytest
 import test_importers_mllama
 import torch
-from conftest import make_text
+from conftest import make_text, randomize
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from template_models import CHATML, make_chat_model, make_processor
-from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
 
-from hf_xattn import XAttnProcessor
+from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.training_data import CAPTION_PROMPT, read_folder
 from hf_xattn.training_run import OPTIONS_FILE
@@ -352,3 +352,28 @@ def test_rows_of_a_folder(tmp_path):
     ]
     assert data.rows[6].keys() == {"prompt", "completion"}
     assert OPTIONS_FILE.endswith(".json")
+
+
+def test_adapter_only(model, tmp_path, capsys):
+    """A folder with the weights of the bases; or one that is found to be impossible after the training."""
+    data = write(tmp_path / "data", CAPTIONS)
+    arguments = (model, "--data", data, "--output", tmp_path / "out", "--steps", "2", *FAST, "--adapter-only")
+    status, _, error = run(capsys, *arguments)
+    assert status == 2 and "was not loaded from a checkpoint" in error and not (tmp_path / "out").exists()
+    seeing = XAttnForConditionalGeneration.from_pretrained(model)
+    AutoModelForCausalLM.from_config(seeing.config.text_config).save_pretrained(tmp_path / "text")
+    seeing.model.vision_tower.save_pretrained(tmp_path / "tower")
+    seeing = randomize(retrofit(tmp_path / "text", tmp_path / "tower", every=2))
+    seeing.save_pretrained(tmp_path / "model", adapter_only=True)
+    AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "model")
+    for options in ([], ["--train-vision"]):
+        output = tmp_path / f"out{len(options)}"
+        command = (tmp_path / "model", "--data", data, "--output", output, "--steps", "2", *FAST, "--adapter-only")
+        status, _, error = run(capsys, *command, *options)
+        assert status == 0, error
+        assert not list(output.glob("model*.safetensors"))
+        saved = load_file(output / "cross_attention.safetensors")
+        assert any("vision_tower" in name for name in saved) == bool(options)
+        assert not any(".self_attn." in name and "text_model.model.layers" in name for name in saved)
+        trained = AutoModelForImageTextToText.from_pretrained(output)
+        assert not torch.equal(trained.model.blocks[0].attn.o_proj.weight, seeing.model.blocks[0].attn.o_proj.weight)

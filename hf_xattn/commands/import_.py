@@ -56,10 +56,10 @@ def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditional
         raise ValueError(
             f"{arguments.source} is a file with a state dict: --text is required, the language model that the blocks belong to."
         )
+    from ..bases import load_text, load_vision
     from ..importers.blocks import read_state_dict
     from ..importers.kempnerforge import import_kempnerforge
     from ..importers.open_flamingo import import_open_flamingo
-    from ..retrofit import load_text, load_vision
 
     state = read_state_dict(arguments.source)
     is_flamingo = any("gated_cross_attn_layer" in name for name in state)

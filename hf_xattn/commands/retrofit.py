@@ -28,6 +28,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--revision", help="revision of TEXT and V on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
     parser.add_argument("--max-shard-size", default="5GB", help="maximum size of a safetensors file (default: 5GB)")
+    parser.add_argument(
+        "--adapter-only", action="store_true", help="save only what was added, and fetch TEXT and V when it is loaded"
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
         **hub,
     )
     print(f"Saving to {output}", flush=True)
-    model.save_pretrained(output, max_shard_size=arguments.max_shard_size)
+    model.save_pretrained(output, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
     save_processor(arguments.text, arguments.vision, output, **hub)
     print_report(model)
 

@@ -62,6 +62,11 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--train-vision", action="store_true", help="train the vision tower too; it is frozen otherwise"
     )
     parser.add_argument(
+        "--adapter-only",
+        action="store_true",
+        help="save only what was added or has changed, and fetch the rest from the checkpoints that MODEL was made of",
+    )
+    parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16"),

@@ -1,0 +1,206 @@
+"""The checkpoints that a model is made of: a text-only causal language model, and a vision tower.
+
+A model that was put together from checkpoints remembers their names, so that it can be saved without their weights (see `adapters.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.hub import resolve_revision
+
+from .architectures import architecture
+from .insertion import check_kind
+from .keywords import refuse_unknown
+from .paths import check_source
+from .sizes import TILED_VISION_TYPES
+from .text_half import composite_class, is_composite, text_half, text_half_config
+from .tower import check_tower_class, check_tower_config
+
+
+# Keywords of `from_pretrained` that locate a checkpoint. The configuration needs them too.
+CONFIG_KEYWORDS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+# All keywords that go to `from_pretrained`. `config`, `state_dict`, `gguf_file` and `output_loading_info` are not allowed: `retrofit` reads
+# the checkpoint unchanged, and returns only a model.
+LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
+    """adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap distributed_config dtype
+experts_implementation fusion_config generation_config ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
+offload_buffers offload_folder quantization_config torch_dtype tp_plan tp_size tqdm_class use_kernels use_safetensors variant
+weights_only""".split()
+)
+
+
+def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
+    """Loads a causal language model, or the text half of a larger model. Arguments and errors are those of [`retrofit`]."""
+    check_load_kwargs(load_text, load_kwargs, text)
+    text_config_of(text, load_kwargs)
+    source = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
+    loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
+    return text_half(_load(loader, text, load_kwargs))
+
+
+def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
+    """Loads the vision tower of a checkpoint. Arguments and errors are those of [`retrofit`]."""
+    check_load_kwargs(load_vision, load_kwargs, vision)
+    config = vision_config_of(vision, load_kwargs)
+    tower_class: Any = AutoModel
+    if config.model_type in TILED_VISION_TYPES:
+        from transformers import MllamaVisionModel
+
+        tower_class = MllamaVisionModel  # not registered with AutoModel
+    return _load(tower_class, vision, load_kwargs, config=config)
+
+
+@dataclass(frozen=True)
+class BaseSource:
+    """Where a base is.
+
+    Attributes:
+        name (`str`): a Hub id, or the absolute path of a folder.
+        revision, subfolder (`str`, *optional*): as for `from_pretrained`.
+    """
+
+    name: str
+    revision: str | None = None
+    subfolder: str | None = None
+
+    def load(self, load: Callable[..., PreTrainedModel], **load_kwargs: Any) -> PreTrainedModel:
+        """Loads the base with [`load_text`] or [`load_vision`]."""
+        where = {"revision": self.revision, "subfolder": self.subfolder}
+        return load(self.name, **{key: value for key, value in where.items() if value is not None}, **load_kwargs)
+
+    def resolved(self, **hub: Any) -> BaseSource:
+        """The same, with the commit that its revision stands for now. A folder has no commits."""
+        revision = resolve_revision(self.name, self.revision, **hub)
+        return replace(self, revision=None if revision is None else getattr(revision, "resolved", str(revision)))
+
+
+def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> None:
+    """Writes into the configuration of a part where the part came from.
+
+    Args:
+        config (`PreTrainedConfig`): the part's.
+        source (`str`, `Path` or `PreTrainedModel`): what the part was loaded from, or the loaded model that it is (a part of).
+        load_kwargs (`dict`): keyword arguments with which `source` was loaded.
+    """
+    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else str(source)
+    if not name:
+        return
+    note: Any = config
+    note.name_or_path = os.path.abspath(name) if os.path.isdir(name) else name
+    for key in ("revision", "subfolder"):
+        if load_kwargs.get(key):
+            setattr(note, f"base_{key}", str(load_kwargs[key]))
+
+
+def base_of(config: PreTrainedConfig) -> BaseSource | None:
+    """Where a part came from; None for a part that was built from a configuration."""
+    name = config.name_or_path
+    if not name:
+        return None
+    name = os.path.abspath(name) if os.path.isdir(name) else name
+    return BaseSource(name, getattr(config, "base_revision", None), getattr(config, "base_subfolder", None))
+
+
+def text_config_of(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of the decoder in a checkpoint or a model. Errors are those of `retrofit`."""
+    if isinstance(text, PreTrainedModel):
+        check_kind(text)  # before a tower is loaded; the new model checks the layers
+        return text.config
+    if not isinstance(text, (str, Path)):
+        raise TypeError(f"Expected `text` to be a Hub id, a folder or a PreTrainedModel, got {type(text).__name__}.")
+    check_source("text", text)
+    config = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
+    if config.model_type == "xattn":
+        raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"`text` ({text}) is an encoder-decoder model ({config.model_type}), which already has cross-attention. Use a "
+            "decoder-only checkpoint."
+        )
+    if is_composite(config):
+        composite_class(config)
+        config = text_half_config(config)
+    if (reason := architecture(config.model_type).refused) is not None:
+        raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, which cannot take blocks: {reason}.")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
+        raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
+    _check_safetensors("text", text, load_kwargs.get("subfolder") or "")
+    return config
+
+
+def vision_config_of(vision: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of the vision tower in a checkpoint or a model. Errors are those of `retrofit`."""
+    if isinstance(vision, PreTrainedModel):
+        config = vision.config
+        if getattr(config, "vision_config", None) is not None:
+            raise ValueError(
+                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which contains more than a vision model. "
+                "Pass its vision part, or its folder."
+            )
+        if config.model_type not in TILED_VISION_TYPES:
+            check_tower_class("vision", type(vision))
+        return config
+    if not isinstance(vision, (str, Path)):
+        raise TypeError(
+            f"Expected `vision` to be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}."
+        )
+    check_source("vision", vision)
+    config = AutoConfig.from_pretrained(vision, **config_kwargs(load_kwargs))
+    config = getattr(config, "vision_config", None) or config
+    if hasattr(config, "vision_use_head"):
+        config.vision_use_head = False  # the pooled output is not used, so this head would never get a gradient
+    check_tower_config("vision", config)
+    _check_safetensors("vision", vision, load_kwargs.get("subfolder") or "")
+    return config
+
+
+def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *sources: Any) -> None:
+    """Raises an error for a keyword that `from_pretrained` does not take, or that no checkpoint would use."""
+    refuse_unknown(caller, load_kwargs, LOAD_KEYWORDS)
+    if load_kwargs and all(source is None or isinstance(source, PreTrainedModel) for source in sources):
+        raise ValueError(
+            f"`{next(iter(load_kwargs))}` is an argument for loading a checkpoint, but the models are already loaded. Pass it to "
+            "their `from_pretrained`."
+        )
+    if load_kwargs.get("use_safetensors") is False:
+        raise ValueError(
+            "`use_safetensors=False` would read pickled weights, which can run code. Only safetensors are supported."
+        )
+
+
+def config_kwargs(load_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: load_kwargs[name] for name in CONFIG_KEYWORDS if name in load_kwargs}
+
+
+def _check_safetensors(name: str, source: str | Path, subfolder: str = "") -> None:
+    """Raises a `ValueError` if a local folder holds no safetensors. Pickled weights are never read."""
+    folder = Path(source) / subfolder
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        hint = (
+            f" It holds {others}. If you trust these files, load the model with transformers and save it again."
+            if others
+            else ""
+        )
+        raise ValueError(f"`{name}` ({source}) holds no *.safetensors file.{hint}")
+
+
+def _load(auto_class, source: str | Path, load_kwargs: dict[str, Any], **kwargs) -> PreTrainedModel:
+    return auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **kwargs})
