@@ -171,7 +171,7 @@ def _without_base(
 ) -> dict[str, Any]:
     """Takes the weights that equal the base's out of `state`. Returns what loading must know about the base."""
     part = model.get_submodule(prefix.rstrip("."))
-    base = _weights_of(source.load(load, dtype=part.dtype, **_trust(part)))
+    base = weights_of(source.load(load, dtype=part.dtype, **_trust(part)))
     dtypes, absent = {}, []
     for name, theirs in base.items():
         ours = state.get(prefix + name)
@@ -189,7 +189,7 @@ def _without_base(
         "subfolder": source.subfolder,
         "dtype": str(part.dtype).removeprefix("torch."),
         "prefix": prefix,
-        "shapes": _shapes(base),
+        "shapes": shapes_of(base),
         "fingerprint": fingerprint(base),
         "absent": absent,
         "dtypes": dtypes,
@@ -208,7 +208,8 @@ def _trust(part: PreTrainedModel) -> dict[str, bool]:
     return {"trust_remote_code": True} if part.is_remote_code() else {}
 
 
-def _weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
+def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights of a model as they are saved: tied ones once."""
     return remove_tied_weights_from_state_dict(dict(base.state_dict()), base)
 
 
@@ -220,7 +221,8 @@ def fingerprint(weights: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _shapes(weights: dict[str, torch.Tensor]) -> str:
+def shapes_of(weights: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names and shapes of weights."""
     return hashlib.sha256("\n".join(f"{n}:{tuple(t.shape)}" for n, t in sorted(weights.items())).encode()).hexdigest()
 
 
@@ -328,6 +330,12 @@ class Adapter:
                 weights.update(load_file(self.file(name)))
         return weights
 
+    def check_settings(self) -> None:
+        """Warns where configuration or code are not those that were saved."""
+        for name in self.manifest["files"]:
+            if name.endswith((".json", ".py")):
+                self.file(name)
+
     def load_kwargs(self, config: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained` that load the whole model from its weights.
 
@@ -335,9 +343,7 @@ class Adapter:
             config (`XAttnConfig`, *optional*): where the caller has read it already.
             given (`dict`): the caller's, with `text_base` and `vision_base`.
         """
-        for name in self.manifest["files"]:
-            if name.endswith((".json", ".py")):
-                self.file(name)
+        self.check_settings()
         bases = {argument: _checked_name(argument, given.pop(argument, None)) for _, argument, _ in PARTS}
         apart = {name: given.pop(name) for name in tuple(given) if name in LOAD_KEYWORDS | {"output_loading_info"}}
         for name in ("_from_auto", "_from_pipeline", "_commit_hash"):
@@ -379,16 +385,16 @@ class Adapter:
                 if named is not None:
                     raise ValueError(f"`{argument}` ({named.name}): {self.name} was saved without one.")
                 continue
-            weights = self.base_weights(argument, load, named, hub)
+            weights = weights_of(self.base(argument, load, named, hub))
             for name, tensor in weights.items():
                 if name not in record["absent"]:
                     dtype = record["dtypes"].get(name)
                     yield record["prefix"] + name, tensor if dtype is None else tensor.to(getattr(torch, dtype))
 
-    def base_weights(
+    def base(
         self, argument: str, load: Callable[..., PreTrainedModel], named: BaseSource | None, hub: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """Fetches the weights of a base, and warns where they are not those that the model was saved with."""
+    ) -> PreTrainedModel:
+        """Fetches a base, and warns where they are not those that the model was saved with."""
         record = self.manifest[argument]
         source = named or BaseSource(record["name_or_path"], record["revision"], record["subfolder"])
         if os.path.isabs(source.name) and not os.path.isdir(source.name):
@@ -403,8 +409,8 @@ class Adapter:
                 f"{self.name} was saved without the weights of its base {source.name}, which cannot be loaded: {error} Pass "
                 f"`{argument}=` to `from_pretrained`, the Hub id or folder of that base."
             ) from error
-        weights = _weights_of(base)
-        if _shapes(weights) != record["shapes"]:
+        weights = weights_of(base)
+        if shapes_of(weights) != record["shapes"]:
             raise ValueError(
                 f"{self.name} was saved on the base {record['name_or_path']}, and `{argument}` {source.name} is a model of another shape. "
                 f"Pass `{argument}=`, the Hub id or folder of that base."
@@ -414,7 +420,7 @@ class Adapter:
                 f"The weights of the base {source.name} are not those that {self.name} was saved with "
                 f"({record['name_or_path']}, revision {record['revision']}): the base has changed, and the model will answer differently."
             )
-        return weights
+        return base
 
 
 def _find(name: str, file: str, hub: dict[str, Any]) -> Path | None:

@@ -59,6 +59,7 @@ class CrossCache(DynamicCache):
         layers (`list[CrossAttentionLayer]`): one for each block; empty if there are no images.
         layout ([`ImageLayout`], *optional*): describes the image tokens; None if there are no images.
         made_by (`str`, *optional*): identity of the model and the weights that encoded the images, see `model_identity.py`.
+        read_by (`str`, *optional*): mark of the set of blocks that the images and the text belong to, see `block_sets.py`.
     """
 
     def __init__(self):
@@ -66,6 +67,7 @@ class CrossCache(DynamicCache):
         self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # transformers lists every kind of layer
         self.layout: ImageLayout | None = None
         self._maker: Note[str | None] = Note(None)
+        self._reader: Note[str | None] = Note(None)
 
     @property
     def made_by(self) -> str | None:
@@ -74,6 +76,14 @@ class CrossCache(DynamicCache):
     @made_by.setter
     def made_by(self, identity: str | None) -> None:
         self._maker = Note(identity)
+
+    @property
+    def read_by(self) -> str | None:
+        return None if self._reader.is_lost else self._reader.value
+
+    @read_by.setter
+    def read_by(self, mark: str | None) -> None:
+        self._reader = Note(mark)
 
     @property
     def rows(self) -> int:
@@ -92,6 +102,8 @@ class CrossCache(DynamicCache):
         appended = layout if self.layout is None else self.layout.append(layout)
         if self.layers:
             made_by = self.made_by
+        else:
+            self.read_by = None
         self.layers, self.layout, self.made_by = layers, appended, made_by
 
     def state(self) -> tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]:
@@ -106,7 +118,7 @@ class CrossCache(DynamicCache):
         """Returns a cache with the same images for another conversation. Nothing is copied."""
         other = CrossCache()
         other.layers = [copy.copy(layer) for layer in self.layers]
-        other.layout, other.made_by = self.layout, self.made_by
+        other.layout, other.made_by, other.read_by = self.layout, self.made_by, self.read_by
         return other
 
     def show(self, layout: ImageLayout) -> None:

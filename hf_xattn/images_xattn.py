@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from .active_blocks import cross_attention_blocks
 from .block import GatedCrossAttentionBlock
+from .block_sets import XAttnSetsMixin
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .context import KEYWORD, CrossAttentionContext, Recorder
@@ -33,7 +34,7 @@ from .xattn_cache import XAttnCache
 logger = logging.get_logger(__name__)
 
 
-class XAttnImagesMixin:
+class XAttnImagesMixin(XAttnSetsMixin):
     """What [`XAttnModel`] does with images before there is a text."""
 
     config: XAttnConfig
@@ -51,7 +52,12 @@ class XAttnImagesMixin:
     @property
     def image_encoder(self) -> ImageEncoder:
         """Reads images for this model."""
-        return ImageEncoder(self.config, self.vision_tower, self.connector, lambda: self.blocks[0].attn.k_proj.weight)
+        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like)
+
+    def _like(self) -> torch.Tensor:
+        """A weight that keys and values are projected with."""
+        self._check_active()
+        return self.blocks[0].attn.k_proj.weight
 
     def image_identity(self) -> str:
         """Identity of configuration and weights that images pass on their way to keys and values, see `model_identity.py`."""
@@ -138,6 +144,7 @@ class XAttnImagesMixin:
             aspect_ratio_ids=aspect_ratio_ids,
             aspect_ratio_mask=aspect_ratio_mask,
         )
+        self._check_active()
         if inputs.pixel_values is None:
             raise ValueError("`get_image_features` needs `pixel_values`.")
         # What neither the call nor this configuration asks for is left to the tower's own.
@@ -226,8 +233,12 @@ class XAttnImagesMixin:
         Returns:
             [`ImagesOfCall`]: with the caller's mask for the text to come.
         """
+        if inputs.images is not None:
+            self._check_active()
         cross = cache.cross_attention_cache
         self._check_made_here(cross)
+        if self._sets is not None:
+            self._check_set(cross)
         store = None if self._image_store is None or inputs.images is None else self._read_store(made_by)
         images = read_images(self.image_encoder, inputs, cache, text, record_content=True, store=store)
         if images.stored is not None:
@@ -240,6 +251,8 @@ class XAttnImagesMixin:
             cache.mark_updated(len(keys_values))
         elif images.layout is not None:
             cross.show(images.layout)
+        if images.new is not None or images.stored is not None:
+            cross.read_by = self._mark
         return images
 
     def _read_store(self, identity: str | None) -> StoreReader | None:

@@ -161,7 +161,7 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
                 if not (parameter.is_meta or block.attn_norm.weight.is_meta):
                     # A quantized weight is stored as integers: the model knows in which dtype it computes.
                     dtype = language_model.dtype if is_quantized(parameter) else parameter.dtype
-                    _match(block, parameter.device, dtype)
+                    match_block(block, parameter.device, dtype)
                 setattr(layer, name, block)
         layer.__class__ = cross_attending_class(type(layer), receives_keywords)
         names.add(type(layer).__name__)
@@ -169,7 +169,7 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
 
 
 @torch.no_grad()
-def _match(block: GatedCrossAttentionBlock, device: torch.device, dtype: torch.dtype) -> None:
+def match_block(block: GatedCrossAttentionBlock, device: torch.device, dtype: torch.dtype) -> None:
     """Moves a block to the device and dtype of a layer. In half precision, gates and norms keep their dtype."""
     for name, parameter in block.named_parameters():
         keep = any(name.startswith(kept) for kept in block._keep_in_fp32_modules_strict)

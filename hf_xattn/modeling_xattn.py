@@ -7,6 +7,7 @@ Its layers contain the blocks (see `insertion.py`), its head computes the logits
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,6 +131,11 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         call = read_call(self.config, text, images, past_key_values, use_cache, output_attentions, recomputes, skips)
         if call.cache is not None and call.takes_up_images:
             self._check_made_here(call.cache.cross_attention_cache)
+        if self._sets is not None:
+            if isinstance(images, PreparedImages) or images.images is not None:
+                self._check_active()
+            if call.cache is not None:
+                self._check_set(call.cache.cross_attention_cache)
         trains = self.training and torch.is_grad_enabled()
         try:
             prepared = prepare_blocks(
@@ -141,6 +147,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 if trains and skips:
                     give_gradient(outputs, self.parameters())
                 keep(call, prepared)
+                if call.cache is not None and prepared.new is not None:
+                    call.cache.cross_attention_cache.read_by = self._mark
         except RuntimeError as error:
             name_wrong_device(text, self.get_input_embeddings(), error)
             raise
@@ -329,6 +337,28 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
     def image_identity(self) -> str:
         """See [`XAttnModel.image_identity`]."""
         return self.model.image_identity()
+
+    def load_cross_attention(self, folder: str | Path, name: str, **load_kwargs) -> None:
+        """See [`XAttnModel.load_cross_attention`]."""
+        self.model.load_cross_attention(folder, name, **load_kwargs)
+
+    def set_cross_attention(self, name: str | None) -> None:
+        """See [`XAttnModel.set_cross_attention`]."""
+        self.model.set_cross_attention(name)
+
+    def delete_cross_attention(self, name: str) -> None:
+        """See [`XAttnModel.delete_cross_attention`]."""
+        self.model.delete_cross_attention(name)
+
+    @property
+    def cross_attention_names(self) -> list[str]:
+        """See [`XAttnModel.cross_attention_names`]."""
+        return self.model.cross_attention_names
+
+    @property
+    def active_cross_attention(self) -> str | None:
+        """See [`XAttnModel.active_cross_attention`]."""
+        return self.model.active_cross_attention
 
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:

@@ -17,7 +17,15 @@ from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, save_code, trusting
 from .insertion import BLOCKS
+from .keywords import refuse_unknown
 from .quantization import check_savable, finish_quantized, keep_added_precise
+
+
+# Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself; transformers overlooks what it does not know.
+SAVE_KEYWORDS = frozenset(
+    """is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format
+distributed_checkpoint""".split()
+)
 
 
 class XAttnPreTrainedModel(PreTrainedModel):
@@ -144,10 +152,15 @@ class XAttnPreTrainedModel(PreTrainedModel):
             ValueError: for a quantized model that could not be loaded again, before anything is written; with `adapter_only`, for a
                 base without a name or a checkpoint, a quantized base, or LoRA layers.
         """
+        if self.base_model.active_cross_attention is None:
+            raise ValueError(
+                "No cross-attention is active, so there is nothing to save: call `set_cross_attention` first."
+            )
         if adapter_only:
             for name in ("push_to_hub", "variant", "distributed_checkpoint"):
                 if kwargs.get(name):
                     raise ValueError(f"`adapter_only=True` does not work together with `{name}`, got {kwargs[name]!r}.")
+            refuse_unknown(self.save_pretrained, kwargs, SAVE_KEYWORDS)
             if args:
                 raise ValueError(f"With `adapter_only=True` pass other arguments by name, got {args!r}.")
             state_dict = kwargs.pop("state_dict", None)

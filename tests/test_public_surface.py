@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids, vision_config
 from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_misspelt, needs, switch, tensor, value
+from surface_adapters import SURFACES as ADAPTERS
 from surface_maps import SURFACES as MAPS
 from surface_processor import processor_surfaces
 from surface_training import SURFACES as TRAINING
@@ -300,6 +301,7 @@ MODEL_FIELDS = {
 SURFACES = {
     **TRAINING,
     **MAPS,
+    **ADAPTERS,
     "forward": Surface(
         XAttnForConditionalGeneration.forward, call_of("forward", input_ids=True), image_rows(**TEXT, **HEAD)
     ),

@@ -1,0 +1,299 @@
+"""Several sets of blocks on one loaded base: one of them is active, or none.
+
+A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, connector, and the settings that go with them. The text model
+is shared, and so is the vision tower where a set was trained with the same weights. The active set is part of the model, and is what
+trains and what is saved. The others are kept beside it: they are no submodules, and follow the model's device when they are activated.
+
+Switching moves no weights. Images that one set has encoded, and conversations about them, are refused by the others: their keys, values
+and hidden states are noise there.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import logging
+
+from .adapters import Adapter, fingerprint, shapes_of, weights_of
+from .bases import CONFIG_KEYWORDS, load_vision
+from .block import GatedCrossAttentionBlock
+from .config_checks import check_choice
+from .configuration_xattn import XAttnConfig
+from .connector import XAttnConnector
+from .cross_cache import CrossCache
+from .decoder import find_decoder
+from .insertion import BLOCKS, match_block
+from .keywords import refuse_unknown
+from .paths import check_path, check_source
+from .quantized_weights import is_quantized
+from .vision import follow_tower
+
+
+logger = logging.get_logger(__name__)
+
+FIRST = "default"  # name of the set that a model was made or loaded with
+
+# Settings of a set. The others belong to the text model.
+FIELDS = (
+    "vision_config",
+    "cross_attention_config",
+    "cross_attention_layers",
+    "image_token_id",
+    "image_visibility",
+    "connector_type",
+    "connector_hidden_act",
+    "connector_bias",
+    "vision_feature_select_strategy",
+    "perceiver_config",
+)
+
+
+@dataclass(eq=False)
+class BlockSet:
+    """One set.
+
+    Attributes:
+        blocks (`dict`): for the index of a layer and the name of a block in it, the block.
+        connector ([`XAttnConnector`], *optional*), vision_tower (`PreTrainedModel`, *optional*): None without pixels.
+        fields (`dict`): values of `FIELDS`.
+        mark (`str`): tells caches of this set from those of others.
+    """
+
+    blocks: dict[tuple[int, str], GatedCrossAttentionBlock]
+    connector: XAttnConnector | None
+    vision_tower: PreTrainedModel | None
+    fields: dict[str, Any]
+    mark: str
+
+
+class XAttnSetsMixin:
+    """What [`XAttnModel`] does with several sets of blocks."""
+
+    config: XAttnConfig
+    text_model: PreTrainedModel
+    vision_tower: PreTrainedModel | None
+    connector: XAttnConnector | None
+    training: bool
+    _mark: str = ""
+    _active: str | None = FIRST
+    _sets: dict[str, BlockSet] | None = None  # all sets, once there is more than the first
+
+    @property
+    def cross_attention_names(self) -> list[str]:
+        """Names of the sets of blocks, the first one first."""
+        return [FIRST] if self._sets is None else list(self._sets)
+
+    @property
+    def active_cross_attention(self) -> str | None:
+        """Name of the active set; None where the bare base answers."""
+        return self._active
+
+    def load_cross_attention(self, folder: str | Path, name: str, **load_kwargs: Any) -> None:
+        """Loads a set of blocks beside those that the model has, and activates it.
+
+        Args:
+            folder (`str` or `Path`): folder or Hub id of `save_pretrained(folder, adapter_only=True)`.
+            name (`str`): name of the set in this model.
+            load_kwargs: keyword arguments that say where files are: `revision`, `token`, `local_files_only`, ...
+
+        Raises:
+            TypeError: for a `folder` that is no path, a `name` that is no text, or an unknown keyword.
+            ValueError: for a name that is taken, a folder that is no such folder or is damaged, or blocks that cannot stand on this
+                model: their base has another shape, they were trained together with its text model, or they have other added tokens.
+        """
+        check_path("folder", folder)
+        check_source("folder", os.fspath(folder))
+        if not isinstance(name, str):
+            raise TypeError(f"Expected `name` to be a text, got {type(name).__name__}.")
+        if not name or name in self.cross_attention_names:
+            raise ValueError(f"Expected `name` to be new, got {name!r}. The model has {self.cross_attention_names}.")
+        refuse_unknown(self.load_cross_attention, load_kwargs, frozenset(CONFIG_KEYWORDS))
+        adapter = Adapter.find(folder, load_kwargs)
+        if adapter is None:
+            raise ValueError(f"Expected `folder` to be saved with `adapter_only=True`, got {folder}, which is not.")
+        adapter.check_settings()
+        config = XAttnConfig.from_pretrained(adapter.name, **adapter.hub)
+        self._check_text(adapter, config)
+        loaded = self._build(adapter, config, load_kwargs)
+        if self._sets is None:
+            self._sets = {FIRST: self._taken()}
+        self._sets[name] = loaded
+        self.set_cross_attention(name)
+
+    def set_cross_attention(self, name: str | None) -> None:
+        """Activates a set of blocks. None: no set, and the model answers as its bare base, to text alone.
+
+        Raises:
+            ValueError: for an unknown name.
+        """
+        if name is not None:
+            check_choice("name", name, tuple(self.cross_attention_names))
+        if name == self._active:
+            return
+        if self._sets is None:
+            self._sets = {FIRST: self._taken()}
+        elif self._active is not None:
+            self._sets[self._active] = self._taken()  # with settings that the caller has changed meanwhile
+        _, layers = find_decoder(self.text_model)
+        for layer in layers:
+            for place in BLOCKS:
+                layer._modules.pop(place, None)
+        self._active = name
+        self._mark = "none"
+        if name is None:
+            self.config.image_token_id, self.config.image_visibility = None, "all"  # to the base, a marker is a word
+            return
+        chosen = self._sets[name]
+        block: Any
+        part: Any
+        for (index, place), block in chosen.blocks.items():
+            block.to(next(layers[index].parameters()).device).train(self.training)
+            setattr(layers[index], place, block)
+        device = self.text_model.device if self.vision_tower is None else self.vision_tower.device
+        for part in (chosen.vision_tower, chosen.connector):
+            if part is not None and not part.device.type == "meta":
+                part.to(device).train(self.training)
+        self.vision_tower, self.connector = chosen.vision_tower, chosen.connector
+        for field, value in chosen.fields.items():
+            setattr(self.config, field, value)
+        self._mark = chosen.mark
+
+    def delete_cross_attention(self, name: str) -> None:
+        """Drops a set of blocks. Where it is active, none is active afterwards.
+
+        Raises:
+            ValueError: for an unknown name.
+        """
+        check_choice("name", name, tuple(self.cross_attention_names))
+        if name == self._active:
+            self.set_cross_attention(None)
+        assert self._sets is not None or name == FIRST
+        if self._sets is None:
+            self._sets = {FIRST: self._taken()}
+        del self._sets[name]
+
+    def _check_set(self, cross: CrossCache) -> None:
+        """Raises a `ValueError` where a cache holds images that another set of blocks has encoded."""
+        if not cross.layers or torch.compiler.is_compiling():
+            return
+        if self._active is None or cross.read_by not in (None, self._mark):
+            active = "none is active" if self._active is None else f"{self._active!r} is active"
+            raise ValueError(
+                f"`past_key_values` holds images that another set of blocks has encoded, but {active}. Activate that set with "
+                "`set_cross_attention`, or start from an empty cache."
+            )
+        cross.read_by = self._mark
+
+    def _check_active(self) -> None:
+        """Raises a `ValueError` where images come and no set is active."""
+        if self._active is None:
+            raise ValueError(
+                f"No cross-attention is active, so images would change nothing. Call `set_cross_attention` with one of "
+                f"{self.cross_attention_names}."
+            )
+
+    def _taken(self) -> BlockSet:
+        """The blocks that are in the layers now, as a set."""
+        _, layers = find_decoder(self.text_model)
+        blocks = {
+            (index, place): layer._modules[place]
+            for index, layer in enumerate(layers)
+            for place in BLOCKS
+            if isinstance(layer._modules.get(place), GatedCrossAttentionBlock)
+        }
+        fields = {field: getattr(self.config, field) for field in FIELDS}
+        return BlockSet(blocks, self.connector, self.vision_tower, fields, self._mark)  # type: ignore[arg-type]
+
+    def _check_text(self, adapter: Adapter, config: XAttnConfig) -> None:
+        """Compares the text model with the base of a set."""
+        parts = [part for part in (self.text_model, self.vision_tower) if part is not None]
+        if any(weight.is_meta for part in parts for weight in part.parameters()):
+            raise ValueError("`load_cross_attention` cannot add blocks to a model with weights offloaded to a disk.")
+        if config.additional_vocab_size != self.config.additional_vocab_size:
+            raise ValueError(
+                f"`folder` ({adapter.name}) has {config.additional_vocab_size} tokens behind its vocabulary, this model "
+                f"{self.config.additional_vocab_size}. Load it as a model of its own."
+            )
+        record = adapter.manifest["text_base"]
+        weights = {
+            name: tensor
+            for name, tensor in self.text_model.state_dict().items()
+            if not any(place in name.split(".") for place in (*BLOCKS, "additional"))
+        }
+        weights = remove_tied_weights_from_state_dict(weights, self.text_model)
+        if shapes_of(weights) != record["shapes"]:
+            raise ValueError(
+                f"`folder` ({adapter.name}) was trained on {record['name_or_path']}, and the text model of this model has another shape."
+            )
+        if record["dtype"] != str(self.text_model.dtype).removeprefix("torch."):
+            logger.warning(
+                f"{adapter.name} was saved in {record['dtype']}, this model is in {self.text_model.dtype}, so whether its text model is "
+                f"the base {record['name_or_path']} was not checked."
+            )
+        elif fingerprint(weights) != record["fingerprint"]:
+            logger.warning(
+                f"The weights of this text model are not those of the base that {adapter.name} was saved with "
+                f"({record['name_or_path']}, revision {record['revision']})."
+            )
+
+    def _build(self, adapter: Adapter, config: XAttnConfig, load_kwargs: dict[str, Any]) -> BlockSet:
+        """Builds a set of the weights in a checkpoint."""
+        added = adapter.added()
+        start = adapter.manifest["text_base"]["prefix"].removesuffix("text_model.")
+        added = {name.removeprefix(start): tensor for name, tensor in added.items()}
+        _, layers = find_decoder(self.text_model)
+        paths = {id(module): name for name, module in self.text_model.named_modules()}
+        blocks = {}
+        for layer_idx, place in enumerate(config.cross_attention_layers):
+            index = min(place, len(layers) - 1)
+            part = BLOCKS[place - index]
+            block = GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=layer_idx)
+            like = next(layers[index].parameters())
+            # A quantized weight is stored as integers: the model knows in which dtype it computes.
+            match_block(block, like.device, self.text_model.dtype if is_quantized(like) else like.dtype)
+            _load(block, added, f"text_model.{paths[id(layers[index])]}.{part}.")
+            blocks[index, part] = block.train(self.training)
+        connector = tower = None
+        if config.vision_config is not None:
+            tower = self._tower(adapter, added, load_kwargs)
+            connector = XAttnConnector(config)
+            follow_tower(connector, tower)
+            _load(connector, added, "connector.")
+        for name in [name for name in added if "additional" in name.split(".")]:
+            if torch.equal(self.text_model.get_parameter(name.removeprefix("text_model.")).cpu(), added[name]):
+                del added[name]
+        if added:
+            raise ValueError(
+                f"`folder` ({adapter.name}) changes weights of the text model, which all sets share: {sorted(added)[:3]} and "
+                f"{max(0, len(added) - 3)} more. Load it as a model of its own."
+            )
+        if tower is not None:
+            config.vision_config = tower.config
+        config.cross_attention_config._attn_implementation = self.config.cross_attention_config._attn_implementation
+        return BlockSet(blocks, connector, tower, {field: getattr(config, field) for field in FIELDS}, uuid.uuid4().hex)
+
+    def _tower(self, adapter: Adapter, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]) -> PreTrainedModel:
+        """This model's tower where the set was trained with its weights, and one of its own elsewhere."""
+        record, mine = adapter.manifest["vision_base"], self.vision_tower
+        changed = {name: added.pop(name) for name in tuple(added) if name.startswith("vision_tower.")}
+        if mine is not None and not changed and fingerprint(weights_of(mine)) == record["fingerprint"]:
+            return mine
+        hub = {name: value for name, value in load_kwargs.items() if name not in ("revision", "subfolder")}
+        tower: Any = adapter.base("vision_base", load_vision, None, hub)
+        weights = {name.removeprefix("vision_tower."): tensor for name, tensor in changed.items()}
+        tower.load_state_dict(weights, strict=False)
+        return tower if mine is None else tower.to(device=mine.device, dtype=mine.dtype)
+
+
+def _load(module: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> None:
+    """Loads the weights under a prefix, all or none, and takes them out of `weights`."""
+    own = {name.removeprefix(prefix): weights.pop(name) for name in tuple(weights) if name.startswith(prefix)}
+    module.load_state_dict(own)
