@@ -152,13 +152,21 @@ def test_what_was_trained_beside_the_blocks(name, vision, tmp_path):
     tower = model.model.vision_tower.state_dict()
     changed = next(n for n in tower if n.endswith("fc1.weight"))
     tower[changed].view(-1)[-1] += 1e-6
+    zeros = next(n for n in tower if n.endswith("layer_norm1.bias"))
+    assert tower[zeros][0] == 0
+    tower[zeros][0] = -0.0
     text = model.model.text_model
-    text.model.norm.weight.data[0] = -0.0
+    text.model.norm.weight.data[0] = 3
     text.model.embed_tokens.weight.data[5] *= 2
     model.save_pretrained(tmp_path / "added", adapter_only=True)
     beside = {n for n in names_in(tmp_path / "added") if "cross_attention_block" not in n and "connector" not in n}
     prefix = "model.text_model.model"
-    assert beside == {f"model.vision_tower.{changed}", f"{prefix}.norm.weight", f"{prefix}.embed_tokens.weight"}
+    assert beside == {
+        f"model.vision_tower.{changed}",
+        f"model.vision_tower.{zeros}",
+        f"{prefix}.norm.weight",
+        f"{prefix}.embed_tokens.weight",
+    }
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "added")
     same_model(model, loaded)
     tied = name == "llama_tied"
@@ -275,6 +283,51 @@ def test_in_another_process(vision, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+FROM_THE_HUB = """
+import json, sys, torch
+import hf_xattn, transformers
+from hf_xattn.adapters import MANIFEST
+torch.manual_seed(0)
+model = hf_xattn.retrofit("org/text", "org/vision", every=2, revision=sys.argv[2] or None).eval()
+for block in model.blocks:
+    block.attn.o_proj.weight.data.normal_()
+model.save_pretrained(sys.argv[1], adapter_only=True)
+record = json.load(open(f"{sys.argv[1]}/{MANIFEST}"))["text_base"]
+assert (record["name_or_path"], record["revision"]) == ("org/text", "c" * 40), record
+loaded = transformers.AutoModelForImageTextToText.from_pretrained(sys.argv[1])
+call = {"input_ids": torch.tensor([[5, 6]]), "pixel_values": torch.randn(1, 1, 3, 32, 32)}
+with torch.no_grad():
+    assert torch.equal(model(**call).logits, loaded(**call).logits)
+"""
+
+
+@pytest.mark.parametrize("revision", ["", "main"])
+def test_bases_of_the_hub(revision, vision, tmp_path):
+    """A commit that is not recorded, or a base that is looked for as a folder. The Hub's cache stands in for the Hub."""
+    make_base(tmp_path / "text")
+    for name in ("text", "vision"):
+        cache = tmp_path / "cache" / f"models--org--{name}"
+        shutil.copytree(tmp_path / name, cache / "snapshots" / ("c" * 40))
+        (cache / "refs").mkdir()
+        (cache / "refs" / "main").write_text("c" * 40)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+    }
+    arguments = [sys.executable, "-c", FROM_THE_HUB, str(tmp_path / "added"), revision]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, cwd=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    snapshot = tmp_path / "cache" / "models--org--added" / "snapshots" / ("d" * 40)
+    shutil.copytree(tmp_path / "added", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("d" * 40)
+    code = "import hf_xattn, transformers\ntransformers.AutoModel.from_pretrained('org/added', revision='main')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "has changed" not in done.stderr, done.stderr
 
 
 def test_loaded_model_is_saved_again(vision, tmp_path):
