@@ -35,7 +35,9 @@ class XAttnDataCollator:
     A row is a dict with `messages`, or with TRL's `prompt` and `completion`. Each of these is a list of chat messages. Images are in
     the parts of a message (`{"type": "image", "image": ...}`, or `path`, `url`, `base64`) or in a column `images`. Image parts
     without an image take the images of the column in order. If no message has an image part, the images of the column come in front
-    of the first user message. Columns `tools` and `chat_template_kwargs` are refused; other columns are ignored.
+    of the first user message. Columns `tools` and `chat_template_kwargs` are refused; other columns are ignored, unless
+    they hold images or resemble the name `images`: these raise an error. The roles of messages are `system`, `developer`, `user`,
+    `assistant`, `tool`, `function` and `ipython`.
 
     With `train_on="answers"` the labels are the texts of all assistant messages. In a row with `prompt` and `completion`, only the
     messages of the completion have labels. The token that ends a turn is included, so that the model learns to stop. All other
@@ -48,7 +50,7 @@ class XAttnDataCollator:
         train_on (`str`, defaults to `"answers"`): `"answers"`, or `"all"` for labels on the whole text, except image markers and
             padding.
         max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all its answers
-            or an image marker raises an error.
+            or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a collator: set this one.
         padding_side (`str`, *optional*): `"left"` or `"right"`. Default: the tokenizer's.
         pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .chat_messages import IMAGES, SOURCES, TEXTS
+from .row_checks import check_columns, check_message, misnamed_images
 from .tensor_checks import type_name
 
 
@@ -41,7 +42,7 @@ def read_row(row: Any) -> Conversation:
 
     Raises:
         TypeError: for a row, a message or a part of a wrong type.
-        ValueError: for missing columns, and if images and image parts differ in number.
+        ValueError: for missing columns, unknown roles, a misnamed column of images, and if images and image parts differ in number.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"Expected a row of the data set to be a dict with `messages`, got {type_name(row)}.")
@@ -52,6 +53,7 @@ def read_row(row: Any) -> Conversation:
                 f"Expected a row without the column `{name}`, which would change the prompt and is not supported. Remove the column."
             )
     messages, first_answer = _messages(given, row)
+    check_columns(given)
     images = _images(given)
     messages = _with_images(messages, images) if images else messages
     bare = sum(_is_bare(part) for message in messages for part in _parts(message))
@@ -105,8 +107,10 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
     if "input_ids" in row:
         hint = (
             " The rows are already tokenized. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
-            "`remove_unused_columns=False` in SFTConfig."
+            "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`"
         )
+        similar = misnamed_images(row)
+        hint += f", not `{similar}`." if similar else "."
     elif set(row) <= {"images", "image"}:
         hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
     raise ValueError(
@@ -127,6 +131,7 @@ def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
             raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {type_name(message)}.")
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where} needs a `role` ('user', 'assistant', ...), got {message.get('role')!r}.")
+        check_message(where, message)
         message = {key: value for key, value in message.items() if value is not None}
         content = message.get("content", "")
         if isinstance(content, Sequence) and not isinstance(content, str):

@@ -6,6 +6,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from template_models import (
@@ -245,6 +246,64 @@ def test_one_image_column():
     assert torch.equal(one["pixel_values"], many["pixel_values"])
 
 
+MISNAMED = {
+    "name": ("imges", ["a.png"]),
+    "capital": ("Images", ["a.png"]),
+    "short name": ("img", "a.png"),
+    "other word": ("pictures", ["a.png"]),
+    "picture": ("scene", picture()),
+    "pictures": ("scenes", [None, picture()]),
+    "array": ("scene", np.zeros((4, 4, 3), dtype=np.uint8)),
+    "tensors": ("scenes", [torch.zeros(3, 4, 4)]),
+    "bytes of datasets": ("scene", _bytes(picture())),
+    "path of datasets": ("scenes", [{"bytes": None, "path": "a.jpg"}]),
+    "pixels": ("pixel_values", torch.zeros(1, 3, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("case", MISNAMED)
+def test_images_in_a_column_of_another_name(case):
+    """A column of images that is not read: the model trains blind."""
+    name, value = MISNAMED[case]
+    with pytest.raises(ValueError, match=f"Row 0.*`images`, got the column `{name}`.*ename"):
+        XAttnDataCollator(make_processor(CHATML))([{**row(ANSWER), name: value}])
+
+
+def test_other_columns_are_ignored():
+    """A column without images that is taken for one."""
+    others = {
+        "id": 3,
+        "image_id": "a7",
+        "image_ids": ["a7"],
+        "images_count": 2,
+        "source": "a.png",
+        "pages": ["a"],
+        "score": np.zeros(3),
+        "boxes": np.zeros((2, 4)),
+        "imges": None,
+        "audio": {"bytes": b"RIFF", "path": "a.wav"},
+        "sound": {"bytes": None, "path": "a.wav"},
+        "usage": {"path": 1},
+        "img": 3,
+    }
+    given = {**row(ANSWER), "images": [picture()]}
+    collator = XAttnDataCollator(make_processor(CHATML))
+    plain, more = collator([given]), collator([{**given, **others}])
+    assert plain.keys() == more.keys() and all(torch.equal(plain[name], more[name]) for name in plain)
+
+
+def test_known_roles():
+    """A role of a published template that is refused."""
+    for role in ("system", "developer", "tool", "function", "ipython"):
+        chat = [*SHORT["messages"], {"role": role, "content": "a"}, *SHORT["messages"]]
+        assert len(said(*_labels(chat))) == 2
+
+
+def _labels(chat):
+    processor = make_processor(CHATML)
+    return processor, XAttnDataCollator(processor)([{"messages": chat}])["labels"][0]
+
+
 def test_completions_alone_are_trained_on():
     """An assistant's turn of the prompt that is trained on."""
     processor = make_processor(CHATML)
@@ -274,6 +333,24 @@ WRONG = {
     "tools": ({**SHORT, "tools": [{"name": "f"}]}, "`tools`"),
     "tool calls": (row("a", tool_calls=[{"function": {"name": "f"}}]), "has `tool_calls`"),
     "continued": ({"prompt": SHORT["messages"], "completion": SHORT["messages"][1:]}, "ends with an assistant message"),
+    "role with a typo": ({"messages": [{**SHORT["messages"][0], "role": "usr"}]}, "got 'usr'. Did you mean `user`?"),
+    "answers of a typo": (
+        {"messages": [*SHORT["messages"], {"role": "assitant", "content": "a"}]},
+        r"`messages\[2\]`.* got 'assitant'. Did you mean `assistant`\?",
+    ),
+    "role with a capital": (
+        {"prompt": SHORT["messages"][:1], "completion": [{"role": "Assistant", "content": "a"}]},
+        r"got 'Assistant'. Did you mean `assistant`\?",
+    ),
+    "role of elsewhere": (
+        {"messages": [*SHORT["messages"], {"role": "model", "content": "a"}]},
+        r"Did you mean `assistant`\?",
+    ),
+    "images beside the content": (
+        {"messages": [{**SHORT["messages"][0], "images": ["a.png"]}, SHORT["messages"][1]]},
+        r"images of `messages\[0\]` in its `content`, got `images` beside it",
+    ),
+    "tokens with images": ({"input_ids": [1, 2], "imges": ["a.png"]}, "must be named `images`, not `imges`"),
     "marker in the text": (row(ANSWER, "<image> what ?"), "Row 1"),
 }
 
