@@ -7,21 +7,25 @@ The file is `metadata.jsonl`, as in `datasets`' ImageFolder. Each line is one ex
     {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, ...]}, ...]}     a chat
     {"prompt": [...], "completion": [...]}                                                 a chat; only the completion is trained on
 
-Instead of `file_name`, an example may have `images`, a list of files. Paths are relative to the folder. One error lists all lines that
-are wrong.
+Instead of `file_name`, an example may have `images`, a list of files. Paths are relative to the folder. [`check_rows`] lists all wrong
+lines in one error.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .chat_messages import IMAGES
 from .training_rows import IMAGE_SOURCES, read_row
 
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 METADATA = "metadata.jsonl"
 CAPTION_PROMPT = "Describe the image."
@@ -38,50 +42,59 @@ class PictureRows(NamedTuple):
         file (`Path`): the JSON lines file.
         rows (`list[dict]`): rows for a collator, with the paths of their pictures.
         lines (`list[int]`): the line of each row, counted from 1.
-        fingerprint (`str`): changes if the file or the size of a picture changes.
+        fingerprint (`str`): changes if the file or a picture changes.
+        problems (`list[tuple[int, str]]`): lines that are not examples, each with the reason. [`check_rows`] raises them.
+        captions (`int`): number of lines that are captions: `prompt` is their question.
     """
 
     file: Path
     rows: list[dict[str, Any]]
     lines: list[int]
     fingerprint: str
+    problems: list[tuple[int, str]]
+    captions: int
 
 
 def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows:
-    """Reads the examples of a folder. Checks that the pictures exist; [`check_rows`] checks that they can be read.
+    """Reads the examples of a folder. [`check_rows`] raises the errors of its lines and of its pictures, all at once.
 
     Args:
         folder (`str` or `Path`): a folder with pictures and `metadata.jsonl`, or with one other `.jsonl` file.
         prompt (`str`): the user's message in an example that is a caption.
 
     Raises:
-        ValueError: for a missing folder or file, and for lines that are not examples. The message lists all of these lines.
+        ValueError: for a missing folder or file, or an empty file.
     """
     folder = Path(folder)
     file = _metadata_file(folder)
-    rows, lines, problems = [], [], []
-    digest = hashlib.sha256()
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    rows, lines, problems, captions = [], [], [], 0
+    digest, contents = hashlib.sha256(), _Contents()
+    # `splitlines` would also split at U+2028 and U+0085, which JSON allows in a text.
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         digest.update(line.encode())
         try:
-            row, pictures = _read_line(line, folder, prompt)
+            row, pictures, is_caption = _read_line(line, folder, prompt)
         except (TypeError, ValueError) as error:
             problems.append((number, str(error)))
             continue
         for picture in pictures:
-            digest.update(f"{picture.name}{picture.stat().st_size}".encode())
+            digest.update(f"{picture.name}{contents[picture]}".encode())
         rows.append(row)
         lines.append(number)
-    raise_problems(file, problems)
-    if not rows:
+        captions += is_caption
+    if not rows and not problems:
         raise ValueError(f"Expected {file} to hold examples, one per line, got none.")
-    return PictureRows(file, rows, lines, digest.hexdigest())
+    return PictureRows(file, rows, lines, digest.hexdigest(), problems, captions)
 
 
-def check_rows(data: PictureRows, collate: Callable[[list[dict[str, Any]]], Any]) -> int:
+def check_rows(folders: Sequence[PictureRows], collate: Callable[[list[dict[str, Any]]], Any]) -> int:
     """Makes a batch of each row alone, to find pictures that cannot be read, empty or cut answers, and templates that fail.
+
+    Args:
+        folders (`Sequence[PictureRows]`): the examples. One error lists the wrong lines of all of them.
+        collate (`Callable`): makes a batch of a list of rows.
 
     Returns:
         `int`: number of tokens in the longest row.
@@ -91,39 +104,89 @@ def check_rows(data: PictureRows, collate: Callable[[list[dict[str, Any]]], Any]
     """
     from tqdm.auto import tqdm
 
-    problems, longest = [], 0
-    for row, line in zip(tqdm(data.rows, desc=f"Checking {data.file.name}", leave=False), data.lines):
-        try:
-            longest = max(longest, collate([row])["input_ids"].shape[1])
-        except (TypeError, ValueError) as error:
-            reason = str(error).partition(": ")[2]  # without "Row 0 of the batch"
-            problems.append((line, _unreadable_picture(row) or reason))
-    raise_problems(data.file, problems)
+    longest, told = 0, []
+    for data in folders:
+        problems = list(data.problems)
+        for row, line in zip(tqdm(data.rows, desc=f"Checking {data.file.name}", leave=False), data.lines):
+            try:
+                longest = max(longest, collate([row])["input_ids"].shape[1])
+            except (TypeError, ValueError) as error:
+                problems.append((line, _reason(row, error, data.file.parent, collate)))
+        if problems:
+            told.append(_list_problems(data.file, sorted(problems)))
+    if told:
+        raise ValueError("\n".join(told))
     return longest
 
 
-def _unreadable_picture(row: Mapping[str, Any]) -> str | None:
-    """Describes the error of the first picture in a row that cannot be read; None if all can be read."""
+def _reason(row: dict[str, Any], error: Exception, folder: Path, collate: Callable[[list[dict[str, Any]]], Any]) -> str:
+    """Why a row cannot be trained on: all pictures that cannot be read, and what is wrong beside them."""
+    reasons = {}
+    for part in _picture_parts(row):
+        if reason := _unreadable(Path(part["path"]), folder):
+            reasons[part["path"]] = reason
+    if not reasons:
+        return _without_row(error)
+    readable = copy.deepcopy(row)
+    for part in _picture_parts(readable):
+        if part["path"] in reasons:
+            part["image"] = _white()
+            del part["path"]
+    try:
+        collate([readable])
+    except (TypeError, ValueError) as other:
+        return "; ".join([*reasons.values(), _without_row(other)])
+    return "; ".join(reasons.values())
+
+
+def _without_row(error: Exception) -> str:
+    return str(error).partition(": ")[2]  # without the row's place in a batch of one
+
+
+def _white() -> Image:
     from PIL import Image
 
+    return Image.new("RGB", (64, 64), "white")
+
+
+def _picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    for path in (part["path"] for part in parts if "path" in part):
-        try:
-            with Image.open(path) as picture:
-                picture.load()
-        except Exception as error:  # Pillow raises errors of many kinds
-            return f"the picture {Path(path).name!r} cannot be read: {error}"
+    return [part for part in parts if "path" in part]
+
+
+def _unreadable(path: Path, folder: Path) -> str | None:
+    """Why a picture cannot be read, or None."""
+    from PIL import Image
+
+    name = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+    if not path.is_file():
+        return f"the picture {name!r} does not exist"
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+    except Exception as error:  # Pillow raises errors of many kinds
+        return f"the picture {name!r} cannot be read: {error}"
     return None
 
 
-def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
-    """Raises one `ValueError` that lists all wrong lines."""
-    if not problems:
-        return
+def _list_problems(file: Path, problems: list[tuple[int, str]]) -> str:
     shown = "".join(f"\n  line {number}: {problem}" for number, problem in problems[:MAX_PROBLEMS])
     more = f"\n  and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-    raise ValueError(f"{file} has {len(problems)} line(s) that cannot be trained on:{shown}{more}")
+    return f"{file} has {len(problems)} line(s) that cannot be trained on:{shown}{more}"
+
+
+class _Contents(dict[Path, str]):
+    """The hash of each file's content. A file is read once, however many lines show it."""
+
+    def __missing__(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        if path.is_file():  # `check_rows` tells which are missing
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        self[path] = digest.hexdigest()
+        return self[path]
 
 
 def _metadata_file(folder: Path) -> Path:
@@ -138,8 +201,8 @@ def _metadata_file(folder: Path) -> Path:
     return others[0]
 
 
-def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], list[Path]]:
-    """A row and its pictures."""
+def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], list[Path], bool]:
+    """A row, its pictures, and whether it is a caption."""
     try:
         example = json.loads(line)
     except json.JSONDecodeError as error:
@@ -153,8 +216,8 @@ def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], li
     messages = [_with_paths(message, folder, pictures) for message in conversation.messages]
     if "prompt" in row:
         first = len(row["prompt"])
-        return {"prompt": messages[:first], "completion": messages[first:]}, pictures
-    return {"messages": messages}, pictures
+        return {"prompt": messages[:first], "completion": messages[first:]}, pictures, False
+    return {"messages": messages}, pictures, "text" in example
 
 
 def _check_fields(example: Mapping[str, Any]) -> None:
@@ -193,7 +256,7 @@ def _as_row(example: Mapping[str, Any], prompt: str) -> dict[str, Any]:
 
 
 def _with_paths(message: dict[str, Any], folder: Path, pictures: list[Path]) -> dict[str, Any]:
-    """Returns the message with paths of existing files as its pictures, and adds these paths to `pictures`."""
+    """Returns the message with paths of files as its pictures, and adds these paths to `pictures`."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -208,8 +271,6 @@ def _with_paths(message: dict[str, Any], folder: Path, pictures: list[Path]) -> 
             if source.startswith(("http:", "https:", "data:")) or "base64" in part:
                 raise ValueError(f"pictures must be files in the folder, got {source[:60]!r}")
             picture = folder / source.removeprefix("file://")
-            if not picture.is_file():
-                raise ValueError(f"the picture {source!r} does not exist")
             pictures.append(picture)
             part = {"type": "image", "path": str(picture)}
         parts.append(part)

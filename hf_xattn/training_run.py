@@ -19,6 +19,7 @@ from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
 if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
+    from transformers.trainer_utils import TrainOutput
 
     from .modeling_xattn import XAttnForConditionalGeneration
     from .processing_xattn import XAttnProcessor
@@ -77,10 +78,15 @@ class TrainingOptions:
         for name in ("epochs", "learning_rate"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{_option(name)} must be above 0, got {getattr(self, name)}.")
-        for name, low in (("warmup", 0.0), ("eval_share", 1e-9)):
+        for name, low, above in (("warmup", 0.0, "at least 0"), ("eval_share", 1e-9, "above 0")):
             share = getattr(self, name)
             if share is not None and not low <= share < 1:
-                raise ValueError(f"{_option(name)} must be a share between 0 and 1, got {share}.")
+                raise ValueError(f"{_option(name)} must be a share, {above} and below 1, got {share}.")
+        if self.eval_steps is not None and self.eval_data is None and self.eval_share is None:
+            raise ValueError(
+                f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither, so there are no "
+                "examples to evaluate on. Add one of them, or remove `--eval-steps`."
+            )
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`--prompt` must be a text that is not empty.")
 
@@ -107,6 +113,11 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     prompt = options.prompt or CAPTION_PROMPT
     data = read_folder(options.data, prompt)
     others = [] if options.eval_data is None else [read_folder(options.eval_data, prompt)]
+    if options.prompt is not None and not any(each.captions or each.problems for each in (data, *others)):
+        raise ValueError(
+            f"Expected a line with the field `text` for `--prompt`, which is the question of captions, got none in {data.file}. "
+            "Remove `--prompt`, or write captions as `file_name` and `text`."
+        )
     saved = options.saved(data, *others)
     if resume:
         _check_resumed(options.output, saved)
@@ -114,7 +125,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     from .collator import XAttnDataCollator
 
     collator = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right")
-    longest = max(check_rows(each, collator) for each in (data, *others))
+    longest = check_rows([data, *others], collator)
     rows, held_out = _split(data, options)
     if others:
         held_out = others[0].rows
@@ -142,6 +153,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     checkpoint = _last_checkpoint(options.output) if resume else None
     if resume:
         print("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
+    before = 0 if checkpoint is None else _step_of(checkpoint / "trainer_state.json")
     use_cache = getattr(model.config, "use_cache", None)
     trainer = Trainer(
         model=model,
@@ -152,7 +164,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         processing_class=processor,
     )
     result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    print(f"training loss {result.training_loss:.4f} (mean of all steps)")
+    _print_loss(result, before)
     if held_out:
         last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
         if last["step"] != trainer.state.global_step:
@@ -161,6 +173,16 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     _save(model, processor, options, dtypes, use_cache)
     (options.output / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": True}, indent=2) + "\n")
     print(f"saved to {options.output}")
+
+
+def _print_loss(result: TrainOutput, before: int) -> None:
+    """Prints the mean loss. `Trainer` averages over the steps of this call, so not over the `before` steps of a resumed run."""
+    if not before:
+        print(f"training loss {result.training_loss:.4f} (mean of all steps)")
+    elif result.global_step == before:
+        print(f"no steps left to train after step {before}")
+    else:
+        print(f"training loss {result.training_loss:.4f} (mean of the steps {before + 1} to {result.global_step})")
 
 
 def _option(name: str) -> str:
@@ -193,10 +215,14 @@ def _last_checkpoint(output: Path) -> Path | None:
     found: list[tuple[int, Path]] = []
     for file in (output / CHECKPOINTS).glob("checkpoint-*/trainer_state.json"):
         try:
-            found.append((json.loads(file.read_text())["global_step"], file.parent))
+            found.append((_step_of(file), file.parent))
         except ValueError:
             continue  # the run was stopped while it wrote this file
     return max(found)[1] if found else None
+
+
+def _step_of(state: Path) -> int:
+    return json.loads(state.read_text())["global_step"]
 
 
 def _processor(name: str) -> XAttnProcessor:

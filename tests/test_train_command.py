@@ -1,6 +1,7 @@
 """`hf-xattn train`: from a folder of pictures to a folder of a model, with a real `Trainer`."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
-from hf_xattn.training_data import CAPTION_PROMPT, read_folder
+from hf_xattn.row_checks import ROLES
+from hf_xattn.training_data import CAPTION_PROMPT, FORMS, read_folder
 from hf_xattn.training_run import OPTIONS_FILE
 
 
@@ -167,11 +169,19 @@ def test_resumed_run_gives_the_same_weights(model, tmp_path, capsys, monkeypatch
         broken.mkdir()
         (broken / name).write_text('{"global_')
     steps, step = [], Trainer.training_step
+    logs, train = [], Trainer.train
     with monkeypatch.context() as patch:
+        patch.setattr(
+            Trainer, "train", lambda self, **given: (train(self, **given), logs.append(self.state.log_history))[0]
+        )
         patch.setattr(Trainer, "training_step", lambda self, *args: steps.append(1) or step(self, *args))
         status, printed, error = run(capsys, *options, *out, "--resume")
     assert status == 0 and "Continuing from" in printed and "checkpoint-4" in printed, error
     assert 0 < len(steps) < 3 * 3  # of 3 epochs of 3 micro-batches, some were taken before
+    assert "(mean of all steps)" not in printed
+    lasts = [entry["loss"] for entry in logs[-1] if "loss" in entry and entry["step"] > 4]
+    told = re.search(r"training loss ([\d.]+) \(mean of the steps 5 to (\d+)\)", printed)
+    assert told and float(told[1]) == pytest.approx(sum(lasts) / len(lasts), abs=1e-3)
     whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
     assert all(torch.equal(resumed[name], values) for name, values in whole.items())
     assert not all(torch.equal(values, weights(model)[name]) for name, values in whole.items())
@@ -258,14 +268,62 @@ def test_bad_lines_are_told_at_once(model, tmp_path, capsys):
             {"messages": [{"role": "user", "content": [{"type": "image", "path": "none.png"}]}]},
             "'none.png' does not exist",
         ),
+        ({"messages": [CHAT[0], {**CHAT[1], "role": "assitant"}]}, "got 'assitant'. Did you mean `assistant`?"),
+        ({"messages": CHAT[:1]}, "no assistant message"),
+        ({"messages": [{**CHAT[0], "content": "a"}, {**CHAT[1], "content": " "}]}, "is empty"),
+        ({"file_name": "broken.png", "question": "a ?", "answer": "b"}, "'broken.png' cannot be read"),
     ]
     data = write(tmp_path / "data", [CAPTIONS[0], *(line for line, _ in wrong)])
+    (data / "broken.png").write_bytes(b"no picture")
     status, _, error = run(capsys, model, "--data", data, "--output", tmp_path / "out")
     assert status == 2 and f"{len(wrong)} line(s)" in error
     for number, (_, words) in enumerate(wrong, start=2):
         told = next(line for line in error.splitlines() if line.startswith(f"  line {number}: "))
         assert words in told
     assert not (tmp_path / "out").exists()
+
+
+def test_all_that_is_wrong_in_one_round(model, tmp_path, capsys):
+    """A second error after the first is repaired: of another folder, or of the line that was repaired."""
+    broken = [{"type": "image", "path": name} for name in ("broken.png", "gone.png")]
+    chat = [{"role": "user", "content": broken}, {"role": "assistant", "content": ""}]
+    data = write(tmp_path / "data", [CAPTIONS[0], {"messages": chat}])
+    (data / "broken.png").write_bytes(b"no picture")
+    other = write(tmp_path / "other", [{"txt": "a"}])
+    status, _, error = run(capsys, model, "--data", data, "--eval-data", other, "--output", tmp_path / "out")
+    told = next(line for line in error.splitlines() if line.startswith("  line 2: "))
+    assert status == 2 and all(words in told for words in ("'broken.png' cannot", "'gone.png' does not", "is empty"))
+    assert f"{other / 'metadata.jsonl'} has 1 line(s)" in error and "unknown field 'txt'" in error
+
+
+def test_separators_that_are_no_ends_of_lines(tmp_path):
+    """A line of valid JSON that is cut where only Python's `splitlines` sees an end."""
+    texts = ["a\u2028b", "a\u0085b", "a\u2029b"]
+    write(tmp_path, [json.dumps({"file_name": "red.png", "text": text}, ensure_ascii=False) for text in texts])
+    data = read_folder(tmp_path)
+    assert not data.problems and data.lines == [1, 2, 3]
+    assert [row["messages"][1]["content"] for row in data.rows] == texts
+
+
+def test_fingerprint_of_the_content(tmp_path):
+    """A run resumed on other pictures, because their files have the same size."""
+    write(tmp_path, CAPTIONS)
+    before = read_folder(tmp_path).fingerprint
+    assert read_folder(tmp_path).fingerprint == before
+    content = bytearray((tmp_path / "red.png").read_bytes())
+    content[-20] ^= 1
+    (tmp_path / "red.png").write_bytes(content)
+    assert read_folder(tmp_path).fingerprint != before
+
+
+def test_help_names_the_fields(capsys):
+    """A reader who learns the fields of an example from errors."""
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    told = capsys.readouterr().out
+    for form in FORMS:
+        assert f"  {', '.join(form)}  " in told or f"  file_name, {', '.join(form)}  " in told
+    assert "images, a list of files" in told and all(role in told for role in ROLES)
 
 
 def test_rows_that_cannot_be_trained_on(model, tmp_path, capsys):
@@ -289,6 +347,7 @@ def test_rows_that_cannot_be_trained_on(model, tmp_path, capsys):
 def test_wrong_options_and_folders(model, tmp_path, capsys):
     """A traceback, or work done before the error."""
     data = write(tmp_path / "data", CAPTIONS)
+    questions = write(tmp_path / "questions", MIXED[4:])
     make_text().save_pretrained(tmp_path / "text")
     (tmp_path / "blocks").mkdir()
     shutil.copytree(model, tmp_path / "blocks", dirs_exist_ok=True)
@@ -313,6 +372,10 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
         ([model, "--data", data, "--batch-size", "0", *out], "`--batch-size` must be at least 1"),
         ([model, "--data", data, "--learning-rate", "0", *out], "`--learning-rate` must be above 0"),
         ([model, "--data", data, "--eval-share", "1.5", *out], "`--eval-share` must be a share"),
+        ([model, "--data", data, "--eval-share", "1", *out], "above 0 and below 1"),
+        ([model, "--data", data, "--warmup", "1", *out], "at least 0 and below 1"),
+        ([model, "--data", data, "--eval-steps", "2", *out], "`--eval-data` or `--eval-share` with `--eval-steps 2`"),
+        ([model, "--data", questions, "--prompt", "what ?", *out], "the field `text` for `--prompt`"),
         ([model, "--data", data, "--prompt", " ", *out], "`--prompt`"),
     ]
     for arguments, message in wrong:

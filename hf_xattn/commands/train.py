@@ -9,8 +9,22 @@ from .loading import check_model
 from .output import new_folder
 
 
+EPILOG = """each line of metadata.jsonl is a JSON object with one of these sets of fields:
+  file_name, text               a picture and its caption; --prompt is the question
+  file_name, question, answer   a picture, a question and its answer; file_name may be missing
+  messages                      a chat; pictures are {"type": "image", "path": FILE} in the content of a message
+  prompt, completion            a chat of which only the completion is trained on
+images, a list of files, may stand in place of file_name. Paths are relative to the folder.
+Roles of messages: system, developer, user, assistant, tool, function, ipython."""
+
+
 def register(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("train", help="train a model on a folder of pictures with texts")
+    parser = commands.add_parser(
+        "train",
+        help="train a model on a folder of pictures with texts",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", metavar="MODEL", help="a retrofitted model: a folder or a Hub id")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FOLDER", help="pictures and metadata.jsonl, one example a line"
