@@ -154,17 +154,24 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     if resume:
         print("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
     before = 0 if checkpoint is None else _step_of(checkpoint / "trainer_state.json")
+    arguments = _arguments(options, len(rows), bool(held_out), half)
+    finished = before >= arguments.max_steps
+    if finished:  # `Trainer` would take one step more
+        last_weights = XAttnForConditionalGeneration.from_pretrained(str(checkpoint), dtype=torch.float32)
+        model.load_state_dict(last_weights.state_dict())  # in the dtypes of `model`
     use_cache = getattr(model.config, "use_cache", None)
     trainer = Trainer(
         model=model,
-        args=_arguments(options, len(rows), bool(held_out), half),
+        args=arguments,
         train_dataset=rows,
         eval_dataset=held_out or None,
         data_collator=collator,
         processing_class=processor,
     )
-    result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    _print_loss(result, before)
+    if finished:
+        print(f"no steps left to train after step {before}")
+    else:
+        _print_loss(trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint)), before)
     if held_out:
         last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
         if last["step"] != trainer.state.global_step:
@@ -179,8 +186,6 @@ def _print_loss(result: TrainOutput, before: int) -> None:
     """Prints the mean loss. `Trainer` averages over the steps of this call, so not over the `before` steps of a resumed run."""
     if not before:
         print(f"training loss {result.training_loss:.4f} (mean of all steps)")
-    elif result.global_step == before:
-        print(f"no steps left to train after step {before}")
     else:
         print(f"training loss {result.training_loss:.4f} (mean of the steps {before + 1} to {result.global_step})")
 

@@ -206,6 +206,20 @@ def test_resumed_before_the_first_checkpoint(model, tmp_path, capsys, monkeypatc
     assert status == 0 and "No checkpoint found" in out, error
 
 
+def test_resumed_after_the_last_step(model, tmp_path, capsys):
+    """A run that was stopped while it saved its model, and takes one step more than it should."""
+    data = write(tmp_path / "data", CAPTIONS)
+    options = [model, "--data", data, "--output", tmp_path / "out", "--steps", "2", *FAST]
+    assert run(capsys, *options)[0] == 0
+    whole = weights(tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / OPTIONS_FILE).read_text())
+    del saved["complete"]
+    (tmp_path / "out" / OPTIONS_FILE).write_text(json.dumps(saved))
+    status, out, error = run(capsys, *options, "--resume")
+    assert status == 0 and "no steps left to train after step 2" in out and "training loss" not in out, error
+    assert all(torch.equal(values, whole[name]) for name, values in weights(tmp_path / "out").items())
+
+
 def test_half_precision(model, tmp_path, capsys):
     """Updates lost in half precision, or a model saved in another dtype than it had."""
     loaded = AutoModelForImageTextToText.from_pretrained(model).to(torch.bfloat16)
