@@ -24,6 +24,7 @@ from .context import CrossAttentionContext, check_context, plain_context
 from .cross_cache import KeyValue
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 from .projection import to_dtype_of
+from .stub import NamesItsStub
 
 
 class CrossAttentionMLP(nn.Module):
@@ -46,7 +47,7 @@ class CrossAttentionMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-class GatedCrossAttentionBlock(PreTrainedModel):
+class GatedCrossAttentionBlock(NamesItsStub, PreTrainedModel):
     """One gated cross-attention block. It works in a decoder layer or on its own.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
@@ -16,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from .keywords import suggestion
+from .stub import NamesItsStub, references, write_stub
 
 
 logger = logging.get_logger(__name__)
@@ -27,7 +29,7 @@ quantization_config tie_word_embeddings torch_dtype use_cache""".split()
 )
 
 
-class CheckedConfig(PreTrainedConfig):
+class CheckedConfig(NamesItsStub, PreTrainedConfig):
     """A configuration that checks its fields."""
 
     if TYPE_CHECKING:
@@ -37,6 +39,15 @@ class CheckedConfig(PreTrainedConfig):
 
     def _check_fields(self) -> None:
         """Raises a `ValueError` that names the field, the expected value and the actual value."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args, **kwargs) -> None:
+        """`PreTrainedConfig.save_pretrained`, with the stub that `auto_map` names."""
+        own = references(self.model_type)
+        if own and not os.path.isfile(save_directory):
+            # Of a checkpoint on the Hub, `auto_map` names the repository: the saved folder has a stub of its own.
+            self.auto_map = {**(getattr(self, "auto_map", None) or {}), **own}
+            write_stub(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Any:

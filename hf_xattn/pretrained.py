@@ -17,8 +17,10 @@ from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, save_code, trusting
 from .insertion import BLOCKS
-from .keywords import refuse_unknown
+from .keywords import refuse_unknown, suggestion
 from .quantization import check_savable, finish_quantized, keep_added_precise
+from .stub import NamesItsStub, write_stub
+from .tensor_checks import type_name
 
 
 # Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself; transformers overlooks what it does not know.
@@ -28,7 +30,7 @@ distributed_checkpoint""".split()
 )
 
 
-class XAttnPreTrainedModel(PreTrainedModel):
+class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
     """What both models share with transformers' loading, saving and dispatching."""
 
     config_class = XAttnConfig
@@ -120,18 +122,15 @@ class XAttnPreTrainedModel(PreTrainedModel):
         finish_quantized(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
-    def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        """Asked for before `save_pretrained` uploads what has changed since. Code is in its place by then, and goes up as well."""
-        stamps = super()._get_files_timestamps(working_dir)
-        return {name: stamp for name, stamp in stamps.items() if not name.endswith(".py")}
-
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
         *args,
         adapter_only: bool = False,
         text_base: str | os.PathLike[str] | None = None,
         vision_base: str | os.PathLike[str] | None = None,
+        with_code: bool = False,
         **kwargs,
     ) -> None:
         """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
@@ -147,11 +146,20 @@ class XAttnPreTrainedModel(PreTrainedModel):
                 `from_pretrained` of the folder fetches the bases.
             text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by default where
                 the parts were loaded from.
+            with_code (`bool`): save the code of this package too, so that the folder loads with `trust_remote_code=True` where the
+                package is not installed. Without it, the folder has a stub that imports the package.
 
         Raises:
-            ValueError: for a quantized model that could not be loaded again, before anything is written; with `adapter_only`, for a
-                base without a name or a checkpoint, a quantized base, or LoRA layers.
+            TypeError: for `with_code` of another type, or misspelt.
+            ValueError: if the code of a custom part is in a file of the same name as one of this package; for a quantized model that
+                could not be loaded again, before anything is written; with `adapter_only`, for a base without a name or a checkpoint,
+                a quantized base, or LoRA layers.
         """
+        if not isinstance(with_code, bool):
+            raise TypeError(f"Expected `with_code` to be a bool, got {type_name(with_code)}.")
+        for name in kwargs:  # transformers takes any name
+            if meant := suggestion(name, ["with_code"], cutoff=0.8):
+                raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
         if self.base_model.active_cross_attention is None:
             raise ValueError(
                 "No cross-attention is active, so there is nothing to save: call `set_cross_attention` first."
@@ -164,11 +172,11 @@ class XAttnPreTrainedModel(PreTrainedModel):
             if args:
                 raise ValueError(f"With `adapter_only=True` pass other arguments by name, got {args!r}.")
             state_dict = kwargs.pop("state_dict", None)
-            if kwargs.get("is_main_process", True):
+            if is_main_process:
                 bases = {"text_base": text_base, "vision_base": vision_base}
 
                 def save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-                    self.save_pretrained(folder, state_dict=weights, **kwargs)
+                    self.save_pretrained(folder, state_dict=weights, with_code=with_code, **kwargs)
 
                 save_adapter(self, save_directory, save, bases, state_dict)
             return
@@ -177,13 +185,14 @@ class XAttnPreTrainedModel(PreTrainedModel):
                 raise ValueError(f"`{name}` needs `adapter_only=True`, got {base!r}.")
         if not getattr(self, "_hf_peft_config_loaded", False):  # an adapter is saved without the weights below it
             check_savable(self)
-        if kwargs.get("is_main_process", True):
+        if is_main_process and not os.path.isfile(save_directory):
             body: Any = self.base_model
             config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             forget_adapter(save_directory)
             save_code([(part, own) for part, own in parts if part is not None and own is not None], save_directory)
-        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
+            write_stub(save_directory, with_code)
+        super().save_pretrained(save_directory, is_main_process, *args, **{"save_original_format": False, **kwargs})
         if self.name_or_path in ("", self._saved_as) and not getattr(self, "_hf_peft_config_loaded", False):
             # Adapters record this name as that of their base. A retrofit has none before it is saved.
             self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(save_directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .chat_templates import default_template, to_template
 from .image_reading import is_array, read_image
 from .keywords import refuse_unknown
 from .samples import OF_VIDEOS, read_samples, read_texts
+from .stub import NamesItsStub, references, write_stub
 from .tensor_checks import type_name
 
 
@@ -29,7 +31,7 @@ class XAttnProcessorKwargs(ProcessingKwargs, total=False):
     """Keyword arguments of [`XAttnProcessor`], in addition to those of its image processor."""
 
 
-class XAttnProcessor(ProcessorMixin):
+class XAttnProcessor(NamesItsStub, ProcessorMixin):
     r"""Combines any tokenizer with any image processor.
 
     The place of an image in the batch decides to which text it belongs, so the text needs no markers. If the model follows markers
@@ -65,6 +67,12 @@ class XAttnProcessor(ProcessorMixin):
                 )
             self.image_token_id = token_id
         super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs) -> list[str]:
+        """`ProcessorMixin.save_pretrained`, with the stub that `auto_map` names."""
+        self.auto_map = {"AutoProcessor": references("xattn")["AutoProcessor"]}
+        write_stub(save_directory)
+        return super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:

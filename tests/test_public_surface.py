@@ -254,6 +254,11 @@ def call_import(function, **given):
     return function(**needs(given, source="/no/such/folder", output=Path(tempfile.mkdtemp(dir=FOLDER.name)) / "new"))
 
 
+def call_save(**given):
+    folder = tempfile.mkdtemp(dir=FOLDER.name)
+    return make_model().save_pretrained(**{"save_directory": folder, **given})
+
+
 def call_config(make, **given):
     if make is XAttnConfig:
         given = needs(given, text_config=TEXT_CONFIGS["llama"]())
@@ -383,6 +388,12 @@ SURFACES = {
         {**LAYER, "output_attentions": switch()},
     ),
     "block": Surface(GatedCrossAttentionBlock.forward, functools.partial(call_layer, GatedCrossAttentionBlock), LAYER),
+    "save_pretrained": Surface(
+        XAttnForConditionalGeneration.save_pretrained,
+        call_save,
+        {"with_code": value(none=None, kind="no", size=1)},
+        fields={"with_code"},  # the others are transformers' own
+    ),
     "select_images": Surface(
         image_cache.select_images,
         functools.partial(call_cache, image_cache.select_images),
@@ -462,6 +473,7 @@ TRANSFORMERS = {
     "get_output_embeddings",
     "initialize_weights",
     "prepare_inputs_for_generation",
+    "register_for_auto_class",
     "resize_token_embeddings",
     "save_pretrained",
     "set_attn_implementation",

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..paths import check_path
+from ..stub import is_own_file
 
 
 INDEX = "model.safetensors.index.json"
@@ -147,5 +148,5 @@ class FolderWriter:
 def copy_side_files(source: Path, target: Path) -> None:
     """Copies the files of the tokenizer, the processor and the generation settings."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED):
+        if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED) and not is_own_file(path):
             shutil.copy(path, target / path.name)

@@ -1,0 +1,41 @@
+"""Registers the classes of this package with transformers."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+from .block import GatedCrossAttentionBlock
+from .configuration_xattn import CrossAttentionConfig, XAttnConfig
+from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from .processing_xattn import XAttnProcessor
+
+
+def register_classes() -> None:
+    """Registers the classes with the Auto classes. Code that came with a checkpoint does not: another checkpoint brings its own."""
+    transformers.AutoConfig.register(XAttnConfig.model_type, XAttnConfig)
+    transformers.AutoConfig.register(CrossAttentionConfig.model_type, CrossAttentionConfig)
+    transformers.AutoModel.register(XAttnConfig, XAttnModel)
+    transformers.AutoModel.register(CrossAttentionConfig, GatedCrossAttentionBlock)
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+        if (auto_class := getattr(transformers, name, None)) is not None:
+            auto_class.register(XAttnConfig, XAttnForConditionalGeneration)
+    transformers.AutoProcessor.register(XAttnConfig, XAttnProcessor)
+
+
+def register_names(module: ModuleType) -> None:
+    """Registers the names that transformers looks up elsewhere.
+
+    Args:
+        module (`ModuleType`): transformers, as it was before its parts were imported: it imports itself a second time.
+    """
+    # Trainer's label smoothing, pipelines and `transformers serve` look names up here, not in the Auto classes.
+    for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        names = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
+        names[XAttnConfig.model_type] = XAttnForConditionalGeneration.__name__
+    # TRL's trainers look the class of a folder up as an attribute of transformers.
+    for each in (module, transformers, sys.modules["transformers"]):
+        setattr(each, XAttnForConditionalGeneration.__name__, XAttnForConditionalGeneration)

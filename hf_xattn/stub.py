@@ -1,0 +1,168 @@
+"""What a saved folder needs to load without `import hf_xattn`: a stub, and the code itself where it is asked for.
+
+Transformers runs code of a checkpoint that its `auto_map` names, where `trust_remote_code=True` allows it. Here that is a stub, which
+imports this package. So the code that runs is the installed one, and where none is installed the error says so.
+
+With the code beside it (`save_pretrained(folder, with_code=True)`), the stub falls back on that. Transformers fetches the files that a file
+imports with `from .x import y`, and the files that those import, from one folder without subfolders.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers.dynamic_module_utils import get_relative_imports
+
+from .version import __version__
+
+
+STUB = "xattn_stub"
+HERE = Path(__file__).parent
+PACKAGE = __name__.rpartition(".")[0]  # of a checkpoint, where this file came with one
+
+MODEL = "XAttnForConditionalGeneration"
+# By the `model_type` of a configuration: the classes that the Auto classes find in the stub.
+CLASSES = {
+    "xattn": {
+        "AutoConfig": "XAttnConfig",
+        "AutoModel": "XAttnModel",
+        "AutoModelForCausalLM": MODEL,
+        "AutoModelForImageTextToText": MODEL,
+        "AutoModelForMultimodalLM": MODEL,
+        "AutoProcessor": "XAttnProcessor",
+    },
+    "xattn_block": {"AutoConfig": "CrossAttentionConfig", "AutoModel": "GatedCrossAttentionBlock"},
+}
+
+NOTICE = """\
+# Copyright 2026 The hf_xattn developers. Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0),
+# without warranties or conditions of any kind."""
+
+TEMPLATE = '''\
+{notice}
+"""Loads the model in this folder with the package hf_xattn. Transformers runs this file where `trust_remote_code=True` allows it."""
+
+import transformers
+from packaging.version import Version
+from transformers.utils import logging
+
+
+SAVED_BY = "{version}"
+
+try:
+    from hf_xattn import (
+        CrossAttentionConfig,
+        GatedCrossAttentionBlock,
+        XAttnConfig,
+        XAttnForConditionalGeneration,
+        XAttnModel,
+        XAttnProcessor,
+    )
+    from hf_xattn import __version__ as installed
+except ImportError as error:
+    if error.name not in (None, "hf_xattn"):
+        raise
+{otherwise}
+
+if Version(installed) < Version(SAVED_BY):
+    logging.get_logger(__name__).warning(
+        f"This model was saved with hf_xattn {{SAVED_BY}}, but {{installed}} is installed, which may read it wrongly. Upgrade it: "
+        "pip install --upgrade hf_xattn"
+    )
+'''
+
+WITHOUT_CODE = """\
+    raise ImportError(
+        f"This model needs the Python package hf_xattn ({SAVED_BY} or newer). Install it: pip install hf_xattn ({error})"
+    ) from error"""
+
+WITH_CODE = """\
+    from .block import GatedCrossAttentionBlock
+    from .configuration_xattn import CrossAttentionConfig, XAttnConfig
+    from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+    from .processing_xattn import XAttnProcessor
+    from .registration import register_names
+
+    installed = SAVED_BY
+    register_names(transformers)"""
+
+
+class NamesItsStub:
+    """Part of configurations, models and processors of this package, which all save a stub."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """As in transformers, which saves the code of registered classes. A class of this package saves its stub instead."""
+        if cls.__module__.rpartition(".")[0] == PACKAGE:
+            return
+        registered: Any = super()
+        registered.register_for_auto_class(*(() if auto_class is None else (auto_class,)))
+
+    def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
+        """Asked for before `save_pretrained` uploads what has changed since. Code is in its place by then, and goes up as well."""
+        asked: Any = super()
+        stamps: dict[str, float] = asked._get_files_timestamps(working_dir)
+        return {name: stamp for name, stamp in stamps.items() if not name.endswith(".py")}
+
+
+def references(model_type: str) -> dict[str, str]:
+    """The `auto_map` of a configuration. Empty for types that no Auto class loads."""
+    return {auto_class: f"{STUB}.{name}" for auto_class, name in CLASSES.get(model_type, {}).items()}
+
+
+def write_stub(folder: str | os.PathLike[str], with_code: bool = False) -> None:
+    """Writes the stub into a folder, and the code.
+
+    Args:
+        folder (`str`): where something is saved.
+        with_code (`bool`): write the code too. It is written in any case where the folder holds code of an earlier save, which would be out
+            of date, and where the running code itself came with a checkpoint, because the package is not installed.
+
+    Raises:
+        ValueError: where the folder holds another file under the name of one that is written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with_code = with_code or holds_code(folder) or PACKAGE != "hf_xattn"
+    files = {f"{name}.py": f"{NOTICE}\n{_source(name)}" for name in (code_modules() if with_code else ())}
+    otherwise = WITH_CODE if with_code else WITHOUT_CODE
+    files[f"{STUB}.py"] = TEMPLATE.format(notice=NOTICE, version=__version__, otherwise=otherwise)
+    foreign = [name for name in files if (folder / name).is_file() and not is_own_file(folder / name)]
+    if foreign:
+        raise ValueError(
+            f"The code of this package has a file {foreign[0]}, and {folder} holds another file of this name. Save without `with_code`, or "
+            "rename that file in the checkpoint that brought it."
+        )
+    for path in folder.glob("*.py"):
+        if path.name not in files and is_own_file(path):
+            path.unlink()  # a module that this version no longer has
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def holds_code(folder: Path) -> bool:
+    """Whether a folder's stub has the code beside it."""
+    stub = folder / f"{STUB}.py"
+    return stub.is_file() and WITH_CODE in stub.read_text(encoding="utf-8")
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether [`write_stub`] wrote a file."""
+    return path.suffix == ".py" and path.read_text(encoding="utf-8", errors="replace").startswith(NOTICE)
+
+
+def code_modules() -> list[str]:
+    """Names of the modules that the classes of a checkpoint need, also where a function imports them."""
+    found: set[str] = set()
+    asked = {line.split()[1].removeprefix(".") for line in WITH_CODE.splitlines() if line.lstrip().startswith("from .")}
+    while asked:
+        found |= asked
+        asked = {name for module in asked for name in get_relative_imports(HERE / f"{module}.py")} - found
+    return sorted(found)
+
+
+def _source(name: str) -> str:
+    text = (HERE / f"{name}.py").read_text(encoding="utf-8")
+    return text.removeprefix(f"{NOTICE}\n")

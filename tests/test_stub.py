@@ -1,0 +1,356 @@
+"""Saved folders in sessions that do not import this package, and where it is not installed."""
+
+import builtins
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from chat_models import make_chat_model
+from conftest import make_model, pixels, randomize, token_ids
+from test_custom_code import checkpoints  # noqa: F401  # a fixture
+from transformers import AutoModelForImageTextToText, AutoProcessor, dynamic_module_utils
+from transformers.dynamic_module_utils import get_imports
+
+import hf_xattn
+from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnForConditionalGeneration, retrofit, stub
+
+
+AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+HIDE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "hf_xattn":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_chat_model(tmp_path_factory.mktemp("stub"))
+
+
+def run(script, tmp_path, *arguments, hidden=False):
+    """Runs a script in a session of its own, without a terminal, with an empty cache of modules."""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    script = (HIDE if hidden else "") + textwrap.dedent(script)
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def check(made):
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+LOAD = f"""
+import sys, transformers
+folder = sys.argv[1]
+assert "hf_xattn" not in sys.modules
+processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+assert type(processor).__module__ == "hf_xattn.processing_xattn", type(processor)
+for name in {AUTO_CLASSES}:
+    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True)
+    expected = "XAttnModel" if name == "AutoModel" else "XAttnForConditionalGeneration"
+    assert type(model) is getattr(sys.modules["hf_xattn"], expected), type(model)
+model.save_pretrained("again")
+processor.save_pretrained("again")
+block = transformers.AutoModel.from_pretrained(sys.argv[2], trust_remote_code=True)
+assert type(block).__name__ == "GatedCrossAttentionBlock"
+"""
+
+
+def test_loads_without_the_import(folder, tmp_path):
+    """A folder that every session must be told how to load; loaded and saved again, one that says something else."""
+    GatedCrossAttentionBlock(CrossAttentionConfig(hidden_size=32, num_attention_heads=4)).save_pretrained(
+        tmp_path / "block"
+    )
+    made = run(LOAD, tmp_path, folder, tmp_path / "block")
+    check(made)
+    assert "warn" not in made.stderr.lower() and "xattn" not in made.stderr, made.stderr
+    again = tmp_path / "again"
+    assert sorted(path.name for path in again.glob("*.py")) == ["xattn_stub.py"]
+    for name in ("config.json", "processor_config.json"):
+        assert json.loads((again / name).read_text())["auto_map"] == json.loads((folder / name).read_text())["auto_map"]
+
+
+def test_a_missing_package_is_named(folder, tmp_path):
+    """Advice to upgrade transformers; a bare tokenizer in place of the processor."""
+    script = """
+        import sys, transformers
+        for name in ("AutoConfig", "AutoProcessor", "AutoModelForImageTextToText"):
+            for trust in (True, None):
+                try:
+                    made = getattr(transformers, name).from_pretrained(sys.argv[1], trust_remote_code=trust)
+                except (ImportError, ValueError) as error:
+                    made = str(error).splitlines()
+                print("\\n", name, trust, made)
+    """
+    lines = check(run(script, tmp_path, folder, hidden=True)).splitlines()
+    lines = [line for line in lines if line.startswith(" Auto")]
+    trusted = [line for line in lines if " True " in line]
+    assert len(lines) == 6 and len(trusted) == 3
+    for line in lines:
+        asked = (
+            "needs the Python package hf_xattn (0.1.0 or newer). Install it: pip install hf_xattn"
+            if line in trusted
+            else ""
+        )
+        assert (asked or "trust_remote_code=True") in line, line
+
+
+def test_nothing_asks_where_the_package_is_imported(folder, monkeypatch, caplog):
+    """A prompt in the middle of a job, or code of a folder that runs in place of the imported package."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    for trust in (None, False, True):
+        assert type(AutoProcessor.from_pretrained(folder, trust_remote_code=trust)) is hf_xattn.XAttnProcessor
+        loaded = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=trust)
+        assert type(loaded) is XAttnForConditionalGeneration
+    assert not caplog.records
+
+
+def test_a_folder_of_an_earlier_version(folder, tmp_path):
+    """A folder without a stub, which cannot be read any more."""
+    make_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["auto_map"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "xattn_stub.py").unlink()
+    for trust in (None, True):
+        loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, trust_remote_code=trust)
+    loaded.save_pretrained(tmp_path)
+    assert "auto_map" in json.loads((tmp_path / "config.json").read_text()) and (tmp_path / "xattn_stub.py").is_file()
+
+
+def test_a_reference_to_a_repository_becomes_one_to_the_folder(tmp_path):
+    """A saved folder whose code is somebody else's repository, which may change or go."""
+    model = make_model()
+    model.config.auto_map = {
+        "AutoConfig": "somebody/else--xattn_stub.XAttnConfig",
+        "AutoModelForOther": "somebody/else--own.Own",
+    }
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert saved == {**stub.references("xattn"), "AutoModelForOther": "somebody/else--own.Own"}
+
+
+def test_an_older_package_says_so(folder, tmp_path, monkeypatch, caplog):
+    """A model read wrongly by an older version without a word."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(hf_xattn, "__version__", "0.0.9")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    made = dynamic_module_utils.get_class_from_dynamic_module("xattn_stub.XAttnConfig", folder)
+    assert made is hf_xattn.XAttnConfig
+    assert "saved with hf_xattn 0.1.0, but 0.0.9 is installed" in caplog.text and "--upgrade hf_xattn" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (ModuleNotFoundError("No module named 'accelerate'", name="accelerate"), ModuleNotFoundError, "^No module named 'accelerate'$"),
+        (ImportError("cannot import name 'XAttnModel' from 'hf_xattn' (unknown location)", name="hf_xattn"), ImportError, "Install it.*XAttnModel"),
+    ],
+    ids=["needs another", "is a folder of that name"],
+)  # fmt: skip
+def test_a_broken_package_is_not_called_missing(folder, error, raised, words):
+    """ "Install it" where it is installed, and something that it needs is not."""
+
+    def broken(name, *arguments):
+        if name == "hf_xattn":
+            raise error
+        return __import__(name, *arguments)
+
+    source = (folder / "xattn_stub.py").read_text()
+    with pytest.raises(raised, match=words):
+        exec(source, {"__builtins__": {**vars(builtins), "__import__": broken}})
+
+
+# Everything that a user does with a checkpoint, in an environment without the package.
+WHOLE_FLOW = """
+import sys
+import torch, transformers
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModel, AutoProcessor, pipeline
+
+source, results = sys.argv[1:]
+processor = AutoProcessor.from_pretrained(source, trust_remote_code=True)
+model = AutoModelForImageTextToText.from_pretrained(source, trust_remote_code=True).eval()
+chat = [{"role": "user", "content": [{"type": "image", "image": Image.open(results + "/image.png")}, {"type": "text", "text": "what is it ?"}]}]
+inputs = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+with torch.no_grad():
+    made = {"logits": model(**inputs).logits}
+options = {"max_new_tokens": 6, "do_sample": False}
+made["greedy"] = model.generate(**inputs, **options)
+made["beams"] = model.generate(**inputs, **options, num_beams=3)
+images = model.encode_images(pixel_values=inputs["pixel_values"])
+made["cached"] = model.generate(inputs["input_ids"], past_key_values=images, **options)
+model.enable_image_store()
+made["stored"] = model.generate(**inputs, **options)
+model.disable_image_store()
+pipe = pipeline("image-text-to-text", model=model, processor=processor)
+made["text"] = pipe(text=chat, max_new_tokens=6, return_full_text=False)[0]["generated_text"]
+model.save_pretrained("again")
+processor.save_pretrained("again")
+again = AutoModelForImageTextToText.from_pretrained("again", trust_remote_code=True).eval()
+assert type(AutoProcessor.from_pretrained("again", trust_remote_code=True)).__name__ == "XAttnProcessor"
+assert type(AutoModel.from_pretrained("again", trust_remote_code=True)).__name__ == "XAttnModel"
+with torch.no_grad():
+    made["again"] = again(**inputs).logits
+labels = inputs["input_ids"].clone()
+loss = again.train()(**inputs, labels=labels).loss
+loss.backward()
+made["loss"] = loss.detach()
+torch.save(made, results + "/made.pt")
+names = {name for name in sys.modules if name.split(".")[0] == "hf_xattn"}
+print(type(model).__module__.split(".")[0], sorted(names))
+"""
+
+
+def test_code_in_the_folder(folder, tmp_path, monkeypatch):
+    """A folder with its code that needs the package all the same, somewhere on the way of a user."""
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    source = tmp_path / "a model, v1.0"
+    model.save_pretrained(source, with_code=True)
+    processor.save_pretrained(source)
+    from chat_models import drawing
+
+    drawing(0).save(tmp_path / "image.png")
+    alone = check(run(WHOLE_FLOW, tmp_path, source, tmp_path, hidden=True))
+    assert alone.splitlines()[-1] == "transformers_modules []"
+    made = torch.load(tmp_path / "made.pt")
+    installed = check(run(WHOLE_FLOW, tmp_path, source, tmp_path))
+    assert installed.splitlines()[-1].startswith("hf_xattn ['hf_xattn'")
+    expected = torch.load(tmp_path / "made.pt")
+    assert made.keys() == expected.keys()
+    for name, value in made.items():
+        assert value == expected[name] if isinstance(value, str) else torch.equal(value, expected[name]), name
+    assert torch.equal(made["logits"], made["again"])
+    # The folder that was saved without the package has its code, and loads where the package is.
+    assert (tmp_path / "again" / "modeling_xattn.py").read_text() == (source / "modeling_xattn.py").read_text()
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "again")
+    assert type(loaded) is XAttnForConditionalGeneration
+
+
+def test_the_code_is_complete():
+    """A file that another one imports in a function, and that is missing on the machine of somebody else."""
+    modules = stub.code_modules()
+    assert {"modeling_xattn", "processing_xattn", "image_store", "trainer_labels"} <= set(modules)
+    needed = set()
+    for name in modules:
+        text = (stub.HERE / f"{name}.py").read_text()
+        assert "from . import" not in text and "from .." not in text, name
+        needed |= set(
+            get_imports(stub.HERE / f"{name}.py")
+        )  # transformers refuses to load files whose imports are missing
+    assert needed - set(sys.stdlib_module_names) <= {
+        "accelerate",
+        "huggingface_hub",
+        "jinja2",  # torch needs it
+        "numpy",
+        "packaging",
+        "PIL",
+        "safetensors",
+        "torch",
+        "transformers",
+    }
+
+
+def test_code_stays_up_to_date(tmp_path):
+    """Code of an earlier save beside weights of a later one; a stub that lost the code beside it."""
+    model = make_model()
+    model.save_pretrained(tmp_path, with_code=True)
+    assert stub.NOTICE in (tmp_path / "block.py").read_text()
+    (tmp_path / "block.py").write_text(f"{stub.NOTICE}\nraise RuntimeError('old')\n")
+    (tmp_path / "gone.py").write_text(f"{stub.NOTICE}\n")
+    (tmp_path / "mine.py").write_text("MINE = 1\n")
+    model.save_pretrained(tmp_path)
+    assert "RuntimeError('old')" not in (tmp_path / "block.py").read_text()
+    assert stub.holds_code(tmp_path) and (tmp_path / "mine.py").is_file() and not (tmp_path / "gone.py").exists()
+
+
+def test_files_of_others_are_kept(tmp_path):
+    """A decoder's code, written over by a file of this package."""
+    (tmp_path / "attention.py").write_text("MINE = 1\n")
+    with pytest.raises(ValueError, match="attention.py"):
+        make_model().save_pretrained(tmp_path, with_code=True)
+    assert (tmp_path / "attention.py").read_text() == "MINE = 1\n" and not list(tmp_path.glob("*.safetensors"))
+    make_model().save_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_with_custom_code(checkpoints):  # noqa: F811
+    """A decoder and a tower whose code stands beside that of this package."""
+    made = randomize(retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)).eval()
+    made.save_pretrained(checkpoints / "model", with_code=True)
+    script = """
+        import sys, torch
+        from transformers import AutoModelForImageTextToText
+        given = torch.load(sys.argv[2])
+        model = AutoModelForImageTextToText.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+        with torch.no_grad():
+            assert torch.equal(model(given["ids"], pixel_values=given["pixels"]).logits, given["logits"])
+        assert type(model.config.text_config).__name__ == "CustomDecoderConfig"
+        model.save_pretrained("again")
+        AutoModelForImageTextToText.from_pretrained("again", trust_remote_code=True)
+    """
+    given = {"ids": token_ids(), "pixels": pixels()}
+    given["logits"] = made(given["ids"], pixel_values=given["pixels"]).logits
+    torch.save(given, checkpoints / "given.pt")
+    for hidden in (True, False):
+        check(run(script, checkpoints, checkpoints / "model", checkpoints / "given.pt", hidden=hidden))
+
+
+def test_uploads_hold_the_stub(tmp_path):
+    """A repository whose `auto_map` names a file that never went up."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    before = model._get_files_timestamps(tmp_path)
+    assert "config.json" in before and "xattn_stub.py" not in before
+    assert "xattn_stub.py" not in model.config._get_files_timestamps(tmp_path)
+
+
+def test_with_code_is_checked(tmp_path):
+    """A folder saved otherwise than asked."""
+    with pytest.raises(TypeError, match="`with_code` to be a bool, got str"):
+        make_model().save_pretrained(tmp_path, with_code="no")
+    assert not list(tmp_path.iterdir())
+
+
+def test_transformers_serve(folder, tmp_path):
+    """Transformers' own server, which knows classes of transformers only."""
+    pytest.importorskip("fastapi")
+    script = """
+        import sys
+        from transformers.cli.serving.model_manager import ModelManager
+        manager = ModelManager(device="cpu", trust_remote_code=True)
+        model, processor = manager.load_model_and_processor(manager.process_model_name(sys.argv[1]))
+        print(type(model).__name__, type(processor).__name__, manager.get_model_modality(model, processor).name)
+    """
+    words = check(run(script, tmp_path, folder)).split()
+    assert words[-3:] == ["XAttnForConditionalGeneration", "XAttnProcessor", "MULTIMODAL"], words
+
+
+def test_export_leaves_them_out(tmp_path):
+    """Code of this package in a checkpoint of another."""
+    from hf_xattn.importers.streaming import copy_side_files
+
+    source, target = tmp_path / "source", tmp_path / "target"
+    make_model().save_pretrained(source, with_code=True)
+    target.mkdir()
+    copy_side_files(source, target)
+    assert not list(target.glob("*.py"))
