@@ -18,6 +18,7 @@ from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, save_code, trusting
 from .insertion import BLOCKS
 from .keywords import refuse_unknown, suggestion
+from .model_card import FILE, is_blank, write_model_card
 from .quantization import check_savable, finish_quantized, keep_added_precise
 from .stub import NamesItsStub, write_stub
 from .tensor_checks import type_name
@@ -135,7 +136,8 @@ class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
     ) -> None:
         """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
 
-        The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`.
+        The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`. A model
+        card is written too (see `model_card.py`), unless the folder holds one that a person wrote or changed.
 
         An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
         patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
@@ -192,10 +194,28 @@ class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
             forget_adapter(save_directory)
             save_code([(part, own) for part, own in parts if part is not None and own is not None], save_directory)
             write_stub(save_directory, with_code)
-        super().save_pretrained(save_directory, is_main_process, *args, **{"save_original_format": False, **kwargs})
+        card = Path(save_directory) / FILE
+        # Transformers writes the repository's card over this one before it uploads.
+        self._kept_card = card.read_text(encoding="utf-8") if card.is_file() else None
+        try:
+            super().save_pretrained(save_directory, is_main_process, *args, **{"save_original_format": False, **kwargs})
+        finally:
+            del self._kept_card
         if self.name_or_path in ("", self._saved_as) and not getattr(self, "_hf_peft_config_loaded", False):
             # Adapters record this name as that of their base. A retrofit has none before it is saved.
             self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(save_directory)
+        if is_main_process and Path(save_directory, "config.json").is_file():
+            write_model_card(self, save_directory)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args, **kwargs) -> Any:
+        """Called by `save_pretrained` and `push_to_hub`, with transformers' empty card where the repository has none."""
+        card = Path(working_dir) / FILE
+        if card.is_file() and is_blank(card.read_text(encoding="utf-8")):
+            kept = getattr(self, "_kept_card", None)
+            if kept is not None:
+                card.write_text(kept, encoding="utf-8")
+            write_model_card(self, working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """`PreTrainedModel.resize_token_embeddings`.

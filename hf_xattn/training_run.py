@@ -135,6 +135,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     from transformers import Trainer, set_seed
 
     from .adapters import check_bases
+    from .model_card import write_model_card
     from .modeling_xattn import XAttnForConditionalGeneration
 
     set_seed(options.seed)
@@ -178,6 +179,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
             last = trainer.evaluate()
         print(f"evaluation loss {last['eval_loss']:.4f}")
     _save(model, processor, options, dtypes, use_cache)
+    facts = {"examples": f"{len(rows):,} of the folder {options.data.resolve().name}", "prompt for captions": prompt}
+    write_model_card(model, options.output, trainer, training=facts)
     (options.output / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": True}, indent=2) + "\n")
     print(f"saved to {options.output}")
 

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from test_model_card import card_of, rows_of
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
@@ -71,6 +73,21 @@ def test_artifacts_load_with_the_auto_classes(finished):
     inputs = processor(text=demo.PROMPT, images=Image.open(files[0]))
     assert model.generate(**inputs, max_new_tokens=3).shape[1] > inputs["input_ids"].shape[1]
     demo.run(folder, quick=True)  # its own folder may be written over
+
+
+def test_the_card_is_of_this_model(finished):
+    """A published card with figures of a model that the demo no longer makes; a saved one that says nothing of the run."""
+    folder, results = finished
+    said = rows_of((Path(__file__).parents[1] / "model_cards" / "hf-xattn-demo.md").read_text())
+    front, card = card_of(folder / "model")
+    made = rows_of(card)
+    same = ("text decoder", "vision tower", "blocks in front of layers", "block", "tokens an image")
+    for name in (*same, "parameters added (blocks)", "parameters added (connector)"):
+        assert said[name] == made[name], name
+    steps = f"K/V projections in 8 steps, with {results['blocks']} blocks"
+    assert int(said[steps]) == results["K/V projections in 8 steps"]
+    assert made["held-out canvases"] == "32" and made["optimizer steps"] == "10" and "as initialised" not in card
+    assert "base_model" not in front and str(folder) not in card
 
 
 def test_chat_is_the_prompt_of_training(finished):

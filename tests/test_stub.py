@@ -267,6 +267,7 @@ def test_the_code_is_complete():
         "safetensors",
         "torch",
         "transformers",
+        "yaml",  # huggingface_hub needs it
     }
 
 

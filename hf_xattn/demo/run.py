@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from .. import XAttnProcessor, freeze_base, retrofit
+from ..model_card import write_model_card
 from .attention import attention_on_digits, draw_attention
 from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, DigitPool, sentence
 from .checkpoints import make_text_checkpoint, make_vision_checkpoint
@@ -78,7 +79,7 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     tokenizer = AutoTokenizer.from_pretrained(output / "text")
     processor = XAttnProcessor(AutoImageProcessor.from_pretrained(output / "vision"), tokenizer)
     same_before = _same_as_base(model, output, tokenizer)
-    _train(model, CanvasDataset(train_pool, tokenizer, 64 * (10 if quick else 300), seed + 10), output, seed)
+    trainer = _train(model, CanvasDataset(train_pool, tokenizer, 64 * (10 if quick else 300), seed + 10), output, seed)
     model.eval()
     model.save_pretrained(output / "model")
     processor.save_pretrained(output / "model")
@@ -109,6 +110,8 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     _save_examples(output, canvases, pictures, readings)
     draw_attention(output / "attention.png", model, processor, canvases, pictures, layer="mean")
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    measured = {name: _shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
+    write_model_card(model, output / "model", trainer, training={"data": "scikit-learn's digits"}, results=measured)
     _print_table(results, output)
     return results
 
@@ -134,7 +137,7 @@ def _say(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> None:
+def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> Trainer:
     """Trains the blocks and the connector with transformers' `Trainer`. Text model and tower are frozen."""
     freeze_base(model)
     arguments = TrainingArguments(
@@ -152,7 +155,9 @@ def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> None:
         dataloader_num_workers=0,
         remove_unused_columns=False,
     )
-    Trainer(model=model, args=arguments, train_dataset=dataset).train()
+    trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
+    trainer.train()
+    return trainer
 
 
 @torch.no_grad()
@@ -241,14 +246,16 @@ def _save_examples(output: Path, canvases: list[Canvas], pictures: list, reading
     sheet.save(output / "canvases.png")
 
 
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1%}" if "right" in name or "attention" in name else f"{value:.1f}"
+    return {True: "yes", False: "NO"}[value] if isinstance(value, bool) else str(value)
+
+
 def _print_table(results: dict[str, Any], output: Path) -> None:
     print()
     for name, value in results.items():
-        if isinstance(value, float):
-            text = f"{value:.1%}" if "right" in name or "attention" in name else f"{value:.1f}"
-        else:
-            text = {True: "yes", False: "NO"}[value] if isinstance(value, bool) else str(value)
-        print(f"{name:<50} {text:>10}")
+        print(f"{name:<50} {_shown(name, value):>10}")
     example = example_images(output)[0]
     print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
     print(f"Where it looked, word by word: {output / 'attention.png'}")

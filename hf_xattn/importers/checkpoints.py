@@ -13,6 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from transformers.initialization import no_init_weights
 
 from ..configuration_xattn import XAttnConfig
+from ..model_card import write_model_card
 from ..modeling_xattn import XAttnForConditionalGeneration
 from . import idefics, mllama
 from .mllama_processor import write_processor
@@ -67,6 +68,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
         recipe.config.architectures = [XAttnForConditionalGeneration.__name__]
         recipe.config.save_pretrained(target_folder)
         copy_side_files(folder, target_folder)
+        write_model_card(recipe.config, target_folder, base=[str(source)])
 
 
 def import_checkpoint(
