@@ -196,7 +196,7 @@ class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
             write_stub(save_directory, with_code)
         card = Path(save_directory) / FILE
         # Transformers writes the repository's card over this one before it uploads.
-        self._kept_card = card.read_text(encoding="utf-8") if card.is_file() else None
+        self._kept_card = card.read_bytes() if card.is_file() else None
         try:
             super().save_pretrained(save_directory, is_main_process, *args, **{"save_original_format": False, **kwargs})
         finally:
@@ -210,10 +210,10 @@ class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args, **kwargs) -> Any:
         """Called by `save_pretrained` and `push_to_hub`, with transformers' empty card where the repository has none."""
         card = Path(working_dir) / FILE
-        if card.is_file() and is_blank(card.read_text(encoding="utf-8")):
+        if card.is_file() and is_blank(card.read_text(encoding="utf-8", errors="replace")):
             kept = getattr(self, "_kept_card", None)
             if kept is not None:
-                card.write_text(kept, encoding="utf-8")
+                card.write_bytes(kept)
             write_model_card(self, working_dir)
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 

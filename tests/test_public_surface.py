@@ -17,6 +17,7 @@ from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_miss
 from surface_adapters import SURFACES as ADAPTERS
 from surface_maps import SURFACES as MAPS
 from surface_processor import processor_surfaces
+from surface_saving import SURFACES as SAVING
 from surface_training import SURFACES as TRAINING
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -254,11 +255,6 @@ def call_import(function, **given):
     return function(**needs(given, source="/no/such/folder", output=Path(tempfile.mkdtemp(dir=FOLDER.name)) / "new"))
 
 
-def call_save(**given):
-    folder = tempfile.mkdtemp(dir=FOLDER.name)
-    return make_model().save_pretrained(**{"save_directory": folder, **given})
-
-
 def call_config(make, **given):
     if make is XAttnConfig:
         given = needs(given, text_config=TEXT_CONFIGS["llama"]())
@@ -307,6 +303,7 @@ SURFACES = {
     **TRAINING,
     **MAPS,
     **ADAPTERS,
+    **SAVING,
     "forward": Surface(
         XAttnForConditionalGeneration.forward, call_of("forward", input_ids=True), image_rows(**TEXT, **HEAD)
     ),
@@ -388,12 +385,6 @@ SURFACES = {
         {**LAYER, "output_attentions": switch()},
     ),
     "block": Surface(GatedCrossAttentionBlock.forward, functools.partial(call_layer, GatedCrossAttentionBlock), LAYER),
-    "save_pretrained": Surface(
-        XAttnForConditionalGeneration.save_pretrained,
-        call_save,
-        {"with_code": value(none=None, kind="no", size=1)},
-        fields={"with_code"},  # the others are transformers' own
-    ),
     "select_images": Surface(
         image_cache.select_images,
         functools.partial(call_cache, image_cache.select_images),
