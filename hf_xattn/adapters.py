@@ -31,6 +31,7 @@ from transformers.utils.hub import cached_file
 
 from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, base_of, load_text, load_vision
 from .configuration_xattn import XAttnConfig
+from .model_card import FILE as CARD
 from .model_identity import checksum
 from .tensor_checks import type_name
 from .version import __version__
@@ -88,13 +89,20 @@ def save_adapter(
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         fresh = Path(temporary) / target.name
+        if (target / CARD).is_file():  # written anew only if no person has changed it
+            fresh.mkdir()
+            shutil.copy2(target / CARD, fresh / CARD)
         save(fresh, added)
         for path in sorted(fresh.glob("model*")):
             if path.suffix == ".safetensors":
                 path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
             else:
                 path.unlink()  # the index of shards: the manifest names the files
-        files = {str(path.relative_to(fresh)): _describe(path) for path in sorted(fresh.rglob("*")) if path.is_file()}
+        files = {
+            str(path.relative_to(fresh)): _describe(path)
+            for path in sorted(fresh.rglob("*"))
+            if path.is_file() and path.name != CARD  # a person may edit the card
+        }
         manifest = {"format": FORMAT, "hf_xattn": __version__, **records, "files": files}
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         _move_into_place(fresh, target)
@@ -232,7 +240,10 @@ def _describe(path: Path) -> dict[str, Any]:
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _move_into_place(fresh: Path, target: Path) -> None:

@@ -174,6 +174,7 @@ class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
             if args:
                 raise ValueError(f"With `adapter_only=True` pass other arguments by name, got {args!r}.")
             state_dict = kwargs.pop("state_dict", None)
+            is_unnamed = self._takes_name_of_folder()
             if is_main_process:
                 bases = {"text_base": text_base, "vision_base": vision_base}
 
@@ -181,6 +182,8 @@ class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
                     self.save_pretrained(folder, state_dict=weights, with_code=with_code, **kwargs)
 
                 save_adapter(self, save_directory, save, bases, state_dict)
+            if is_unnamed:
+                self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(save_directory)
             return
         for name, base in (("text_base", text_base), ("vision_base", vision_base)):
             if base is not None:
@@ -201,11 +204,14 @@ class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
             super().save_pretrained(save_directory, is_main_process, *args, **{"save_original_format": False, **kwargs})
         finally:
             del self._kept_card
-        if self.name_or_path in ("", self._saved_as) and not getattr(self, "_hf_peft_config_loaded", False):
-            # Adapters record this name as that of their base. A retrofit has none before it is saved.
+        if self._takes_name_of_folder():
             self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(save_directory)
         if is_main_process and Path(save_directory, "config.json").is_file():
             write_model_card(self, save_directory)
+
+    def _takes_name_of_folder(self) -> bool:
+        """Whether saving names the model. Adapters (PEFT) record this name as their base; a retrofit has none before it is saved."""
+        return self.name_or_path in ("", self._saved_as) and not getattr(self, "_hf_peft_config_loaded", False)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args, **kwargs) -> Any:
         """Called by `save_pretrained` and `push_to_hub`, with transformers' empty card where the repository has none."""

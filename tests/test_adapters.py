@@ -71,8 +71,21 @@ def test_round_trip(name, dtype, vision, tmp_path):
     model = make(tmp_path, vision, name, dtype)
     model.save_pretrained(tmp_path / "added", adapter_only=True)
     assert all("cross_attention_block" in name or ".connector." in name for name in names_in(tmp_path / "added"))
-    assert sorted(os.listdir(tmp_path / "added")) == ["config.json", MANIFEST, ADDED, "generation_config.json"]
+    expected = ["config.json", MANIFEST, ADDED, "generation_config.json", "README.md", "xattn_stub.py"]
+    assert sorted(os.listdir(tmp_path / "added")) == sorted(expected)
     same_model(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "added"))
+
+
+def test_a_persons_card_and_the_name(vision, tmp_path):
+    """A card that a person wrote, overwritten or taken for damage; a model named after a folder that is gone."""
+    model = make(tmp_path, vision)
+    model.save_pretrained(tmp_path / "added", adapter_only=True)
+    assert model.name_or_path == str(tmp_path / "added")
+    (tmp_path / "added" / "README.md").write_text("my own words")
+    same_model(model, XAttnForConditionalGeneration.from_pretrained(tmp_path / "added"))
+    model.save_pretrained(tmp_path / "added", adapter_only=True)
+    assert (tmp_path / "added" / "README.md").read_text() == "my own words"
+    same_model(model, XAttnForConditionalGeneration.from_pretrained(tmp_path / "added"))
 
 
 @pytest.mark.parametrize(
