@@ -204,10 +204,10 @@ class XAttnPreTrainedModel(NamesItsStub, PreTrainedModel):
             super().save_pretrained(save_directory, is_main_process, *args, **{"save_original_format": False, **kwargs})
         finally:
             del self._kept_card
-        if self._takes_name_of_folder():
-            self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(save_directory)
         if is_main_process and Path(save_directory, "config.json").is_file():
             write_model_card(self, save_directory)
+        if self._takes_name_of_folder():
+            self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(save_directory)
 
     def _takes_name_of_folder(self) -> bool:
         """Whether saving names the model. Adapters (PEFT) record this name as their base; a retrofit has none before it is saved."""

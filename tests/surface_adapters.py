@@ -43,8 +43,8 @@ def load_set(**given):
 class Bases:
     """Two arguments of transformers' methods; the misspelt ones go where transformers takes any keyword."""
 
-    text = value(none=Fine(None), kind=Wrong(3, "got int"), size=Wrong("/nowhere/at/all", "no folder"))
-    vision = {**text, "size": Wrong("/nowhere/at/all", "no folder")}
+    text = value(none=Fine(None), kind=Wrong(3, "got int"), size=Wrong("/nowhere/at/all", "not a folder"))
+    vision = {**text, "size": Wrong("/nowhere/at/all", "not a folder")}
 
 
 SURFACES = {
@@ -65,7 +65,7 @@ SURFACES = {
         XAttnModel.load_cross_attention,
         load_set,
         {
-            "folder": value(none=Wrong(None, "got NoneType"), kind=3, size=Wrong("/nowhere/at/all", "no folder")),
+            "folder": value(none=Wrong(None, "got NoneType"), kind=3, size=Wrong("/nowhere/at/all", "not a folder")),
             "name": value(none=Wrong(None, "got NoneType"), kind=3, size=Wrong("", "to be new"), rank=NOTHING),
         },
     ),
