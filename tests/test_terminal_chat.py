@@ -267,6 +267,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(folder):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job would ignore it
     )
     try:
+        terminal.wait_for(b"stops an answer")  # libraries may print warnings before the chat begins
         terminal.wait_for(b"> ")
         time.sleep(
             1
