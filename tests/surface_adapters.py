@@ -43,8 +43,8 @@ def load_set(**given):
 class Bases:
     """Two arguments of transformers' methods; the misspelt ones go where transformers takes any keyword."""
 
-    text = value(none=Fine(None), kind=Wrong(3, "got int"), size=Wrong("/nowhere/at/all", "not a folder"))
-    vision = {**text, "size": Wrong("/nowhere/at/all", "not a folder")}
+    text = value(none=Fine(None), kind=Wrong(3, "got int"), size=Wrong("/nowhere/at/all", "no folder"))
+    vision = {**text, "size": Wrong("/nowhere/at/all", "no folder")}
 
 
 SURFACES = {

@@ -341,6 +341,7 @@ def test_transformers_serve(folder, tmp_path):
         manager = ModelManager(device="cpu", trust_remote_code=True)
         model, processor = manager.load_model_and_processor(manager.process_model_name(sys.argv[1]))
         print(type(model).__name__, type(processor).__name__, manager.get_model_modality(model, processor).name)
+        manager.shutdown()  # its timer would keep the process alive for five minutes
     """
     words = check(run(script, tmp_path, folder)).split()
     assert words[-3:] == ["XAttnForConditionalGeneration", "XAttnProcessor", "MULTIMODAL"], words
