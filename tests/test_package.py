@@ -70,3 +70,11 @@ def test_no_file_is_too_long():
         if (length := len(path.read_text().splitlines())) > 500
     }
     assert not long
+
+
+def test_import_is_light():
+    """An import that waits for what only training, serving or drawing needs."""
+    heavy = ("transformers.training_args", "transformers.trainer", "peft", "trl", "fastapi", "matplotlib", "datasets")
+    script = f"import sys, hf_xattn; print([name for name in {heavy!r} if name in sys.modules])"
+    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == "[]"
