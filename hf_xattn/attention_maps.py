@@ -184,7 +184,41 @@ class AttentionMaps:
         """
         from .attention_plot import draw
 
-        return draw(self, tokens, processor, picture, image, row, layer, head)
+        for name, choice in (("layer", layer), ("head", head)):
+            if choice is None:
+                raise ValueError(
+                    f"Expected `{name}` to be one {name} or 'mean', because a panel shows one map, got None."
+                )
+        if processor is not None and not hasattr(processor, "decode"):
+            raise TypeError(f"Expected `processor` to be a processor, a tokenizer or None, got {type_name(processor)}.")
+        grid = self.grid(image, row, layer=layer, head=head)
+        positions = self._positions(tokens, row)
+        ids = [int(self.tokens[row, position]) for position in positions]
+        words = [str(token) if processor is None else processor.decode([token]) for token in ids]
+        covered = (1.0, 1.0)
+        if picture is None:
+            picture, covered = self.pixels(image, row), self._patches(image, row).covered
+        choices = _choice("layer", layer, len(self.layers)), _choice("head", head, self.weights[0].shape[1])
+        return draw(grid, positions, words, picture, covered, f"attention of {', '.join(choices)}")
+
+    def _positions(self, tokens: list[int] | None, row: int) -> list[int]:
+        """The text positions to draw, checked."""
+        text_len = self.tokens.shape[1]
+        if tokens is None:
+            first = self.num_given if self.num_given < text_len else 0
+            tokens = [index for index in range(first, text_len) if bool(self.text_mask[row, index])]
+        if not isinstance(tokens, (list, tuple, range)) or not tokens:
+            raise ValueError(f"Expected `tokens` to be a list of positions in the text, got {tokens!r}.")
+        for index in tokens:
+            if isinstance(index, bool) or not isinstance(index, int) or not -text_len <= index < text_len:
+                raise ValueError(
+                    f"Expected `tokens` to hold integers from {-text_len} to {text_len - 1}, got {tokens!r}."
+                )
+        return [index % text_len for index in tokens]
+
+
+def _choice(what: str, choice: Choice, count: int) -> str:
+    return f"mean of {count} {what}s" if choice == MEAN else f"{what} {choice}"
 
 
 @torch.no_grad()

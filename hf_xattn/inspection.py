@@ -8,21 +8,21 @@ import torch
 from torch import nn
 
 from .configuration_xattn import CrossAttentionConfig
-from .modeling_xattn import XAttnForConditionalGeneration
 from .vision import blank_image
 
 
-def tokens_per_image(model: XAttnForConditionalGeneration) -> int | None:
+def tokens_per_image(model: Any) -> int | None:
     """Returns the number of tokens that the vision tower makes of one image, or None without a tower.
 
-    Runs the tower on a blank image. On the meta device this computes shapes only.
+    Runs the tower on a blank image. On the meta device this computes shapes only. `model` is an [`XAttnForConditionalGeneration`] or
+    an [`XAttnModel`], here and below.
     """
-    vision, tower = model.config.vision_config, model.model.vision_tower
+    vision, tower = model.config.vision_config, model.base_model.vision_tower
     if vision is None or tower is None:
         return None
     blank = blank_image(vision, torch.zeros((), dtype=tower.dtype, device=tower.device))
     with torch.no_grad():
-        return model.model.image_encoder.features(*blank).shape[2]
+        return model.base_model.image_encoder.features(*blank).shape[2]
 
 
 def key_value_bytes_per_token(config: CrossAttentionConfig, num_blocks: int, dtype: torch.dtype) -> int:
@@ -43,13 +43,13 @@ def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_imag
     return num_blocks * (projections + attention + mlp)
 
 
-def describe(model: XAttnForConditionalGeneration) -> dict[str, Any]:
+def describe(model: Any) -> dict[str, Any]:
     """Returns the figures of a model by name, ready to print."""
     config, block = model.config, model.config.cross_attention_config
     layers, tower = config.cross_attention_layers, config.vision_config
     added = sum(_num_parameters(block_) for block_ in model.blocks)
-    text = _num_parameters(model.model.text_model) - added
-    vision, connector = _num_parameters(model.model.vision_tower), _num_parameters(model.model.connector)
+    text = _num_parameters(model.base_model.text_model) - added
+    vision, connector = _num_parameters(model.base_model.vision_tower), _num_parameters(model.base_model.connector)
     dtype = block_dtype(model)
     tokens = tokens_per_image(model)
     per_token = key_value_bytes_per_token(block, len(layers), dtype)
@@ -82,6 +82,6 @@ def _num_parameters(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
-def block_dtype(model: XAttnForConditionalGeneration) -> torch.dtype:
+def block_dtype(model: Any) -> torch.dtype:
     """Returns the dtype of the keys and values, which is the dtype of the key projection."""
     return model.blocks[0].attn.k_proj.weight.dtype

@@ -18,6 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers.utils import logging
 
 from .configuration_xattn import XAttnConfig
+from .inspection import describe
 from .paths import check_path
 from .tensor_checks import type_name
 
@@ -48,7 +49,7 @@ def write_model_card(
     this function replaces that draft where `trainer` is given.
 
     Args:
-        model ([`XAttnForConditionalGeneration`], [`XAttnModel`] or [`XAttnConfig`]): what was saved.
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): what was saved.
         folder (`str`): where it was saved.
         trainer (`Trainer`, *optional*): that trained the model.
         training (`dict`, *optional*): more about the training, by name.
@@ -61,9 +62,9 @@ def write_model_card(
     Raises:
         TypeError: for arguments of another kind.
     """
-    config = model if isinstance(model, XAttnConfig) else getattr(model, "config", None)
+    config = getattr(model, "config", None)
     if not isinstance(config, XAttnConfig):
-        raise TypeError(f"Expected `model` to be a model of this package or its configuration, got {type_name(model)}.")
+        raise TypeError(f"Expected `model` to be a model of this package, got {type_name(model)}.")
     check_path("folder", folder)
     for name, given, kind in (("training", training, dict), ("results", results, dict), ("base", base, list)):
         if given is not None and not isinstance(given, kind):
@@ -77,7 +78,7 @@ def write_model_card(
     if trainer is not None:
         training = {**training_facts(trainer), **(training or {})}
         results = {**_losses(trainer), **(results or {})}
-    text = _card(config, None if model is config else model, training or {}, results or {}, base)
+    text = _card(config, model, training or {}, results or {}, base)
     path.write_text(text, encoding="utf-8")
     return True
 
@@ -162,21 +163,12 @@ def _loading(sees: bool) -> str:
 
 
 def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
-    """What [`describe`] says. Shapes tell it, so nothing is computed, also where the weights are on other devices."""
-    from .inspection import describe
-    from .modeling_xattn import XAttnForConditionalGeneration
-
-    dtype = config.dtype if model is None else model.dtype
+    """The figures of [`describe`], from a copy without weights: the model's own may be on other devices, sharded or quantized."""
     try:
         with torch.device("meta"):
-            skeleton: Any = XAttnForConditionalGeneration._from_config(copy.deepcopy(config), dtype=dtype)
+            skeleton = model._from_config(copy.deepcopy(config), dtype=model.dtype)
         figures = describe(skeleton)
-    except (
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # custom code that may not be run, or not so
+    except (RuntimeError, TypeError, ValueError) as error:  # the code of a custom part may not run here
         logger.info(f"The model card has no figures: {error}")
         return {"blocks in front of layers": ", ".join(map(str, config.cross_attention_layers))}
     return {name.removesuffix(", frozen"): value for name, value in figures.items()}
@@ -184,7 +176,7 @@ def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
 
 def _is_fresh(config: XAttnConfig, model: Any) -> bool:
     """Whether the blocks are known to add nothing yet."""
-    if model is None or not config.cross_attention_config.starts_at_identity:
+    if not config.cross_attention_config.starts_at_identity:
         return False
     weights = [weight for block in model.blocks for weight in (block.attn.o_proj.weight, block.mlp.down_proj.weight)]
     # Sharded weights would have to be gathered by all processes.

@@ -41,8 +41,7 @@ class Served:
         self.model = AutoModelForImageTextToText.from_pretrained(folder).eval()
         self.processor = load_processor(str(folder))
         self.reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
-        if hasattr(self.model, "enable_image_store"):
-            self.model.enable_image_store()
+        self.model.enable_image_store()
         listener, ready = bind("127.0.0.1", 0), threading.Event()
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = Server(build_app(name, self.model, self.processor), ready.set, log_level="critical")
@@ -281,8 +280,6 @@ def test_a_request_cut_off(served):
 
 def test_the_second_question_encodes_nothing(served):
     """A chat client sends every image again at every turn: each would be encoded at every turn."""
-    if not hasattr(served.model, "enable_image_store"):
-        pytest.skip("no image store")
     runs = []
     watched = [served.model.model.vision_tower, *(block.attn.k_proj for block in served.model.blocks)]
     hooks = [module.register_forward_hook(lambda *_: runs.append(1)) for module in watched]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from .loading import DTYPES, load_model_and_images
 
@@ -45,9 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"Loading {arguments.model}", flush=True)
         model, processor, _ = load_model_and_images(arguments)
         check_answers(name, model, processor)
-        enable_image_store: Any = getattr(model, "enable_image_store", None)
-        if arguments.image_store and enable_image_store is not None:
-            enable_image_store(arguments.image_store * 2**20)
+        if arguments.image_store:
+            model.enable_image_store(arguments.image_store * 2**20)
         address = f"http://{arguments.host}:{listener.getsockname()[1]}/v1"
 
         def ready() -> None:

@@ -68,7 +68,9 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
         recipe.config.architectures = [XAttnForConditionalGeneration.__name__]
         recipe.config.save_pretrained(target_folder)
         copy_side_files(folder, target_folder)
-        write_model_card(recipe.config, target_folder, base=[str(source)])
+        with torch.device("meta"):  # the card needs shapes only
+            skeleton = XAttnForConditionalGeneration._from_config(recipe.config, dtype=recipe.config.dtype)
+        write_model_card(skeleton, target_folder, base=[str(source)])
 
 
 def import_checkpoint(
