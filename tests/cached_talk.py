@@ -27,9 +27,10 @@ from conversations import (
     Seen,
     attention_mask,
     bank,
-    beam_search,
     beside_a_cache,
+    check_beams,
     compare,
+    describe,
     raising,
 )
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
@@ -170,9 +171,7 @@ class Talk:
     def encode(self, given: Slots, faulty: bool = False) -> None:
         """Images through `encode_images`, into a new cache or the one that is there."""
         inputs = self.image_inputs(given)
-        self.log.append(
-            f"encode_images{self._describe(given, inputs)}, {'append' if self.cache is not None else 'new'}"
-        )
+        self.log.append(f"encode_images{describe(given, inputs)}, {'append' if self.cache is not None else 'new'}")
         self.cache = self.call(lambda: self.model.encode_images(past_key_values=self.cache, **inputs), faulty)
         self.place_images(given)
         if self.original is None and self.cache_kind == "encoded" and not self.length:
@@ -328,7 +327,7 @@ class Talk:
         self.pending = ids
         inputs = {**self.text_inputs(ids), **({} if given is None else self.image_inputs(given)), **(extra or {})}
         inputs |= {} if explicit is None else explicit.inputs
-        self.log.append(f"forward {ids}{self._describe(given, inputs, explicit)}")
+        self.log.append(f"forward {ids}{describe(given, inputs, explicit)}")
         if self.bank.name == "mamba" and self.length:  # which takes a mask as long as its ids
             inputs.pop("attention_mask", None)
         if "attention_mask" in inputs and self.bank.name not in ("bloom", "mamba"):  # as `generate` counts positions
@@ -371,7 +370,7 @@ class Talk:
         inputs = self.text_inputs(ids, mask) | options
         inputs |= {} if given is None else self.image_inputs(given)
         inputs |= {**(extra or {}), **({} if explicit is None else explicit.inputs)}
-        self.log.append(f"generate {mode} {steps} after {whole}{self._describe(given, inputs, explicit)}")
+        self.log.append(f"generate {mode} {steps} after {whole}{describe(given, inputs, explicit)}")
         if mode != "uncached":
             inputs["past_key_values"] = self.cache
         if refuse:
@@ -392,7 +391,7 @@ class Talk:
                 self.place_images(given)
             self.read(pending, explicit, skip=0 if explicit is None else len(explicit.rows[0]) - len(pending[0]))
         if "num_beams" in options:
-            self._check_beams(new, options, steps)
+            check_beams(self.bank, self.kind, self.rows, new, options, steps)
             if mode != "uncached":
                 raise Over
             self.rows = rows
@@ -441,24 +440,11 @@ class Talk:
         flags = {"return_dict_in_generate": True, "output_logits": True}
         return self.model.generate(**inputs, **flags, max_new_tokens=steps)
 
-    def _check_beams(self, new: list[list[int]], options: dict[str, Any], steps: int) -> None:
-        count = options["num_return_sequences"]
-        expected, margin = beam_search(self.bank, self.kind, self.rows, options["num_beams"], steps)
-        if margin > TOLERANCE / 10:
-            wanted = [tokens for sample in expected for tokens in sample[:count]]
-            assert new == wanted, f"beams {new}, a search without a cache finds {wanted}"
-
     def _keep(self, cache: EncoderDecoderCache) -> None:
         if cache is not self.cache:
             self.cache, self.croppable = cache, 0
             if self.windowed:
                 cache.activate_past_recording()
-
-    def _describe(self, given: Slots | None, inputs: dict[str, Any], explicit: Explicit | None = None) -> str:
-        images = "" if given is None else ", images " + str([[str(image) for image in images] for images in given])
-        shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, torch.Tensor)]
-        own = "" if explicit is None else f", own mask: {explicit.name}"
-        return f"{images}; {', '.join(shapes)}{own}"
 
     # --- rows and text taken away
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from conftest import TEXT_CONFIGS, make_text, randomize, vision_config
@@ -320,3 +320,22 @@ def draw_text(rng: random.Random, length: int, markers: int) -> list[int]:
     if 0 < place and words[-1] != MARKER and rng.random() < 0.4:
         words[-1] = words[place - 1]  # prompt lookup proposes a marker next
     return words
+
+
+def check_beams(
+    bank: Bank, kind: str, rows: list[Row], new: list[list[int]], options: dict[str, Any], steps: int
+) -> None:
+    """The tokens of a beam search without a cache, unless two beams are nearly equally likely."""
+    count = options["num_return_sequences"]
+    expected, margin = beam_search(bank, kind, rows, options["num_beams"], steps)
+    if margin > TOLERANCE / 10:
+        wanted = [tokens for sample in expected for tokens in sample[:count]]
+        assert new == wanted, f"beams {new}, a search without a cache finds {wanted}"
+
+
+def describe(given: list[list[Image]] | None, inputs: dict[str, Any], explicit: Explicit | None = None) -> str:
+    """A call's arguments, for the log."""
+    images = "" if given is None else ", images " + str([[str(image) for image in images] for images in given])
+    shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, torch.Tensor)]
+    own = "" if explicit is None else f", own mask: {explicit.name}"
+    return f"{images}; {', '.join(shapes)}{own}"
