@@ -31,6 +31,7 @@ from transformers.utils.hub import cached_file
 
 from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, base_of, load_text, load_vision
 from .configuration_xattn import XAttnConfig
+from .file_digests import sha256_of
 from .model_card import FILE as CARD
 from .model_identity import checksum
 from .tensor_checks import type_name
@@ -235,15 +236,7 @@ def shapes_of(weights: dict[str, torch.Tensor]) -> str:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    return {"sha256": _sha256(path), "bytes": path.stat().st_size}
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
 
 
 def _move_into_place(fresh: Path, target: Path) -> None:
@@ -323,7 +316,7 @@ class Adapter:
             raise ValueError(f"{self.name} lacks {name}, which its {MANIFEST} names. Copy the folder again.")
         expected = self.manifest["files"][name]
         size = path.stat().st_size
-        if size == expected["bytes"] and _sha256(path) == expected["sha256"]:
+        if size == expected["bytes"] and sha256_of(path) == expected["sha256"]:
             return path
         if name.endswith(".safetensors"):
             raise ValueError(
