@@ -13,8 +13,18 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForI
 
 from hf_xattn import demo
 from hf_xattn.demo import attention
-from hf_xattn.demo.canvases import DIGIT, HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
-from hf_xattn.demo.run import _accuracy, _picture
+from hf_xattn.demo.canvases import (
+    DIGIT,
+    HEIGHT,
+    PATCH,
+    WIDTH,
+    DigitPool,
+    patch_labels,
+    picture_of,
+    sentence,
+    to_pixel_values,
+)
+from hf_xattn.demo.run import _accuracy
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +58,7 @@ def test_attention_is_on_the_digit(finished):
     weights[..., 4, 1 + 6 + 4] = 0.75
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     processor = AutoProcessor.from_pretrained(folder / "model")
-    pictures = [_picture(canvas)]
+    pictures = [picture_of(canvas)]
     real = attention._maps(model, processor, pictures)
     assert [processor.decode(real.tokens[0, position]) for position in (0, 1)] == demo.PROMPT.split()
     fake = dataclasses.replace(real, weights=[weights] * 3, tokens=real.tokens[:, :8])
@@ -146,7 +156,7 @@ def test_training_pixels_are_the_processors(finished):
     folder, _ = finished
     processor = AutoImageProcessor.from_pretrained(folder / "vision")
     canvas = DigitPool(held_out=True).canvas(np.random.default_rng(0))
-    expected = processor([_picture(canvas)], return_tensors="pt")["pixel_values"]
+    expected = processor([picture_of(canvas)], return_tensors="pt")["pixel_values"]
     assert torch.allclose(to_pixel_values(canvas), expected, atol=1e-6)
 
 

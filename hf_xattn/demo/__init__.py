@@ -1,7 +1,8 @@
-"""The demo: a language model learns to read handwritten digits, offline, in minutes on two CPU cores."""
+"""The demos: a language model learns to read handwritten digits, offline, in minutes on two CPU cores."""
 
 from .canvases import PROMPT
+from .language_run import run_language
 from .run import example_images, run
 
 
-__all__ = ["PROMPT", "example_images", "run"]
+__all__ = ["PROMPT", "example_images", "run", "run_language"]

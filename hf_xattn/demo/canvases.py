@@ -5,11 +5,14 @@ The digit images are split before they are placed: no digit image is in both a t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 DIGIT, PATCH = 8, 10
 HEIGHT, WIDTH = 2 * PATCH, 6 * PATCH
@@ -90,6 +93,13 @@ def to_pixel_values(canvas: Canvas) -> torch.Tensor:
     """Returns `(1, 3, 20, 60)` in [-1, 1], the same values as the demo's image processor."""
     pixels = torch.from_numpy(canvas.pixels.astype(np.float32)) / 255
     return ((pixels - 0.5) / 0.5).expand(1, 3, -1, -1)
+
+
+def picture_of(canvas: Canvas) -> Image:
+    """Returns the canvas as a PIL image in RGB."""
+    from PIL import Image
+
+    return Image.fromarray(canvas.pixels).convert("RGB")
 
 
 def patch_labels(canvas: Canvas) -> torch.Tensor:

@@ -19,15 +19,18 @@ from transformers import (
 from .canvases import CHAT_TEMPLATE, HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
 
 
-def _optimize(parameters, steps: int, rate: float, loss_of_step, name: str) -> float:
+def optimize(parameters, steps: int, rate: float, loss_of_step, name: str, clip: float | None = None) -> float:
     """AdamW with warm-up and a progress bar. Returns the last loss."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate)
+    parameters = list(parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     bar = tqdm(range(steps), desc=name)
     loss = torch.tensor(float("nan"))
     for step in bar:
         loss = loss_of_step(step)
         loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -82,13 +85,17 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         return model(**batch, labels=labels).loss
 
-    _optimize(model.parameters(), steps, 3e-3, loss_of_step, "text model, on text alone")
+    optimize(model.parameters(), steps, 3e-3, loss_of_step, "text model, on text alone")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int) -> None:
-    """Trains a small ViT to predict, for each patch, the digit and the digit's place. The classifier heads are not saved."""
+def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int, where: bool = False) -> None:
+    """Trains a small ViT to predict, for each patch, the digit and the digit's place. The classifier heads are not saved.
+
+    With `where` it also predicts which patch of the canvas each one is. Otherwise its last layer tells the order of the digits, but no
+    longer where they stand.
+    """
     torch.manual_seed(seed + 1)
     config = ViTConfig(
         hidden_size=96,
@@ -99,23 +106,25 @@ def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int)
         patch_size=PATCH,
     )
     tower = AutoModel.from_config(config)
-    classes = (11, 4)
+    num_patches = (HEIGHT // PATCH) * (WIDTH // PATCH)
+    classes = (11, 4, num_patches) if where else (11, 4)
     heads = torch.nn.ModuleList([torch.nn.Linear(config.hidden_size, count) for count in classes])
     # Most patches are background.
-    weights = [torch.tensor([1.0] * (count - 1) + [0.2]) for count in classes]
+    weights = [torch.tensor([1.0] * (count - 1) + [0.2]) for count in classes[:2]] + [None]
 
     def loss_of_step(step: int) -> torch.Tensor:
         canvases = [pool.canvas(np.random.default_rng((seed, 2, step, row))) for row in range(64)]
         pixel_values = torch.cat([to_pixel_values(canvas) for canvas in canvases])
-        labels = torch.stack([patch_labels(canvas) for canvas in canvases], dim=1)
+        labels = [*torch.stack([patch_labels(canvas) for canvas in canvases], dim=1)]
+        labels += [torch.arange(num_patches).expand(len(canvases), -1)] * where
         patches = tower(pixel_values=pixel_values).last_hidden_state[:, 1:].flatten(0, 1)  # without the class token
         losses = [
             torch.nn.functional.cross_entropy(head(patches), label.flatten(), weight=weight)
             for head, label, weight in zip(heads, labels, weights)
         ]
-        return losses[0] + losses[1]
+        return torch.stack(losses).sum()
 
     parameters = [*tower.parameters(), *heads.parameters()]
-    _optimize(parameters, steps, 3e-3, loss_of_step, "vision tower, digits of patches")
+    optimize(parameters, steps, 3e-3, loss_of_step, "vision tower, digits of patches")
     tower.save_pretrained(folder)
     SiglipImageProcessorPil(size={"height": HEIGHT, "width": WIDTH}).save_pretrained(folder)

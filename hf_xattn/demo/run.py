@@ -23,11 +23,9 @@ from transformers import (
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..model_card import write_model_card
 from .attention import attention_on_digits, draw_attention
-from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, DigitPool, sentence
+from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, DigitPool, picture_of, sentence
 from .checkpoints import make_text_checkpoint, make_vision_checkpoint
-
-
-MARK = "made-by-hf-xattn-demo"  # a file that marks a folder of the demo, which a later run may overwrite
+from .report import prepared, print_table, say, shown
 
 
 def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
         ImportError: if scikit-learn is not installed.
     """
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
-    output = _prepared(Path(output))
+    output = prepared(Path(output))
     threads = torch.get_num_threads()
     # Use one thread: with tensors this small a second thread hardly helps, and on busy cores it is several times slower.
     torch.set_num_threads(1)
@@ -62,12 +60,12 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
 def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, quick: bool) -> dict[str, Any]:
     start = time.perf_counter()
     set_seed(seed)
-    _say("1/4 A text-only decoder and its tokenizer, from sentences")
+    say("1/4 A text-only decoder and its tokenizer, from sentences")
     make_text_checkpoint(output / "text", steps=30 if quick else 250, seed=seed)
-    _say("2/4 A small vision tower")
+    say("2/4 A small vision tower")
     make_vision_checkpoint(output / "vision", train_pool, steps=30 if quick else 700, seed=seed)
 
-    _say("3/4 Retrofit, and training of what was added")
+    say("3/4 Retrofit, and training of what was added")
     model = retrofit(
         output / "text",
         output / "vision",
@@ -84,12 +82,12 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     model.save_pretrained(output / "model")
     processor.save_pretrained(output / "model")
 
-    _say("4/4 Held-out canvases")
+    say("4/4 Held-out canvases")
     model = AutoModelForImageTextToText.from_pretrained(output / "model")  # type: ignore[assignment]  # the same class
     processor = AutoProcessor.from_pretrained(output / "model")
     rng = np.random.default_rng((seed, 3))
     canvases = [test_pool.canvas(rng) for _ in range(32 if quick else 500)]
-    pictures = [_picture(canvas) for canvas in canvases]
+    pictures = [picture_of(canvas) for canvas in canvases]
     base = AutoModelForCausalLM.from_pretrained(output / "text")
     blind = _read(base, processor, canvases, None)
     readings = _read(model, processor, canvases, pictures)
@@ -110,31 +108,15 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     _save_examples(output, canvases, pictures, readings)
     draw_attention(output / "attention.png", model, processor, canvases, pictures, layer="mean")
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    measured = {name: _shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
+    measured = {name: shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
     write_model_card(model, output / "model", trainer, training={"data": "scikit-learn's digits"}, results=measured)
-    _print_table(results, output)
+    _print_results(results, output)
     return results
 
 
 def example_images(output: str | Path) -> list[Path]:
     """Returns the held-out canvases that the demo saved. Each file name holds the digits on the canvas."""
     return sorted((Path(output) / "examples").glob("*.png"))
-
-
-def _prepared(output: Path) -> Path:
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"`output` ({output}) must be a folder, got a file.")
-    if output.is_dir() and any(output.iterdir()) and not (output / MARK).exists():
-        raise ValueError(
-            f"`output` ({output}) must be a new folder, an empty one or one of the demo, got a folder with other files."
-        )
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MARK).touch()
-    return output
-
-
-def _say(text: str) -> None:
-    print(f"\n{text}", flush=True)
 
 
 def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> Trainer:
@@ -170,12 +152,6 @@ def _same_as_base(model, output: Path, tokenizer) -> bool:
     same = torch.equal(model.eval()(**batch).logits, base.to(model.device)(**batch).logits)
     model.train(training)
     return same
-
-
-def _picture(canvas: Canvas):
-    from PIL import Image
-
-    return Image.fromarray(canvas.pixels).convert("RGB")
 
 
 def _read(model, processor, canvases: list[Canvas], pictures: list | None) -> list[list[str]]:
@@ -246,16 +222,8 @@ def _save_examples(output: Path, canvases: list[Canvas], pictures: list, reading
     sheet.save(output / "canvases.png")
 
 
-def _shown(name: str, value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.1%}" if "right" in name or "attention" in name else f"{value:.1f}"
-    return {True: "yes", False: "NO"}[value] if isinstance(value, bool) else str(value)
-
-
-def _print_table(results: dict[str, Any], output: Path) -> None:
-    print()
-    for name, value in results.items():
-        print(f"{name:<50} {_shown(name, value):>10}")
+def _print_results(results: dict[str, Any], output: Path) -> None:
+    print_table(results)
     example = example_images(output)[0]
     print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
     print(f"Where it looked, word by word: {output / 'attention.png'}")

@@ -1,0 +1,191 @@
+"""The demo over a real language model: it learns to answer questions about pictures, and loses nothing of its text."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    set_seed,
+)
+
+from .. import XAttnProcessor, freeze_base, retrofit
+from ..model_card import write_model_card
+from .canvases import DigitPool, picture_of
+from .checkpoints import make_vision_checkpoint
+from .language_models import language_model
+from .language_scores import (
+    accuracy_by_kind,
+    answers,
+    compare_texts,
+    held_out_questions,
+    images_a_second,
+    most_frequent_by_kind,
+    own_answers,
+    same_logits,
+)
+from .language_training import Recipe, block_layers, train, training_dtype
+from .question_picture import draw_questions
+from .questions import KINDS
+from .report import prepared, print_table, say
+from .text_prompts import TRAINING_PROMPTS
+
+
+IMAGE_TOKEN = "<image>"
+BLOCK = {"qk_norm": True, "intermediate_size": 768, "initializer_range": 0.03}
+
+
+def run_language(
+    source: str | Path,
+    output: str | Path = "hf-xattn-demo",
+    seed: int = 0,
+    steps: int | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Gives sight to a language model, and measures what it learned and what it kept.
+
+    Args:
+        source (`str` or `Path`): the language model, as `language_model` takes it.
+        output (`str` or `Path`): folder for the checkpoints `text`, `vision`, `model` and `adapter`, the examples and the picture.
+        seed (`int`): seed of the data, the weights and the split.
+        steps (`int`, *optional*): training steps; more take longer and answer more.
+        quick (`bool`): run only a few steps of each stage, as a test. The accuracy then means nothing.
+
+    Returns:
+        `dict`: the figures of the printed tables, which are also saved to `results.json`.
+
+    Raises:
+        ValueError: if `output` is a file or a folder with files of something else, or for a language model that does not suit.
+        ImportError: if scikit-learn, or what the language model needs, is not installed.
+    """
+    start = time.perf_counter()
+    pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
+    output = prepared(Path(output))
+    set_seed(seed)
+    say(f"1/5 The language model: {source}")
+    text = language_model(source, output)
+    say("2/5 A small vision tower")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors of the tower are too small for more
+    try:
+        make_vision_checkpoint(output / "vision", pools[0], steps=30 if quick else 700, seed=seed, where=True)
+    finally:
+        torch.set_num_threads(threads)
+
+    say("3/5 Retrofit, and training of what was added")
+    model, processor = _retrofit(text, output / "vision")
+    base = AutoModelForCausalLM.from_pretrained(text).eval()
+    same_before = same_logits(model.eval(), base, processor)
+    recipe = Recipe(steps=steps or (4 if quick else Recipe().steps), **({"batch_size": 6} if quick else {}))
+    prompts = TRAINING_PROMPTS[:3] if quick else TRAINING_PROMPTS
+    trained = time.perf_counter()
+    train(model, processor, pools[0], own_answers(base, processor, prompts), recipe, seed)
+    trained = (time.perf_counter() - trained) / 60
+    _save(model, processor, output)
+    added = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    del model, base
+
+    say("4/5 Questions about held-out canvases")
+    dtype = training_dtype(torch.device("cpu"))
+    model = AutoModelForImageTextToText.from_pretrained(output / "model", dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(text, dtype=dtype)
+    processor = AutoProcessor.from_pretrained(output / "model")
+    count = 2 if quick else 100
+    known, new = (held_out_questions(pools[1], count, new_phrasing, seed) for new_phrasing in (False, True))
+    said = answers(model, processor, known), answers(model, processor, new)
+    blind = known[:: 1 if quick else 5]
+    by_kind = {
+        "known phrasings": accuracy_by_kind(known, said[0]),
+        "new phrasings": accuracy_by_kind(new, said[1]),
+        "blind": accuracy_by_kind(blind, answers(base, processor, blind, see=False)),
+        "most frequent answer": most_frequent_by_kind(known),
+    }
+    say("5/5 Questions that no picture concerns")
+    results = {
+        "accuracy": by_kind,
+        "questions of each kind": count,
+        **compare_texts(model, base, processor, pools[1], seed),
+        "text-only logits bit-identical before training": same_before,
+        "images read a second": images_a_second(model, processor, [each for each in known if each.kind == "read"]),
+        "parameters added, million": added / 1e6,
+        "adapter-only checkpoint, MB": _megabytes(output / "adapter"),
+        "whole checkpoint, MB": _megabytes(output / "model"),
+        "training steps": recipe.steps,
+        "minutes of training": trained,
+        "minutes": (time.perf_counter() - start) / 60,
+    }
+    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    _save_examples(output, new)
+    draw_questions(output / "questions.png", model, processor, new)
+    training = {"data": "questions about canvases of scikit-learn's digits", "steps": recipe.steps}
+    measured = {f"{kind}, new phrasings": f"{value:.1%}" for kind, value in by_kind["new phrasings"].items()}
+    for folder in ("model", "adapter"):
+        write_model_card(model, output / folder, training=training, results=measured)
+    _print(results, output)
+    return results
+
+
+def _retrofit(text: Path, vision: Path):
+    tokenizer = AutoTokenizer.from_pretrained(text, padding_side="left")
+    tokenizer.add_tokens([IMAGE_TOKEN], special_tokens=True)
+    marker: Any = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    base = AutoModelForCausalLM.from_pretrained(text)
+    embedding: Any = base.get_input_embeddings()
+    rows = embedding.num_embeddings  # may be more than the tokenizer has
+    model = retrofit(
+        base,
+        vision,
+        cross_attention_layers=block_layers(base.config.get_text_config().num_hidden_layers),
+        cross_attention=BLOCK,
+        connector_type="linear",
+        image_token_id=marker,
+        image_visibility="previous",
+        additional_vocab_size=max(0, marker + 1 - rows),
+    )
+    freeze_base(model)
+    if marker >= rows:
+        with torch.no_grad():  # an ordinary token, which the frozen layers know how to read
+            embedding.additional.weight.copy_(embedding.weight.mean(0, keepdim=True))
+    return model, XAttnProcessor(AutoImageProcessor.from_pretrained(vision), tokenizer, image_token=IMAGE_TOKEN)
+
+
+def _save(model, processor, output: Path) -> None:
+    """Saves the whole model and what was added to it, in bfloat16; norms and gates stay in float32."""
+    half = model.to(torch.bfloat16)
+    for folder, adapter_only in (("model", False), ("adapter", True)):
+        half.save_pretrained(output / folder, adapter_only=adapter_only)
+        processor.save_pretrained(output / folder)
+
+
+def _megabytes(folder: Path) -> float:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
+
+
+def _save_examples(output: Path, questions: list) -> None:
+    folder = output / "examples"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    for index, question in enumerate([each for each in questions if each.kind == "read"][:8]):
+        digits = "-".join(str(digit) for digit in question.canvas.digits)
+        picture_of(question.canvas).save(folder / f"{index}-{digits}.png")
+
+
+def _print(results: dict[str, Any], output: Path) -> None:
+    columns = list(results["accuracy"])
+    print(f"\n{'whole answers right':<22}" + "".join(f"{column:>22}" for column in columns))
+    for kind in KINDS:
+        print(f"{kind:<22}" + "".join(f"{results['accuracy'][column][kind]:>22.0%}" for column in columns))
+    print_table({name: value for name, value in results.items() if name != "accuracy"})
+    example = sorted((output / "examples").glob("*.png"))[0]
+    print(f"\nQuestions, answers, and where the model looked: {output / 'questions.png'}")
+    print(f"Next: hf-xattn chat {output / 'model'} --image {example}")
+    print(f"      hf-xattn serve {output / 'model'}")

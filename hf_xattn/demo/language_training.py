@@ -1,0 +1,161 @@
+"""Trains the blocks and the connector of a real language model on questions about canvases. Text model and tower stay frozen."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..collator import XAttnDataCollator
+from ..modeling_xattn import XAttnForConditionalGeneration
+from ..processing_xattn import XAttnProcessor
+from ..projection import multiplies_natively
+from .canvases import DigitPool, picture_of, to_pixel_values
+from .checkpoints import optimize
+from .questions import ask
+from .text_prompts import TRAINING_PROMPTS
+from .upper_layers import Example, UpperLayers
+
+
+# How often each kind of question is asked. The hard kinds come more often.
+SHARES = {
+    "read": 2,
+    "how many": 1,
+    "leftmost": 1,
+    "largest": 2,
+    "smallest": 2,
+    "is there": 3,
+    "sum": 2,
+    "where": 3,
+}
+TEXT_EVERY = 12  # one step in so many is on questions that the picture does not concern
+TEXT_TOKENS = 24  # of an answer to such a question
+LARGEST_DIFFERENCE = 0.05  # of bfloat16, as a share of the largest logit
+
+
+class Recipe(NamedTuple):
+    """What the training is made of.
+
+    Attributes:
+        steps (`int`): number of steps.
+        batch_size (`int`): questions a step.
+        learning_rate (`float`): its maximum.
+    """
+
+    steps: int = 400
+    batch_size: int = 48
+    learning_rate: float = 1e-3
+
+
+def block_layers(num_layers: int) -> list[int]:
+    """The layers that get a block in front: every tenth of the depth from the first third on."""
+    return sorted({round(num_layers * share / 10) for share in range(3, 10)})
+
+
+class Rows:
+    """Makes examples of questions and answers, through the public processor and collator. Remembers them."""
+
+    def __init__(self, processor: XAttnProcessor, canvas):
+        self._collator = XAttnDataCollator(processor, padding_side="right")
+        self._picture = picture_of(canvas)  # the text is the same for every picture
+        self._known: dict[tuple[str, str, bool], Example] = {}
+        ids, _ = self._tokens("?", "!", True)
+        marker: Any = processor.image_token_id
+        self.beginning = ids[: ids.index(marker)]
+
+    def example(self, question: str, answer: str, with_image: bool = True) -> Example:
+        """Returns the tokens of a chat with one question and its answer, after the common beginning.
+
+        Raises:
+            ValueError: if the chat does not begin as the others do.
+        """
+        key = question, answer, with_image
+        if key not in self._known:
+            ids, labels = self._tokens(*key)
+            start = len(self.beginning)
+            if ids[:start] != self.beginning:
+                raise ValueError(
+                    f"The chat template begins a chat about {question!r} with other words than other chats."
+                )
+            self._known[key] = Example(tuple(ids[start:]), tuple(labels[start:]))
+        return self._known[key]
+
+    def _tokens(self, question: str, answer: str, with_image: bool) -> tuple[list[int], list[int]]:
+        asked = [{"type": "image", "image": self._picture}] * with_image + [{"type": "text", "text": question}]
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        batch = self._collator([{"messages": messages}])
+        return batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+
+
+def training_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the machine computes in it, else float32."""
+    if device.type == "cpu":
+        return torch.bfloat16 if multiplies_natively(torch.bfloat16) else torch.float32
+    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+
+
+def train(
+    model: XAttnForConditionalGeneration,
+    processor: XAttnProcessor,
+    pool: DigitPool,
+    text_answers: dict[str, str],
+    recipe: Recipe,
+    seed: int,
+) -> None:
+    """Trains what requires gradients.
+
+    Most steps ask questions about canvases. The others ask questions of `text_answers` beside a canvas, or without one, and train the
+    answers that the text model gives without a canvas: a picture must not change what does not concern it.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): changed in place.
+        processor ([`XAttnProcessor`]): renders the chats.
+        pool ([`DigitPool`]): the digit images for training.
+        text_answers (`dict[str, str]`): the text model's own answers to `TRAINING_PROMPTS`.
+        recipe ([`Recipe`]): steps, batch size and learning rate.
+        seed (`int`): seed of the questions.
+
+    Raises:
+        RuntimeError: if the upper layers alone do not compute what the whole model computes.
+    """
+    rows = Rows(processor, pool.canvas(np.random.default_rng(seed)))
+    upper = UpperLayers(model, rows.beginning, training_dtype(model.device))
+    kinds, shares = list(SHARES), np.array(list(SHARES.values())) / sum(SHARES.values())
+    model.eval()  # nothing here has dropout
+    _check(upper, rows, pool, seed)
+
+    def loss_of_step(step: int) -> torch.Tensor:
+        rng = np.random.default_rng((seed, 4, step))
+        if step % TEXT_EVERY == TEXT_EVERY - 1:
+            prompts = [TRAINING_PROMPTS[rng.integers(len(TRAINING_PROMPTS))] for _ in range(recipe.batch_size // 3)]
+            image_mask = torch.tensor([[index % 4 != 3] for index in range(len(prompts))])
+            canvases = [pool.canvas(rng) for _ in prompts]
+            examples = [
+                rows.example(prompt, text_answers[prompt], bool(seen))
+                for prompt, seen in zip(prompts, image_mask[:, 0])
+            ]
+        else:
+            asked = [ask(kinds[rng.choice(len(kinds), p=shares)], pool, rng) for _ in range(recipe.batch_size)]
+            image_mask = None
+            canvases = [question.canvas for question in asked]
+            examples = [rows.example(question.text, question.answer) for question in asked]
+        pixel_values = torch.stack([to_pixel_values(canvas) for canvas in canvases])
+        logits, labels, _ = upper.logits(examples, pixel_values, image_mask)
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimize(parameters, recipe.steps, recipe.learning_rate, loss_of_step, "blocks and connector, questions", clip=1.0)
+
+
+def _check(upper: UpperLayers, rows: Rows, pool: DigitPool, seed: int) -> None:
+    question = ask("read", pool, np.random.default_rng(seed))
+    with torch.no_grad():
+        difference = upper.difference(
+            rows.example(question.text, question.answer), rows.beginning, to_pixel_values(question.canvas)[None]
+        )
+    if difference > LARGEST_DIFFERENCE:
+        raise RuntimeError(
+            "Expected the layers from the first block on to give the logits of the whole model, got logits that differ by "
+            f"{difference:.3f} of the largest. This decoder's layers cannot run apart: choose another language model."
+        )

@@ -1,0 +1,202 @@
+"""Questions about a canvas of digits, and their answers: eight kinds, each in several phrasings.
+
+The phrasings for training and the held-out phrasings are separate lists. An answer is one word or a few, so it is right or wrong as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .canvases import HEIGHT, WIDTH, WORDS, Canvas
+
+
+NUMBERS = (*WORDS, "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen")
+
+PHRASINGS: dict[str, tuple[str, ...]] = {
+    "read": (
+        "Read the digits from left to right.",
+        "Which digits are in the picture?",
+        "What does the picture say?",
+        "List the digits, left to right.",
+        "Read the picture to me.",
+        "Tell me every digit you see.",
+        "What digits are written here?",
+        "Please read out the digits in order.",
+    ),
+    "how many": (
+        "How many digits are there?",
+        "How many digits do you see?",
+        "Count the digits.",
+        "How many numbers are in the picture?",
+        "What is the number of digits?",
+        "Count the digits in this picture, please.",
+    ),
+    "leftmost": (
+        "Which digit is leftmost?",
+        "What is the first digit from the left?",
+        "Which digit stands on the far left?",
+        "Name the leftmost digit.",
+        "What is the digit at the left end?",
+        "Tell me the digit that is furthest to the left.",
+    ),
+    "largest": (
+        "Which is the largest digit?",
+        "What is the biggest digit?",
+        "Which digit is the largest?",
+        "Name the largest digit.",
+        "Find the highest digit in the picture.",
+        "Which of the digits has the largest value?",
+        "What is the maximum of the digits?",
+    ),
+    "smallest": (
+        "Which is the smallest digit?",
+        "What is the least of the digits?",
+        "Which digit is the smallest?",
+        "Name the smallest digit.",
+        "Find the lowest digit in the picture.",
+        "Which of the digits has the smallest value?",
+        "What is the minimum of the digits?",
+    ),
+    "is there": (
+        "Is there a {digit}?",
+        "Is there a {digit} in the picture?",
+        "Do you see a {digit}?",
+        "Does the picture show a {digit}?",
+        "Can you find a {digit}?",
+        "Is a {digit} among the digits?",
+        "Is the digit {digit} here?",
+        "Is one of the digits a {digit}?",
+    ),
+    "sum": (
+        "What is the sum of the digits?",
+        "Add the digits.",
+        "What do the two digits add up to?",
+        "What is the total of the digits?",
+        "Add up both digits.",
+        "Sum up the digits, please.",
+    ),
+    "where": (
+        "Where is the {digit}?",
+        "Where do you see the {digit}?",
+        "In which part of the picture is the {digit}?",
+        "Find the {digit}.",
+        "Tell me where the {digit} is.",
+        "Where does the {digit} stand?",
+        "What is the place of the {digit}?",
+        "Locate the {digit}.",
+    ),
+}
+
+NEW_PHRASINGS: dict[str, tuple[str, ...]] = {
+    "read": (
+        "What are the digits, from left to right?",
+        "Which numbers do you see in the picture?",
+        "Say the digits one after another.",
+    ),
+    "how many": (
+        "How many digits does the picture show?",
+        "What is the count of digits?",
+        "Tell me how many digits there are.",
+    ),
+    "leftmost": (
+        "Which digit comes first on the left?",
+        "What digit is at the far left?",
+        "Which is the leftmost digit in the picture?",
+    ),
+    "largest": (
+        "Tell me the largest digit.",
+        "Which digit is the biggest one?",
+        "What is the largest number in the picture?",
+    ),
+    "smallest": (
+        "Tell me the smallest digit.",
+        "Which digit is the lowest one?",
+        "What is the smallest number in the picture?",
+    ),
+    "is there": (
+        "Does a {digit} appear in the picture?",
+        "Can you see a {digit}?",
+        "Is there any {digit} here?",
+    ),
+    "sum": (
+        "How much are the digits together?",
+        "What is the sum of both digits?",
+        "Tell me the total of the two digits.",
+    ),
+    "where": (
+        "Where in the picture is the {digit}?",
+        "Can you tell me where the {digit} is?",
+        "Show me where the {digit} stands.",
+    ),
+}
+KINDS = tuple(PHRASINGS)
+
+
+class Question(NamedTuple):
+    """A question about a canvas.
+
+    Attributes:
+        kind (`str`): one of `KINDS`.
+        canvas ([`Canvas`]): what it is about.
+        text (`str`): the question.
+        answer (`str`): the right answer, such as `seven, two`, `three`, `yes` or `top left`.
+    """
+
+    kind: str
+    canvas: Canvas
+    text: str
+    answer: str
+
+
+def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -> Question:
+    """Draws a canvas, and a question of a kind that the canvas allows.
+
+    Half of the answers to "is there" are yes.
+
+    Args:
+        kind (`str`): one of `KINDS`.
+        pool ([`DigitPool`]): the digit images.
+        rng (`np.random.Generator`): makes the choices.
+        new_phrasing (`bool`): use a phrasing that training never holds.
+    """
+    phrasings = (NEW_PHRASINGS if new_phrasing else PHRASINGS)[kind]
+    text = phrasings[rng.integers(len(phrasings))]
+    canvas = pool.canvas(rng)
+    while not _suits(kind, canvas.digits):
+        canvas = pool.canvas(rng)
+    digits = canvas.digits
+    if kind == "is there":
+        present = bool(rng.integers(2))
+        choices = sorted(set(digits)) if present else [digit for digit in range(10) if digit not in digits]
+        text = _about(text, choices[rng.integers(len(choices))])
+        return Question(kind, canvas, text, "yes" if present else "no")
+    if kind == "where":
+        places = [place for place, digit in enumerate(digits) if digits.count(digit) == 1]
+        place = places[rng.integers(len(places))]
+        return Question(kind, canvas, _about(text, digits[place]), _region(*canvas.corners[place]))
+    if kind == "read":
+        answer = ", ".join(WORDS[digit] for digit in digits)
+    else:
+        numbers = {"how many": len(digits), "leftmost": digits[0], "largest": max(digits), "smallest": min(digits)}
+        answer = NUMBERS[sum(digits) if kind == "sum" else numbers[kind]]
+    return Question(kind, canvas, text, answer)
+
+
+def _about(phrasing: str, digit: int) -> str:
+    word = WORDS[digit]
+    return phrasing.replace("a {digit}", "an {digit}" if word[0] in "aeio" and word != "one" else "a {digit}").format(
+        digit=word
+    )
+
+
+def _suits(kind: str, digits: list[int]) -> bool:
+    if kind == "sum":
+        return len(digits) == 2
+    return kind != "where" or any(digits.count(digit) == 1 for digit in digits)
+
+
+def _region(row: int, column: int) -> str:
+    """Names the sixth of the canvas that a digit's upper left corner lies in."""
+    return ("top", "bottom")[2 * row // HEIGHT] + " " + ("left", "middle", "right")[3 * column // WIDTH]

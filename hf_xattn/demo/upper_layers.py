@@ -1,0 +1,158 @@
+"""Trains blocks in front of upper decoder layers without running the layers below them twice.
+
+A decoder layer below the first block is frozen and sees no image, so its output depends on the text alone. The demo asks a few thousand
+different questions again and again. So the hidden states in front of the first block are computed once for each text. All texts also
+begin alike (the system prompt, the header of the user's turn). No token of this beginning sees an image, because the image marker comes
+after it. So the keys and values of the beginning are computed once for all texts.
+
+Only the layers from the first block on run in a training step. Two facts make this exact: the hidden states of a text are those that the
+whole model computes, and a causal decoder's keys and values of a beginning do not depend on what follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache
+
+from ..modeling_xattn import XAttnForConditionalGeneration
+
+
+TEXTS_AT_ONCE = 32
+
+
+class Example(NamedTuple):
+    """A text to train on.
+
+    Attributes:
+        ids (`tuple[int, ...]`): tokens after the common beginning.
+        labels (`tuple[int, ...]`): the same with -100 for tokens that are not trained on.
+    """
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+class UpperLayers:
+    """Runs the upper part of a model on texts whose lower part it remembers.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): its decoder has `layers` and `norm`, as Llama's.
+        beginning (`list[int]`): the tokens that all texts begin with. No image marker is among them.
+        dtype (`torch.dtype`): dtype for autocast, and of what is remembered.
+    """
+
+    def __init__(self, model: XAttnForConditionalGeneration, beginning: list[int], dtype: torch.dtype):
+        self.model, self.dtype = model, dtype
+        self.first = min(model.config.cross_attention_layers)
+        self.body: Any = model.model.text_model.get_decoder()
+        self.head: Any = model.get_output_embeddings()
+        self._states: dict[tuple[int, ...], torch.Tensor] = {}
+        cache = DynamicCache()
+        if beginning:
+            with torch.no_grad(), self.autocast():
+                ids = torch.tensor([beginning], device=model.device)
+                self.body(input_ids=ids, past_key_values=cache, use_cache=True)
+        layers: list[Any] = list(cache.layers)
+        self._beginning = [(layer.keys.to(dtype), layer.values.to(dtype)) for layer in layers]
+        self._length = len(beginning)
+        self._image_tokens: int | None = None
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def logits(
+        self, examples: list[Example], pixel_values: torch.Tensor, image_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Computes the logits at the trained tokens.
+
+        Args:
+            examples (`list[Example]`): one for each row.
+            pixel_values (`torch.Tensor`): `(rows, 1, channels, height, width)`.
+            image_mask (`torch.BoolTensor`, *optional*): `(rows, 1)`, False for a row without an image.
+
+        Returns:
+            logits `(count, vocab_size)` float32, the labels `(count,)` and the row of each `(count,)`.
+        """
+        self._remember([example.ids for example in examples])
+        rows, length = len(examples), max(len(example.ids) for example in examples)
+        device = self.model.device
+        states = torch.zeros(rows, length, self.body.config.hidden_size, device=device)
+        labels = torch.full((rows, length), -100)
+        mask = torch.zeros(rows, self._length + length, dtype=torch.long, device=device)
+        mask[:, : self._length] = 1
+        for row, (ids, targets) in enumerate(examples):
+            states[row, : len(ids)] = self._states[ids]
+            labels[row, : len(ids) - 1] = torch.tensor(targets[1:])  # each position predicts the next token
+            mask[row, self._length : self._length + len(ids)] = 1
+        num_tokens = self._num_image_tokens(pixel_values)
+        seen = torch.ones(rows, length, num_tokens, dtype=torch.bool, device=device)
+        if image_mask is not None:
+            seen &= image_mask.to(device)[:, :, None]
+        with self.autocast(), self._only(slice(self.first, None)):
+            hidden = self.model.model(
+                inputs_embeds=states,
+                attention_mask=mask,
+                pixel_values=pixel_values.to(device),
+                cross_attention_mask=seen,
+                past_key_values=EncoderDecoderCache(self._cache(rows), DynamicCache()),
+                use_cache=True,
+            ).last_hidden_state
+            where = labels.to(device) != -100
+            logits = self.head(hidden[where])
+        return logits.float(), labels[labels != -100].to(device), where.nonzero()[:, 0]
+
+    def difference(self, example: Example, beginning: list[int], pixel_values: torch.Tensor) -> float:
+        """Returns the largest difference between these logits and the whole model's, as a share of the largest logit."""
+        mine, _, _ = self.logits([example], pixel_values)
+        with torch.no_grad(), self.autocast():
+            ids = torch.tensor([[*beginning, *example.ids]], device=self.model.device)
+            whole = self.model(input_ids=ids, pixel_values=pixel_values.to(self.model.device)).logits[0].float()
+        places = [len(beginning) + place - 1 for place, label in enumerate(example.labels) if label != -100]
+        return ((mine - whole[places]).abs().max() / whole.abs().max()).item()
+
+    def forget(self) -> None:
+        """Gives the memory back."""
+        self._states.clear()
+
+    def _remember(self, texts: list[tuple[int, ...]]) -> None:
+        new = sorted({ids for ids in texts if ids not in self._states}, key=len)
+        for start in range(0, len(new), TEXTS_AT_ONCE):
+            part = new[start : start + TEXTS_AT_ONCE]
+            ids = nn.utils.rnn.pad_sequence([torch.tensor(each) for each in part], batch_first=True)  # causal: no mask
+            with torch.no_grad(), self.autocast(), self._only(slice(self.first), norm=False):
+                hidden = self.body(
+                    input_ids=ids.to(self.model.device), past_key_values=self._cache(len(part)), use_cache=True
+                ).last_hidden_state
+            for each, states in zip(part, hidden):
+                self._states[each] = states[: len(each)].to(self.dtype, copy=True)
+
+    def _cache(self, rows: int) -> DynamicCache:
+        return DynamicCache(
+            ddp_cache_data=[
+                (key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1)) for key, value in self._beginning
+            ]
+        )
+
+    def _num_image_tokens(self, pixel_values: torch.Tensor) -> int:
+        if self._image_tokens is None:
+            with torch.no_grad():
+                features: Any = self.model.get_image_features(pixel_values[:1].to(self.model.device))
+            self._image_tokens = features.pooler_output.shape[-2]
+        return self._image_tokens
+
+    @contextlib.contextmanager
+    def _only(self, kept: slice, norm: bool = True) -> Iterator[None]:
+        """The decoder runs only some of its layers, and with or without its last norm."""
+        layers, last = self.body.layers, self.body.norm
+        self.body.layers = layers[kept]
+        if not norm:
+            self.body.norm = nn.Identity()
+        try:
+            yield
+        finally:
+            self.body.layers, self.body.norm = layers, last

@@ -1,0 +1,187 @@
+"""The demo over a language model: its questions, its training, and the whole run with a tiny one."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import randomize
+from tiny_gguf import write_gguf
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+
+from hf_xattn import demo
+from hf_xattn.commands.main import main
+from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, to_pixel_values
+from hf_xattn.demo.checkpoints import make_vision_checkpoint
+from hf_xattn.demo.language_models import language_model
+from hf_xattn.demo.language_run import _retrofit
+from hf_xattn.demo.language_scores import accuracy_by_kind, most_frequent_by_kind
+from hf_xattn.demo.language_training import Rows
+from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask
+from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
+from hf_xattn.demo.upper_layers import UpperLayers
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("source") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def finished(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    return folder, demo.run_language(source, folder, quick=True)
+
+
+@pytest.fixture(scope="module")
+def parts(source, tmp_path_factory):
+    """A model with blocks that change the logits, its processor, and training rows."""
+    folder = tmp_path_factory.mktemp("parts")
+    pool = DigitPool(held_out=False)
+    make_vision_checkpoint(folder / "vision", pool, steps=1, seed=0, where=True)
+    model, processor = _retrofit(language_model(source, folder), folder / "vision")
+    return randomize(model).eval(), processor, pool
+
+
+def test_a_run_keeps_the_text_and_saves_what_loads(finished):
+    """A text model that training changed; a folder that only the demo itself can read; figures that are not those of the table."""
+    folder, results = finished
+    assert results["text-only logits bit-identical before training"] and results["text-only logits bit-identical"]
+    assert results["answered token for token as the base"] == results["text-only questions"] == len(TEST_PROMPTS) == 40
+    assert json.loads((folder / "results.json").read_text()) == results
+    assert set(results["accuracy"]["new phrasings"]) == set(KINDS)
+    assert (folder / "questions.png").exists() and len(list((folder / "examples").glob("*.png"))) == 2
+    whole = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    added = AutoModelForImageTextToText.from_pretrained(folder / "adapter", dtype=torch.bfloat16)
+    assert any((block.attn.o_proj.weight != 0).any() for block in whole.blocks)
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    chat = [{"role": "user", "content": [{"type": "image", "path": str(next((folder / "examples").glob("*.png")))}]}]
+    inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)
+    assert (inputs["input_ids"] == processor.image_token_id).sum() == 1
+    with torch.no_grad():
+        assert torch.equal(whole(**inputs).logits, added(**inputs).logits)
+
+
+def test_the_text_model_is_frozen_in_training(finished):
+    """A saved whole model whose text weights are not the base's, in the dtype of the saved model."""
+    folder, _ = finished
+    base = AutoModelForCausalLM.from_pretrained(folder / "text", dtype=torch.bfloat16).state_dict()
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model").model.text_model.state_dict()
+    assert all(torch.equal(weight, model[name]) for name, weight in base.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_right(kind):
+    """An answer about another digit, a place on the wrong side, a question that its canvas does not allow."""
+    pool, rng = DigitPool(held_out=False), np.random.default_rng(0)
+    seen = set()
+    for _ in range(100):
+        question = ask(kind, pool, rng, new_phrasing=bool(rng.integers(2)))
+        canvas, text = question.canvas, question.text
+        seen.add(question.answer)
+        named = [word for word in re.findall(r"[a-z]+", text) if word in WORDS][-1:]
+        if kind == "is there":
+            assert (question.answer == "yes") == (WORDS.index(named[0]) in canvas.digits)
+            assert ("an eight" in text) == (named[0] == "eight" and "digit eight" not in text and "any" not in text)
+        elif kind == "where":
+            row, column = canvas.corners[canvas.digits.index(WORDS.index(named[0]))]
+            vertical, horizontal = question.answer.split()
+            assert (vertical == "bottom") == (row >= HEIGHT // 2)
+            assert horizontal == ("left" if column < WIDTH / 3 else "right" if column >= 2 * WIDTH / 3 else "middle")
+            assert canvas.digits.count(WORDS.index(named[0])) == 1
+        elif kind == "sum":
+            assert len(canvas.digits) == 2 and NUMBERS.index(question.answer) == canvas.digits[0] + canvas.digits[1]
+        elif kind == "read":
+            assert [WORDS.index(word) for word in question.answer.split(", ")] == canvas.digits
+        else:
+            first = sorted(canvas.digits)
+            expected = {"how many": len(first), "leftmost": canvas.digits[0], "largest": first[-1], "smallest": first[0]}
+            assert WORDS.index(question.answer) == expected[kind]
+    assert len(seen) > 1
+
+
+def test_phrasings_and_prompts_for_the_test_are_not_trained_on():
+    """A new phrasing that training holds too: the accuracy on new phrasings would then mean nothing."""
+    for kind in KINDS:
+        assert not set(PHRASINGS[kind]) & set(NEW_PHRASINGS[kind])
+    assert not {prompt for prompt, _ in TEST_PROMPTS} & set(TRAINING_PROMPTS)
+    assert len(set(TRAINING_PROMPTS)) == len(TRAINING_PROMPTS)
+
+
+def test_scores_count_whole_answers():
+    """Half-right answers that count, and capitals or a full stop that do not."""
+    pool, rng = DigitPool(held_out=True), np.random.default_rng(0)
+    questions = [ask("leftmost", pool, rng) for _ in range(4)]
+    said = [questions[0].answer, f"{questions[1].answer.capitalize()}.", questions[2].answer + ", one", ""]
+    assert accuracy_by_kind(questions, said) == {"leftmost": 0.5}
+    asked = [ask(kind, pool, rng) for kind in KINDS for _ in range(10)]
+    best = most_frequent_by_kind(asked)
+    yes = sum(question.answer == "yes" for question in asked if question.kind == "is there")
+    assert best["is there"] == max(yes, 10 - yes) / 10
+
+
+def test_upper_layers_give_the_gradients_of_the_whole_model(parts):
+    """Positions, masks or a beginning that are not those of the whole model; a label that is one token off."""
+    model, processor, pool = parts
+    rng = np.random.default_rng(1)
+    questions = [ask(kind, pool, rng) for kind in ("read", "is there", "how many")]
+    rows = Rows(processor, pool.canvas(rng))
+    upper = UpperLayers(model, rows.beginning, torch.float32)
+    examples = [rows.example(question.text, question.answer) for question in questions]
+    examples.append(rows.example("Hello!", "Hello.", False))
+    pixel_values = torch.stack([to_pixel_values(question.canvas) for question in [*questions, questions[0]]])
+    image_mask = torch.tensor([[True]] * 3 + [[False]])
+    ids = [torch.tensor([*rows.beginning, *example.ids]) for example in examples]
+    labels = [torch.tensor([*[-100] * len(rows.beginning), *example.labels]) for example in examples]
+    pad = torch.nn.utils.rnn.pad_sequence
+    whole = model(
+        input_ids=pad(ids, batch_first=True),
+        attention_mask=pad([torch.ones_like(each) for each in ids], batch_first=True),
+        labels=pad(labels, batch_first=True, padding_value=-100),
+        pixel_values=pixel_values,
+        image_mask=image_mask,
+    ).loss
+    whole.backward()
+    expected = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    logits, wanted, _ = upper.logits(examples, pixel_values, image_mask)
+    loss = torch.nn.functional.cross_entropy(logits, wanted)
+    loss.backward()
+    torch.testing.assert_close(loss, whole)
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert found.keys() == expected.keys() and len(found) > 10
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
+    assert processor.decode(wanted[:1]) in questions[0].answer
+
+
+def test_layers_below_the_first_block_read_a_text_once(parts):
+    """A lower part that runs again in every step."""
+    model, processor, pool = parts
+    rng = np.random.default_rng(2)
+    question = ask("read", pool, rng)
+    rows = Rows(processor, question.canvas)
+    upper = UpperLayers(model, rows.beginning, torch.float32)
+    example, other = rows.example(question.text, question.answer), rows.example("Hello!", "Hello.")
+    pixel_values = to_pixel_values(question.canvas)[None]
+    calls = []
+    layers = upper.body.layers
+    hooks = [layer.register_forward_hook(lambda *_, index=index: calls.append(index)) for index, layer in enumerate(layers)]
+    upper.logits([example] * 2, pixel_values.expand(2, -1, -1, -1, -1))
+    upper.logits([example, other], pixel_values.expand(2, -1, -1, -1, -1))
+    upper.logits([example], pixel_values)
+    for hook in hooks:
+        hook.remove()
+    assert calls.count(0) == 2 and calls.count(upper.first) == 3
+    assert upper.body.layers is layers
+
+
+def test_the_command(source, tmp_path, capsys):
+    """`--steps` that does nothing without a language model; a source that fails after the tower was trained."""
+    assert main(["demo", "--steps", "3", "--output", str(tmp_path / "a")]) != 0
+    assert "--language-model" in capsys.readouterr().err
+    missing = str(tmp_path / "missing.gguf")
+    assert main(["demo", "--language-model", missing, "--output", str(tmp_path / "b")]) != 0
+    assert missing in capsys.readouterr().err
+    assert not (tmp_path / "b" / "vision").exists()
