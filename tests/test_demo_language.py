@@ -96,7 +96,12 @@ def test_answers_are_right(kind):
             assert [WORDS.index(word) for word in question.answer.split(", ")] == canvas.digits
         else:
             first = sorted(canvas.digits)
-            expected = {"how many": len(first), "leftmost": canvas.digits[0], "largest": first[-1], "smallest": first[0]}
+            expected = {
+                "how many": len(first),
+                "leftmost": canvas.digits[0],
+                "largest": first[-1],
+                "smallest": first[0],
+            }
             assert WORDS.index(question.answer) == expected[kind]
     assert len(seen) > 1
 
@@ -167,7 +172,9 @@ def test_layers_below_the_first_block_read_a_text_once(parts):
     pixel_values = to_pixel_values(question.canvas)[None]
     calls = []
     layers = upper.body.layers
-    hooks = [layer.register_forward_hook(lambda *_, index=index: calls.append(index)) for index, layer in enumerate(layers)]
+    hooks = [
+        layer.register_forward_hook(lambda *_, index=index: calls.append(index)) for index, layer in enumerate(layers)
+    ]
     upper.logits([example] * 2, pixel_values.expand(2, -1, -1, -1, -1))
     upper.logits([example, other], pixel_values.expand(2, -1, -1, -1, -1))
     upper.logits([example], pixel_values)

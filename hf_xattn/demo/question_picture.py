@@ -11,44 +11,67 @@ from .language_scores import normal
 from .questions import KINDS, Question
 
 
-SCALE, MARGIN, LINE = 4, 14, 20
+SCALE, MARGIN, GAP, LINE = 4, 16, 6, 20
 PANEL = WIDTH * SCALE, HEIGHT * SCALE
 PANELS = 4  # the canvas, and up to three words
+CELL = 2 * PANEL[0] + GAP
 LOOK = (255, 140, 0)
 
 
 def draw_questions(
     path: Path, model, processor: XAttnProcessor, questions: list[Question], layer: int | None = None
 ) -> None:
-    """Draws one question of each kind in a row: the canvas, then the canvas again for each digit word of the answer.
+    """Draws one question of each kind: the canvas, then the canvas again for each digit word of the answer.
 
     The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and, without `layer`, over
-    blocks.
+    blocks. The questions are the first ones about as many digits as a canvas can hold.
     """
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw
 
-    chosen = [next(each for each in questions if each.kind == kind) for kind in KINDS]
-    width, height = MARGIN + PANELS * (PANEL[0] + MARGIN), PANEL[1] + LINE * 2 + MARGIN
-    sheet = Image.new("RGB", (width, MARGIN + len(chosen) * height), "white")
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=15)
-    for index, question in enumerate(chosen):
-        top = MARGIN + index * height
-        picture = picture_of(question.canvas)
-        maps, text = _asked(model, processor, picture, question.text)
-        right = normal(text) == question.answer
-        pen.text((MARGIN, top), question.text, fill="black", font=font)
-        large = picture.resize(PANEL, Image.Resampling.NEAREST)
-        sheet.paste(large, (MARGIN, top + LINE))
-        pen.text((MARGIN, top + LINE + PANEL[1] + 2), text, fill="darkgreen" if right else "red", font=font)
-        grid = maps.grid(layer="mean" if layer is None else layer, head="mean")
-        for place, position in enumerate(_words(maps, processor)[: PANELS - 1], start=1):
-            left = MARGIN + place * (PANEL[0] + MARGIN)
-            heat = grid[position - 1] / grid[position - 1].max().clamp(min=1e-6)
-            cover = Image.fromarray((heat * 190).byte().numpy()).resize(PANEL, Image.Resampling.NEAREST)
-            sheet.paste(Image.composite(Image.new("RGB", PANEL, LOOK), large, cover), (left, top + LINE))
-            word = processor.decode(maps.tokens[0, position]).strip()
-            pen.text((left, top + LINE + PANEL[1] + 2), word, fill="black", font=font)
+    chosen = [
+        max((each for each in questions if each.kind == kind), key=lambda each: len(each.canvas.digits))
+        for kind in KINDS
+    ]
+    columns, height = 2 * CELL + 3 * MARGIN, PANEL[1] + 2 * LINE + MARGIN
+    rows = 1 + len(chosen[1:]) // 2 + len(chosen[1:]) % 2
+    sheet = Image.new("RGB", (columns, MARGIN + rows * height), "white")
+    pen = ImageDraw.Draw(sheet)
+    for index, question in enumerate(chosen):  # the first one, to read all digits, takes a row of its own
+        column, row = (0, 0) if index == 0 else ((index - 1) % 2, (index + 1) // 2)
+        corner = MARGIN + column * (CELL + MARGIN), MARGIN + row * height
+        _draw(
+            sheet,
+            pen,
+            corner,
+            model,
+            processor,
+            question,
+            "mean" if layer is None else layer,
+            1 if index else PANELS - 1,
+        )
     sheet.save(path, optimize=True)
+
+
+def _draw(sheet, pen, corner: tuple[int, int], model, processor, question: Question, layer, num_words: int) -> None:
+    from PIL import Image, ImageFont
+
+    font = ImageFont.load_default(size=15)
+    left, top = corner
+    picture = picture_of(question.canvas)
+    maps, text = _asked(model, processor, picture, question.text)
+    colour = "darkgreen" if normal(text) == question.answer else "red"
+    large = picture.resize(PANEL, Image.Resampling.NEAREST)
+    sheet.paste(large, (left, top + LINE))
+    pen.text((left, top), question.text, fill="black", font=font)
+    pen.text((left, top + LINE + PANEL[1] + 2), text, fill=colour, font=font)
+    grid = maps.grid(layer=layer, head="mean")
+    for place, position in enumerate(_words(maps, processor)[:num_words], start=1):
+        x = left + place * (PANEL[0] + GAP)
+        heat = grid[position - 1] / grid[position - 1].max().clamp(min=1e-6)
+        cover = Image.fromarray((heat * 190).byte().numpy()).resize(PANEL, Image.Resampling.NEAREST)
+        sheet.paste(Image.composite(Image.new("RGB", PANEL, LOOK), large, cover), (x, top + LINE))
+        word = processor.decode(maps.tokens[0, position]).strip()
+        pen.text((x, top + LINE + PANEL[1] + 2), word, fill="black", font=font)
 
 
 def _asked(model, processor: XAttnProcessor, picture, text: str):
