@@ -305,6 +305,7 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
 
 
 def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: bool) -> TrainingArguments:
+    import torch
     from transformers import TrainingArguments
 
     an_epoch = math.ceil(num_rows / options.batch_size / options.gradient_accumulation)
@@ -327,7 +328,8 @@ def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: b
         save_total_limit=2,
         logging_steps=min(options.log_steps, steps),
         seed=options.seed,
-        use_cpu=options.device == "cpu",
+        # Said here where there is no GPU: `TrainingArguments` refuses bfloat16 on a CPU that it had to find by itself.
+        use_cpu=options.device == "cpu" or not torch.accelerator.is_available(),
         bf16=half,  # compute in bfloat16 if the frozen weights are bfloat16; trained weights stay float32
         dataloader_num_workers=options.workers,
         prediction_loss_only=True,

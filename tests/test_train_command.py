@@ -239,6 +239,15 @@ def test_half_precision(model, tmp_path, capsys):
     assert all(values.dtype == torch.bfloat16 for name, values in meanwhile.items() if "embed_tokens" in name)
 
 
+def test_half_precision_on_the_device_that_there_is(model, tmp_path, capsys):
+    """A base in bfloat16, as most are published, that `--device auto` refuses to train where there is no GPU."""
+    AutoModelForImageTextToText.from_pretrained(model).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "half")
+    data = write(tmp_path / "data", CAPTIONS[:2])
+    command = ["train", tmp_path / "half", "--data", data, "--output", tmp_path / "out", "--steps", "1"]
+    assert main([str(part) for part in command]) == 0, capsys.readouterr().err
+
+
 def test_imported_model_with_tiles(tmp_path, capsys):
     """A model of another kind, whose processor and tiled pictures this package does not know."""
     test_importers_mllama.make_mllama().save_pretrained(tmp_path / "theirs")
