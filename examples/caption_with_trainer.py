@@ -8,7 +8,7 @@ The rows have the columns `messages` and `images`. `XAttnDataCollator` makes the
 import tempfile
 from pathlib import Path
 
-from tiny_chat import captions_right, drawings, make_chat_model
+from tiny_chat import caption_rows, captions_right, make_chat_model
 from transformers import Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator
@@ -20,13 +20,6 @@ QUESTION = "what is in the picture ?"
 def main(folder: Path) -> None:
     model, processor = make_chat_model(folder)
     # With a real model, freeze the pretrained weights: hf_xattn.freeze_base(model). This one has random weights, so all are trained.
-    rows = [
-        {
-            "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}],
-            "images": [picture],
-        }
-        for caption, picture in drawings().items()
-    ]
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -41,7 +34,8 @@ def main(folder: Path) -> None:
             report_to="none",
             remove_unused_columns=False,  # the collator reads columns that the model does not know
         ),
-        train_dataset=rows,
+        # Each row is {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}], "images": [picture]}.
+        train_dataset=caption_rows(QUESTION),
         data_collator=XAttnDataCollator(processor),
     )
     trainer.train()

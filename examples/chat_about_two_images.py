@@ -41,11 +41,9 @@ if __name__ == "__main__":
     if len(sys.argv) == 4:
         main(sys.argv[1], [Image.open(name) for name in sys.argv[2:]])
     else:
-        from retrofit_text_model import main as retrofit_main
-        from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+        from tiny_chat import make_chat_model
+        from tiny_checkpoints import make_picture
 
         with tempfile.TemporaryDirectory() as folder:
-            text = make_text_checkpoint(Path(folder) / "text")
-            vision = make_vision_checkpoint(Path(folder) / "vision")
-            retrofit_main(str(text), str(vision), str(Path(folder) / "model"))
+            make_chat_model(Path(folder))
             main(str(Path(folder) / "model"), [make_picture(0), make_picture(1)])

@@ -47,11 +47,8 @@ if __name__ == "__main__":
         if len(sys.argv) == 3:
             main(sys.argv[1], Image.open(sys.argv[2]).convert("RGB"), file)
         else:
-            from retrofit_text_model import main as retrofit_main
-            from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+            from tiny_chat import make_chat_model
+            from tiny_checkpoints import make_picture
 
-            text = make_text_checkpoint(Path(folder) / "text")
-            vision = make_vision_checkpoint(Path(folder) / "vision")
-            model = str(Path(folder) / "model")
-            retrofit_main(str(text), str(vision), model)
-            main(model, make_picture(), file)
+            make_chat_model(Path(folder))
+            main(str(Path(folder) / "model"), make_picture(), file)

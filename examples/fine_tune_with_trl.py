@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tiny_chat import captions_right, drawings, make_chat_model
+from tiny_chat import caption_rows, captions_right, make_chat_model
 
 from hf_xattn import XAttnDataCollator
 
@@ -24,15 +24,6 @@ QUESTION = "what is in the picture ?"
 
 def main(folder: Path) -> None:
     model, processor = make_chat_model(folder)
-    dataset = Dataset.from_list(
-        [
-            {
-                "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}],
-                "images": [picture],
-            }
-            for caption, picture in drawings().items()
-        ]
-    )
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
@@ -45,11 +36,10 @@ def main(folder: Path) -> None:
             report_to="none",
             bf16=False,
         ),
-        train_dataset=dataset,
+        train_dataset=Dataset.from_list(caption_rows(QUESTION)),  # rows with `messages` and `images`
         processing_class=processor,
-        data_collator=XAttnDataCollator(
-            processor
-        ),  # labels are the answers; TRL's own collator trains on the whole text
+        # The answers are the labels. TRL's own collator trains on the whole text.
+        data_collator=XAttnDataCollator(processor),
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

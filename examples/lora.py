@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_chat import captions_right, drawings, make_chat_model
+from tiny_chat import caption_rows, captions_right, make_chat_model
 from transformers import Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, added_modules, lora_targets
@@ -29,13 +29,6 @@ def main(folder: Path) -> None:
     )
     model = get_peft_model(base, config)
     model.print_trainable_parameters()
-    rows = [
-        {
-            "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}],
-            "images": [picture],
-        }
-        for caption, picture in drawings().items()
-    ]
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -48,7 +41,7 @@ def main(folder: Path) -> None:
             report_to="none",
             remove_unused_columns=False,
         ),
-        train_dataset=rows,
+        train_dataset=caption_rows(QUESTION),  # rows with `messages` and `images`
         data_collator=XAttnDataCollator(processor),
     )
     trainer.train()

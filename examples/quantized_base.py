@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from tiny_chat import captions_right, drawings, make_chat_model
+from tiny_chat import caption_rows, captions_right, make_chat_model
 from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, freeze_base, retrofit
@@ -29,13 +29,6 @@ def main(folder: Path) -> None:
     # This text model has random weights and knows no words: its embeddings and head, which are not quantized, train too.
     model.get_input_embeddings().requires_grad_(True)
     model.get_output_embeddings().requires_grad_(True)
-    rows = [
-        {
-            "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}],
-            "images": [picture],
-        }
-        for caption, picture in drawings().items()
-    ]
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -48,7 +41,7 @@ def main(folder: Path) -> None:
             report_to="none",
             remove_unused_columns=False,
         ),
-        train_dataset=rows,
+        train_dataset=caption_rows(QUESTION),  # rows with `messages` and `images`
         data_collator=XAttnDataCollator(processor),
     )
     trainer.train()

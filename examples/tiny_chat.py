@@ -1,6 +1,7 @@
 """Makes a small model with random weights that chats about drawn shapes, so that the training examples run without a download."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
@@ -10,9 +11,8 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 
 
-torch.set_num_threads(
-    1
-)  # with tensors this small a second thread hardly helps, and on busy cores it is several times slower
+# With tensors this small a second thread hardly helps, and on busy cores it is several times slower.
+torch.set_num_threads(1)
 
 COLOURS, SHAPES = ("red", "blue"), ("circle", "square")
 # A text model's own template knows text only: the processor places the images.
@@ -45,6 +45,17 @@ def drawings() -> dict[str, Image.Image]:
             (draw.ellipse if shape == "circle" else draw.rectangle)((4, 4, 27, 27), fill=colour)
             pictures[f"a {colour} {shape}"] = picture
     return pictures
+
+
+def caption_rows(question: str) -> list[dict[str, Any]]:
+    """A data set of four rows, one for each drawing: a question with a picture, and its caption as the answer."""
+    return [
+        {
+            "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": caption}],
+            "images": [picture],
+        }
+        for caption, picture in drawings().items()
+    ]
 
 
 def captions_right(model: XAttnForConditionalGeneration, processor: XAttnProcessor, question: str) -> int:
