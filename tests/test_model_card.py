@@ -243,7 +243,7 @@ DEMO_CARD = (ROOT / "model_cards" / "hf-xattn-demo.md").read_text()
 
 @pytest.mark.slow
 def test_the_demos_card_says_what_a_run_gives(tmp_path):
-    """Accuracy that nobody else gets."""
+    """Accuracy, or attention on the right digit, that nobody else gets."""
     pytest.importorskip("sklearn")
     results, said = demo.run(tmp_path / "out"), rows_of(DEMO_CARD)
     share = {name: float(value.split()[0]) / 100 for name, value in said.items() if value.endswith("%")}
@@ -252,6 +252,9 @@ def test_the_demos_card_says_what_a_run_gives(tmp_path):
     )
     assert results["digits right, text-only model"] == pytest.approx(share["digits right, text-only model"], abs=0.05)
     assert results["canvases right, retrofitted model"] == pytest.approx(share["canvases without a mistake"], abs=0.03)
+    attention = next(value for name, value in said.items() if name.startswith("attention on the digit"))
+    for layer, value in zip((1, 2, 3), attention.replace("%", "").split(",")):
+        assert results[f"attention on the digit, layer {layer}"] == pytest.approx(float(value) / 100, abs=0.1)
     assert said["text-only logits bit-identical to the base, before and after training"] == "yes, yes"
     assert (
         results["text-only logits bit-identical before training"]

@@ -1,33 +1,136 @@
-"""The README's code runs, from top to bottom."""
+"""The README's commands and its code run as they stand, and its figures have a source."""
 
-import os
+import io
 import re
+import shlex
+import sys
+import threading
 from pathlib import Path
 
-from hf_xattn import demo
+import pytest
+from known_checkpoints import QWEN, TEXTS, make_siglip, make_text
+from PIL import Image
+
 from hf_xattn.architectures import architecture, causal_model_types, markdown_table
+from hf_xattn.commands.main import _parser, main
 
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CLIENT = "OpenAI("  # in the block that asks a running server
 
 
-def test_code_blocks(tmp_path, monkeypatch):
-    """Lines that a reader copies and that do not work."""
+def after(mark: str, language: str) -> str:
+    """The code block behind a mark."""
+    found = re.search(rf"<!-- {re.escape(mark)} -->\n```{language}\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder with what a reader has: the pictures, and the checkpoints under the names that the README gives them."""
     monkeypatch.chdir(tmp_path)
-    demo.run("hf-xattn-demo", quick=True)
+    make_siglip(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    for name, colour in (("pictures/a.png", "red"), ("pictures/b.png", "blue"), ("photo.png", "green")):
+        Image.new("RGB", (60, 40), colour).save(name)
+    Path("pictures/metadata.jsonl").write_text(after("metadata.jsonl", "json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_four_steps_in_the_shell(desk, monkeypatch, capsys, name):
+    """Commands that a reader copies and that do not work, with one of the text models that the README names."""
+    make_text(desk, name)
+    assert name in README
+    lines = [shlex.split(line)[1:] for line in after("four steps", "bash").splitlines() if line.startswith("hf-xattn")]
+    assert [line[0] for line in lines] == ["retrofit", "train", "chat", "serve"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what is it ?\n"))
+    for line in lines[:3]:
+        assert main([name if part == QWEN else part for part in line]) in (0, None), capsys.readouterr().err
+    if name != QWEN:
+        return
+    pytest.importorskip("openai")
+    from hf_xattn import serving
+
+    servers, ready = [], threading.Event()
+
+    class Server(serving.Server):
+        """Says when it runs, so that this test can ask and stop it."""
+
+        async def startup(self, sockets=None):
+            servers.append((self, sockets[0].getsockname()[1]))
+            await super().startup(sockets)
+            ready.set()
+
+    monkeypatch.setattr(serving, "Server", Server)
+    thread = threading.Thread(target=main, args=([*lines[3], "--port", "0"],))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        (client,) = [block for block in BLOCKS if CLIENT in block]
+        exec(compile(client.replace(":8000", f":{servers[0][1]}"), "README.md", "exec"), {})
+    finally:
+        servers[0][0].should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_code_blocks(desk):
+    """Lines that a reader copies and that do not work."""
+    make_text(desk, QWEN)
+    assert len(BLOCKS) == README.count("```python") > 3
     namespace: dict = {}
-    text = README.read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") > 3
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), namespace)
-    assert os.path.exists("seeing/model.safetensors")
+    for block in BLOCKS:
+        if CLIENT not in block:
+            exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_commands_have_these_options():
+    """A command of the README, or one of its options, that does not exist."""
+    (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
+    found = re.findall(r"^hf-xattn (.*)$|`hf-xattn ([^`]+)`", README, re.MULTILINE)
+    lines = [(line or inline).partition("#")[0].split() for line, inline in found]
+    assert len(lines) > 12
+    for command, *words in lines:
+        unknown = {word for word in words if word.startswith("--")} - set(commands[command]._option_string_actions)
+        assert not unknown, (command, unknown)
 
 
 def test_table_of_decoders():
     """A table of decoders that says something else than the tests found."""
-    text = README.read_text()
-    table = re.search(r"<!-- architectures -->\n(.*?)\n<!-- /architectures -->", text, re.DOTALL)
+    table = re.search(r"<!-- architectures -->\n(.*?)\n<!-- /architectures -->", README, re.DOTALL)
     assert table is not None and table[1] == markdown_table()
     served = sum(architecture(name).refused is None for name in causal_model_types())
-    assert f"| Decoders | {served} of transformers'" in text
+    assert f"| Decoders | {served} of transformers'" in README
+    assert f"any of [{served} decoder architectures]" in README
+
+
+def test_figures_have_a_source():
+    """A figure that was measured again in the model card or the benchmarks, and is the old one in the README."""
+    card = (ROOT / "model_cards" / "hf-xattn-demo.md").read_text()
+    rows = [line for line in README.splitlines() if line.startswith(("| digits right", "| text-only logits"))]
+    assert len(rows) == 3 and all(row in card for row in rows)
+    table = re.search(r"<!-- speed -->\n(.*?)<!-- /speed -->", README, re.DOTALL)
+    assert table is not None
+    measured = (ROOT / "examples" / "benchmarks" / "README.md").read_text().replace("*", "")
+    figures = re.findall(r"\| ([\d.]+) times", table[1])
+    assert len(figures) == 6 and all(f"| {figure} |" in measured for figure in figures)
+
+
+def test_picture():
+    """A picture that is missing or too large for a repository."""
+    pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
+    assert pictures == ["model_cards/demo.png"]
+    assert (ROOT / pictures[0]).stat().st_size < 60_000
+
+
+def test_links():
+    """A link to a file or a section that is not there."""
+    sections = {
+        re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", README, re.M)
+    }
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert link[1:] in sections if link.startswith("#") else (ROOT / link).exists(), link
