@@ -17,6 +17,7 @@ EXPECTED = {
     "chat_about_two_images": ["first answer: ", "pictures encoded: 2, taken from the store: 2"],
     "ask_server": ["answer: ", "streamed: "],
     "train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
+    "garments/run": ["questions about 24 pictures", "saved to ", "| caption, ", "as the base answers them: 1 of 1"],
     "caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
     "lora": ["captions right: 4 of 4", "captions right after merging: 4 of 4"],
     "quantized_base": ["text model: torch.uint8", "blocks: torch.float32", "captions right: 4 of 4"],

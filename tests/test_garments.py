@@ -1,0 +1,113 @@
+"""The pictures and questions of `examples/garments`."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "garments"))
+
+import make_rows
+from pictures import GARMENTS, patch_labels, place_things, read_source
+from questions import PHRASINGS, TEXT, ask
+from score import is_right
+
+
+LABELS = ["bag", "ankle boot", "coat"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Ten pictures a label; each has a colour of its own."""
+    for number, label in enumerate(LABELS):
+        (tmp_path / "source" / label.replace(" ", "_")).mkdir(parents=True)
+        for index in range(10):
+            colour = (60 + 60 * number, 20 * index + 10, 255)
+            Image.new("RGB", (28, 28), colour).save(tmp_path / "source" / label.replace(" ", "_") / f"{index}.png")
+    return tmp_path / "source"
+
+
+def colours(picture):
+    return {tuple(colour) for colour in np.asarray(picture).reshape(-1, 3).tolist()} - {(0, 0, 0)}
+
+
+def test_held_out_pictures_and_phrasings_are_not_trained_on(folder, tmp_path):
+    """A score on pictures of things, or on phrasings, that training has held."""
+    make_rows.main([str(folder), str(tmp_path / "rows"), "--pictures=60", "--held-out=30", "--size=32"])
+    seen, phrasings = {}, {}
+    for part in ("train", "held_out"):
+        inside = tmp_path / "rows" / part
+        seen[part] = set().union(*(colours(Image.open(file)) for file in inside.glob("*.png")))
+        phrasings[part] = [json.loads(line)["phrasing"] for line in (inside / "kinds.jsonl").read_text().splitlines()]
+        assert len(phrasings[part]) == len((inside / "metadata.jsonl").read_text().splitlines())
+    assert not seen["train"] & seen["held_out"] and len(seen["train"]) > 12
+    assert set(phrasings["train"]) == {"known"} and set(phrasings["held_out"]) == {"known", "new"}
+    for known, new in PHRASINGS.values():
+        assert not set(known) & set(new)
+
+
+def test_rows_are_what_the_pictures_show(folder, tmp_path):
+    """An answer about another picture, or with left and right exchanged."""
+    make_rows.main([str(folder), str(tmp_path / "rows"), "--pictures=40", "--held-out=4", "--questions=5"])
+    inside = tmp_path / "rows" / "train"
+    kinds = [json.loads(line)["kind"] for line in (inside / "kinds.jsonl").read_text().splitlines()]
+    assert set(kinds) == {*PHRASINGS, TEXT}
+    reds = {60: "bag", 120: "ankle boot", 180: "coat"}
+    for line, kind in zip((inside / "metadata.jsonl").read_text().splitlines(), kinds):
+        asked, answered = json.loads(line)["messages"]
+        if kind == TEXT:
+            continue
+        pixels = np.asarray(Image.open(inside / asked["content"][0]["path"]))
+        names = list(dict.fromkeys(reds[red] for red in pixels[16, :, 0].tolist() if red))
+        question, answer = asked["content"][1]["text"], answered["content"].lower().rstrip(".")
+        listed = " and ".join(f"{'an' if name[0] == 'a' else 'a'} {name}" for name in names)
+        asked_for = next((name for name in LABELS if name in question), None)
+        if kind == "caption":
+            assert answer == listed
+        elif kind == "how many":
+            assert answer == ("one", "two")[len(names) - 1]
+        elif kind == "what is on that side":
+            assert answer == listed.split(" and ")["right" in question]
+        elif kind == "which of two":
+            assert answer == f"the {('left', 'right')[names.index(asked_for)]} one"
+        else:
+            assert answer == f"{listed}, so {'yes' if asked_for in names else 'no'}"
+
+
+def test_reads_fashion_mnist(tmp_path):
+    """Pictures under the labels of others, where the source is the files of Fashion-MNIST."""
+    for part, count in (("train", 30), ("t10k", 20)):
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        pixels = np.repeat(labels, 28 * 28).reshape(count, 28, 28) * 20 + 5
+        head = np.array([2051, count, 28, 28], ">i4").tobytes()
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + pixels.astype(np.uint8).tobytes()))
+        head = np.array([2049, count], ">i4").tobytes()
+        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(head + labels.tobytes()))
+    source = read_source(tmp_path, ["bag", "dress"])
+    assert source.labels == ["bag", "dress"]
+    for pictures, label in zip(source.train, source.labels):
+        assert len(pictures) == 3 and all((picture == GARMENTS.index(label) * 20 + 5).all() for picture in pictures)
+    with pytest.raises(ValueError, match="hat"):
+        read_source(tmp_path, ["hat", "bag"])
+
+
+def test_patches_are_named_after_what_stands_on_them():
+    """A tower that is trained on labels of other places."""
+    pictures = [[np.full((28, 28), 100, np.uint8)], [np.full((28, 28), 200, np.uint8)]]
+    for seed in range(20):
+        picture, things = place_things(pictures, np.random.default_rng(seed), 32)
+        pixels = np.asarray(picture)[4::8, 4::8, 0].flatten()
+        assert patch_labels(things, 32, nothing=2).tolist() == [{0: 2, 100: 0, 200: 1}[value] for value in pixels]
+
+
+def test_answers_are_right_only_as_a_whole():
+    """A score that counts a half-right answer."""
+    asked = ask("is there", ["bag", "ankle boot"], LABELS, np.random.default_rng(0))
+    assert asked.answer.startswith("A bag and an ankle boot, so ")
+    assert is_right(f" {asked.answer.lower()}\n", asked.answer)
+    assert not is_right("A bag.", asked.answer) and not is_right("", asked.answer)
