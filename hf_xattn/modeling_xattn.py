@@ -92,6 +92,13 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         adopt_quantizer(self, text_model)
         self.post_init()
 
+    def train(self, mode: bool = True) -> XAttnModel:
+        """`nn.Module.train`, but a frozen vision tower stays in evaluation mode: batch norms would change with every picture."""
+        super().train(mode)
+        if mode and self.vision_tower is not None and not any(p.requires_grad for p in self.vision_tower.parameters()):
+            self.vision_tower.eval()
+        return self
+
     def get_input_embeddings(self) -> nn.Module:
         return self.text_model.get_input_embeddings()
 

@@ -470,6 +470,7 @@ TRANSFORMERS = {
     "set_attn_implementation",
     "set_input_embeddings",
     "set_output_embeddings",
+    "train",
 }
 # Called by this package with values that it made; and without arguments.
 INTERNAL = {"add_images", "image_identity"}

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from transformers import Trainer, TrainingArguments
+from conftest import make_model, make_text, pixels, token_ids
+from transformers import AutoModel, ResNetConfig, Trainer, TrainingArguments
 
-from hf_xattn import XAttnForConditionalGeneration, freeze_base
+from hf_xattn import XAttnForConditionalGeneration, freeze_base, retrofit
 
 
 class Pairs(torch.utils.data.Dataset):
@@ -96,3 +96,15 @@ def test_mixed_rows_on_a_frozen_base(tmp_path, gradient_checkpointing):
     )
     assert trainer.train().global_step == 9
     assert all(not torch.equal(block.attn.o_proj.weight, weight) for block, weight in zip(model.blocks, before))
+
+
+def test_a_frozen_tower_with_batch_norms(tmp_path):
+    """Statistics of a frozen tower that follow the pictures of the run, and features that depend on the others of the batch."""
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    model = freeze_base(retrofit(make_text(), AutoModel.from_config(config)))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if "running" in name}
+    Trainer(model, arguments(tmp_path, max_steps=3), train_dataset=Pairs()).train()
+    assert before and all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers() if name in before)
+    assert model.train().model.connector.training and not model.model.vision_tower.training
+    freeze_base(model, vision=False).train()
+    assert all(module.training for module in model.modules())
