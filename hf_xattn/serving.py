@@ -292,22 +292,6 @@ def check_answers(name: str, model: XAttnForConditionalGeneration, processor: An
         ) from error
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Binds a port. Done before the model is loaded, so that a wrong port costs no time.
-
-    Raises:
-        ValueError: if the address does not belong to this machine, or the port is in use.
-    """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ValueError(f"Cannot listen on `--host` {host}, `--port` {port}: {error}") from error
-    return listener
-
-
 class Server(uvicorn.Server):
     """Calls `ready` when it accepts requests. Stops at Ctrl-C, and gives running requests at most five seconds to finish."""
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from hf_xattn import XAttnProcessor, retrofit
-from hf_xattn.commands.chat_session import ChatSession
+from hf_xattn.chat_session import ChatSession
 from hf_xattn.commands.main import main
 
 

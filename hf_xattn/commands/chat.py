@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .loading import add_model_and_images, load_model_and_images
+from .options import add_answers, answer_options
 
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from .chat_session import ChatSession
+    from ..chat_session import ChatSession
 
 HELP = """\
 /image FILE  adds an image to your next message (a file or a URL)
@@ -30,41 +31,24 @@ COMMANDS = ("/image", "/clear", "/help", "/exit")
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("chat", help="talk with a model about images, in the terminal")
     add_model_and_images(parser, images_required=False)
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens in an answer")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="0 always takes the most likely token (default: the model's generation settings)",
-    )
-    parser.add_argument("--seed", type=int, help="makes sampled answers repeatable")
+    add_answers(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
-    if arguments.temperature is not None and arguments.temperature < 0:
-        raise ValueError(f"--temperature must be 0 or more, got {arguments.temperature}.")
+    options = answer_options(arguments)
     model, processor, images = load_model_and_images(arguments)
     from transformers import set_seed
 
-    from .chat_session import ChatSession
+    from ..chat_session import ChatSession
 
     if arguments.seed is not None:
         set_seed(arguments.seed)
     model.enable_image_store()
-    options = {"max_new_tokens": arguments.max_new_tokens, **_sampling(arguments.temperature)}
     session = ChatSession(model, processor, system=arguments.system, **options)
     if sys.stdin.isatty():
         print(HELP)
     _talk(session, images)
-
-
-def _sampling(temperature: float | None) -> dict[str, Any]:
-    if temperature is None:
-        return {}
-    return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
 
 
 def _talk(session: ChatSession, images: list[Image]) -> None:

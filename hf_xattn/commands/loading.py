@@ -17,7 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def add_model_and_images(parser: argparse.ArgumentParser, images_required: bool) -> None:
     """Adds the options that `load_model_and_images` reads."""
-    parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
+    add_model(parser)
     parser.add_argument(
         "--image",
         action="append",
@@ -26,8 +26,14 @@ def add_model_and_images(parser: argparse.ArgumentParser, images_required: bool)
         metavar="FILE",
         help="an image; repeat the option for several images",
     )
+
+
+def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
+    """Adds the options that `load_model_and_images` reads, except the images. `device` is the default; "auto" prefers a GPU."""
+    parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    default = " (default: a GPU if there is one)" if device == "auto" else ""
+    parser.add_argument("--device", default=device, help=f"cpu, cuda, cuda:1, ...{default}")
 
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
@@ -50,7 +56,12 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     processor = load_processor(arguments.model)
     images = [read_image(file, "--image") for file in files]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
-    model = model.to(arguments.device).eval()
+    device = arguments.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device).eval()
     if images and getattr(processor, "image_processor", None) is None:
         raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
     return model, _with_images_at_markers(processor, model), images

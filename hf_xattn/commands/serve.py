@@ -5,41 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 
-from .loading import DTYPES, load_model_and_images
+from .loading import add_model, load_model_and_images
+from .options import add_listening, check_listening
 
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("serve", help="answer clients of the OpenAI API (needs the extra `serve`)")
-    parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
+    add_model(parser, device="auto")
     parser.add_argument("--name", help="name of the model for clients (default: DIR as given)")
-    parser.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--image-store",
-        type=int,
-        default=1024,
-        metavar="MIB",
-        help="memory to keep encoded images for later questions, in MiB; 0 turns this off (default: 1024)",
-    )
+    add_listening(parser, port=8000)
     parser.set_defaults(run=run, image=None)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.image_store < 0:
-        raise ValueError(f"`--image-store` must be at least 0, got {arguments.image_store}.")
+    check_listening(arguments)
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'hf_xattn[serve]'`.")
-    from ..serving import Server, bind, build_app, check_answers
+    from ..listening import bind
+    from ..serving import Server, build_app, check_answers
 
     with bind(arguments.host, arguments.port) as listener:
-        if arguments.device == "auto":
-            import torch
-
-            arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
         name = arguments.name or arguments.model
         print(f"Loading {arguments.model}", flush=True)
         model, processor, _ = load_model_and_images(arguments)

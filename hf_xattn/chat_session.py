@@ -9,13 +9,13 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from ..xattn_cache import XAttnCache
+from .xattn_cache import XAttnCache
 
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ..modeling_xattn import XAttnForConditionalGeneration
+    from .modeling_xattn import XAttnForConditionalGeneration
 
 
 class _StopWhenAsked(StoppingCriteria):

@@ -1,0 +1,57 @@
+"""Options that several commands share: how answers are generated, and where a server listens."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_answers(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `answer_options` reads."""
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens in an answer")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0 always takes the most likely token (default: the model's generation settings)",
+    )
+    parser.add_argument("--seed", type=int, help="makes sampled answers repeatable")
+
+
+def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns keyword arguments of `generate`.
+
+    Raises:
+        ValueError: for `--max-new-tokens` below 1, or a negative `--temperature`.
+    """
+    if arguments.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
+    if arguments.temperature is not None and arguments.temperature < 0:
+        raise ValueError(f"--temperature must be 0 or more, got {arguments.temperature}.")
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}
+    if arguments.temperature is not None:
+        options["do_sample"] = arguments.temperature > 0
+    if arguments.temperature:
+        options["temperature"] = arguments.temperature
+    return options
+
+
+def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
+    """Adds the options of a server. `port` is the default port."""
+    parser.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
+    parser.add_argument(
+        "--port", type=int, default=port, help=f"port to listen on; 0 takes a free one (default: {port})"
+    )
+    parser.add_argument(
+        "--image-store",
+        type=int,
+        default=1024,
+        metavar="MIB",
+        help="memory to keep encoded images for later questions, in MiB; 0 turns this off (default: 1024)",
+    )
+
+
+def check_listening(arguments: argparse.Namespace) -> None:
+    """Raises a `ValueError` for a negative `--image-store`."""
+    if arguments.image_store < 0:
+        raise ValueError(f"`--image-store` must be at least 0, got {arguments.image_store}.")
