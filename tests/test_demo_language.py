@@ -82,16 +82,23 @@ def test_answers_are_right(kind):
         seen.add(question.answer)
         named = [word for word in re.findall(r"[a-z]+", text) if word in WORDS][-1:]
         if kind == "is there":
-            assert (question.answer == "yes") == (WORDS.index(named[0]) in canvas.digits)
+            there = WORDS.index(named[0]) in canvas.digits
+            article = "An" if named[0] == "eight" else "A"
+            assert question.answer == f"{article} {named[0]} is {'there' if there else 'not there'}."
             assert ("an eight" in text) == (named[0] == "eight" and "digit eight" not in text and "any" not in text)
         elif kind == "where":
             row, column = canvas.corners[canvas.digits.index(WORDS.index(named[0]))]
-            vertical, horizontal = question.answer.split()
+            start, place = question.answer.rstrip(".").split(" at the ")
+            assert start == f"The {named[0]} is"
+            vertical, horizontal = place.split()
             assert (vertical == "bottom") == (row >= HEIGHT // 2)
             assert horizontal == ("left" if column < WIDTH / 3 else "right" if column >= 2 * WIDTH / 3 else "middle")
             assert canvas.digits.count(WORDS.index(named[0])) == 1
         elif kind == "sum":
-            assert len(canvas.digits) == 2 and NUMBERS.index(question.answer) == canvas.digits[0] + canvas.digits[1]
+            assert len(canvas.digits) == 2
+            assert question.answer == "{} plus {} is {}".format(
+                *[WORDS[digit] for digit in canvas.digits], NUMBERS[sum(canvas.digits)]
+            )
         elif kind == "read":
             assert [WORDS.index(word) for word in question.answer.split(", ")] == canvas.digits
         else:
@@ -122,7 +129,7 @@ def test_scores_count_whole_answers():
     assert accuracy_by_kind(questions, said) == {"leftmost": 0.5}
     asked = [ask(kind, pool, rng) for kind in KINDS for _ in range(10)]
     best = most_frequent_by_kind(asked)
-    yes = sum(question.answer == "yes" for question in asked if question.kind == "is there")
+    yes = sum("not" not in question.answer for question in asked if question.kind == "is there")
     assert best["is there"] == max(yes, 10 - yes) / 10
 
 

@@ -63,9 +63,12 @@ def run_language(
         `dict`: the figures of the printed tables, which are also saved to `results.json`.
 
     Raises:
-        ValueError: if `output` is a file or a folder with files of something else, or for a language model that does not suit.
+        ValueError: if `output` is a file or a folder with files of something else, if `steps` is below 1, or for a language model that
+            does not suit.
         ImportError: if scikit-learn, or what the language model needs, is not installed.
     """
+    if steps is not None and steps < 1:
+        raise ValueError(f"`steps` must be at least 1, got {steps}.")
     start = time.perf_counter()
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
     output = prepared(Path(output))

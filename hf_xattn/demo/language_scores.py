@@ -38,22 +38,34 @@ def accuracy_by_kind(questions: list[Question], said: list[str]) -> dict[str, fl
     """Returns the share of whole answers that are right, for each kind of question."""
     right: dict[str, list[bool]] = {}
     for question, answer in zip(questions, said):
-        right.setdefault(question.kind, []).append(normal(answer) == question.answer)
+        right.setdefault(question.kind, []).append(is_right(question, answer))
     return {kind: sum(each) / len(each) for kind, each in right.items()}
 
 
 def most_frequent_by_kind(questions: list[Question]) -> dict[str, float]:
-    """Returns the accuracy of always giving the most frequent answer."""
+    """Returns the accuracy of always giving the most frequent answer, with the digit word that the question names."""
     shares = {}
     for kind in KINDS:
-        counts = Counter(question.answer for question in questions if question.kind == kind)
+        counts = Counter(_form(question) for question in questions if question.kind == kind)
         shares[kind] = counts.most_common(1)[0][1] / counts.total()
     return shares
 
 
-def normal(answer: str) -> str:
-    """An answer without capitals, outer spaces and a last full stop."""
+def is_right(question: Question, answer: str) -> bool:
+    """Whether a whole answer is right. Capitals, outer spaces and a last full stop do not count."""
+    return _normal(answer) == _normal(question.answer)
+
+
+def _normal(answer: str) -> str:
     return answer.strip().lower().removesuffix(".")
+
+
+def _form(question: Question) -> str:
+    return (
+        question.answer.replace(f" {question.asked} ", " ... ").replace("An ", "A ")
+        if question.asked
+        else question.answer
+    )
 
 
 def compare_texts(

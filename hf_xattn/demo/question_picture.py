@@ -7,7 +7,7 @@ from pathlib import Path
 from ..attention_maps import attention_maps
 from ..processing_xattn import XAttnProcessor
 from .canvases import HEIGHT, WIDTH, WORDS, picture_of
-from .language_scores import normal
+from .language_scores import is_right
 from .questions import KINDS, Question
 
 
@@ -59,7 +59,7 @@ def _draw(sheet, pen, corner: tuple[int, int], model, processor, question: Quest
     left, top = corner
     picture = picture_of(question.canvas)
     maps, text = _asked(model, processor, picture, question.text)
-    colour = "darkgreen" if normal(text) == question.answer else "red"
+    colour = "darkgreen" if is_right(question, text) else "red"
     large = picture.resize(PANEL, Image.Resampling.NEAREST)
     sheet.paste(large, (left, top + LINE))
     pen.text((left, top), question.text, fill="black", font=font)
@@ -77,7 +77,7 @@ def _draw(sheet, pen, corner: tuple[int, int], model, processor, question: Quest
 def _asked(model, processor: XAttnProcessor, picture, text: str):
     chat = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}]}]
     inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)
-    maps = attention_maps(model, inputs.to(model.device), max_new_tokens=8, do_sample=False)
+    maps = attention_maps(model, inputs.to(model.device), max_new_tokens=12, do_sample=False)
     return maps, processor.decode(maps.tokens[0, maps.num_given :], skip_special_tokens=True)
 
 

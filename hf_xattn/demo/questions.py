@@ -1,6 +1,11 @@
 """Questions about a canvas of digits, and their answers: eight kinds, each in several phrasings.
 
-The phrasings for training and the held-out phrasings are separate lists. An answer is one word or a few, so it is right or wrong as a whole.
+The phrasings for training and the held-out phrasings are separate lists. An answer is one word or a short sentence, so it is right or wrong
+as a whole.
+
+The answer to a question about one digit repeats the digit's word. A block sees the image from one text position at a time, and at the
+position where an answer starts, a frozen language model holds next to nothing of the word that was asked for: in SmolLM2-135M 0 to 2 % of
+the hidden state, against 11 to 23 % at the word itself. Where the word stands, it can steer where the block looks.
 """
 
 from __future__ import annotations
@@ -141,19 +146,21 @@ class Question(NamedTuple):
         kind (`str`): one of `KINDS`.
         canvas ([`Canvas`]): what it is about.
         text (`str`): the question.
-        answer (`str`): the right answer, such as `seven, two`, `three`, `yes` or `top left`.
+        answer (`str`): the right answer, such as `seven, two`, `three`, `four plus five is nine` or `The six is at the top left.`
+        asked (`str`): the digit word that the question is about, or "".
     """
 
     kind: str
     canvas: Canvas
     text: str
     answer: str
+    asked: str = ""
 
 
 def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -> Question:
     """Draws a canvas, and a question of a kind that the canvas allows.
 
-    Half of the answers to "is there" are yes.
+    The digit that "is there" asks for is on half of the canvases.
 
     Args:
         kind (`str`): one of `KINDS`.
@@ -170,25 +177,31 @@ def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -
     if kind == "is there":
         present = bool(rng.integers(2))
         choices = sorted(set(digits)) if present else [digit for digit in range(10) if digit not in digits]
-        text = _about(text, choices[rng.integers(len(choices))])
-        return Question(kind, canvas, text, "yes" if present else "no")
+        digit = choices[rng.integers(len(choices))]
+        answer = f"A {{digit}} is {'there' if present else 'not there'}."
+        return Question(kind, canvas, _about(text, digit), _about(answer, digit), WORDS[digit])
     if kind == "where":
         places = [place for place, digit in enumerate(digits) if digits.count(digit) == 1]
         place = places[rng.integers(len(places))]
-        return Question(kind, canvas, _about(text, digits[place]), _region(*canvas.corners[place]))
-    if kind == "read":
-        answer = ", ".join(WORDS[digit] for digit in digits)
-    else:
-        numbers = {"how many": len(digits), "leftmost": digits[0], "largest": max(digits), "smallest": min(digits)}
-        answer = NUMBERS[sum(digits) if kind == "sum" else numbers[kind]]
-    return Question(kind, canvas, text, answer)
+        answer = f"The {{digit}} is at the {_region(*canvas.corners[place])}."
+        return Question(kind, canvas, _about(text, digits[place]), _about(answer, digits[place]), WORDS[digits[place]])
+    words = [WORDS[digit] for digit in digits]
+    answers = {
+        "read": ", ".join(words),
+        "how many": NUMBERS[len(digits)],
+        "leftmost": words[0],
+        "largest": WORDS[max(digits)],
+        "smallest": WORDS[min(digits)],
+        "sum": f"{' plus '.join(words[:2])} is {NUMBERS[sum(digits[:2])]}",
+    }
+    return Question(kind, canvas, text, answers[kind])
 
 
 def _about(phrasing: str, digit: int) -> str:
     word = WORDS[digit]
-    return phrasing.replace("a {digit}", "an {digit}" if word[0] in "aeio" and word != "one" else "a {digit}").format(
-        digit=word
-    )
+    if word == "eight":
+        phrasing = phrasing.replace("a {digit}", "an {digit}").replace("A {digit}", "An {digit}")
+    return phrasing.format(digit=word)
 
 
 def _suits(kind: str, digits: list[int]) -> bool:
