@@ -1,10 +1,11 @@
 """Attention maps: how the attention of each text token is spread over the image tokens, in every block and head.
 
-Blocks compute weights only where they are asked to, with the eager implementation for that call. Nothing on the model changes, so other
-threads may use it meanwhile, and any attention implementation may be set.
+Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. The model does not change:
+any attention implementation may be set, and other threads may use the model meanwhile.
 
-Generated text is read once more as a whole. That gives the weights of the steps that generated it: what a token sees does not depend on
-the tokens after it. So beams and return sequences need no bookkeeping, because what is read is the text that was chosen.
+With `max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the steps of
+`generate`, because what a token sees does not depend on later tokens. Only the chosen text is read, so beams and return sequences need
+no bookkeeping.
 
 These are attention weights. They tell where a block has looked, not why the model said what it said.
 """
@@ -45,12 +46,12 @@ class AttentionMaps:
 
     Attributes:
         weights (`list[torch.Tensor]`): one tensor a block, in the order of the blocks: `(batch, num_attention_heads, text_len,
-            num_image_tokens)`. The weights of a token add up to 1 over what it sees, to less with quiet softmax (see `null`). A token
-            that sees no image has zeros, and so has an image that is padding or not visible.
+            num_image_tokens)`. The weights of a token add up to 1, or to less with quiet softmax (see `null`). They are 0 for padding
+            images and for images that the token may not see. A token that sees no image has only zeros.
         layers (`list[int]`): the decoder layer of each block, as in `config.cross_attention_layers`.
         tokens (`torch.LongTensor`): `(batch, text_len)`, the given text and what was generated.
-        text_mask (`torch.BoolTensor`): `(batch, text_len)`, False = padding of the text, on the left or after the end.
-        num_given (`int`): text tokens that were given. Those after them were generated.
+        text_mask (`torch.BoolTensor`): `(batch, text_len)`, False for padding: in front of the text, or after the end of an answer.
+        num_given (`int`): how many tokens of the text were given. The tokens after them were generated.
     """
 
     weights: list[torch.Tensor]
@@ -74,8 +75,8 @@ class AttentionMaps:
 
     @property
     def null(self) -> list[torch.Tensor] | None:
-        """The share of quiet softmax's null key, one `(batch, num_attention_heads, text_len)` a block: what the weights lack to 1. None
-        for a model without quiet softmax."""
+        """The weight of quiet softmax's null key, which is 1 minus the sum of the weights: one tensor `(batch, num_attention_heads,
+        text_len)` a block. None for a model without quiet softmax."""
         if not self._config.cross_attention_config.quiet_softmax:
             return None
         return [1 - weights.float().sum(dim=-1) for weights in self.weights]
@@ -83,23 +84,24 @@ class AttentionMaps:
     def grid(
         self, image: int = 0, row: int = 0, layer: Choice = None, head: Choice = None, token: int | None = None
     ) -> torch.Tensor:
-        """Lays weights on the patches of an image. Tokens of no patch (class tokens, registers) are left out.
+        """Arranges the weights of an image as its patches lie in the picture. Tokens without a patch (class tokens, registers) are left
+        out.
 
-        The picture is the one that the tower has read, after the image processor: it may have been resized, cropped or, for a tower of
-        tiles, put on a canvas. The grid covers all its tiles.
+        The picture is what the vision tower has read, after the image processor, which may resize or crop it. For a tower with tiles,
+        one grid covers all tiles of the image.
 
         Args:
-            image (`int`), row (`int`): which image of which row of `tokens`.
-            layer (`int` or `"mean"`, *optional*): one of `layers`; None = all of them, as an axis.
-            head (`int` or `"mean"`, *optional*): a head; None = all of them, as an axis.
-            token (`int`, *optional*): a position in the text, negative from the end; None = all, as an axis.
+            image (`int`), row (`int`): index of the image, and of the row of `tokens`.
+            layer (`int` or `"mean"`, *optional*): one of `layers`. None keeps all of them, as an axis.
+            head (`int` or `"mean"`, *optional*): index of a head. None keeps all of them, as an axis.
+            token (`int`, *optional*): a position in the text, negative from the end. None keeps all of them, as an axis.
 
         Returns:
             `torch.Tensor`: `([blocks, heads, text_len,] patch rows, patch columns)`, in float32.
 
         Raises:
-            ValueError: for an index that does not exist, a connector that does not keep positions, or a vision tower whose patches
-                are not known.
+            ValueError: for an index that does not exist, features without a vision tower, a connector that does not keep positions, or
+                a vision tower whose order of patches is not known.
         """
         text_len = self.tokens.shape[1]
         for name, given, count in (("image", image, self.num_images), ("row", row, self.tokens.shape[0])):
@@ -135,10 +137,10 @@ class AttentionMaps:
         return patch_grid(self._config, self._sizes[image], size, ratio)
 
     def pixels(self, image: int = 0, row: int = 0) -> torch.Tensor:
-        """The picture that the vision tower has read, `(height, width, channels)` from 0 to 1. Tiles are put together.
+        """The picture that the vision tower has read, `(height, width, channels)`, scaled to values from 0 to 1. Tiles are put together.
 
         Raises:
-            ValueError: for an index that does not exist, or where pixels were not among the inputs.
+            ValueError: for an index that does not exist, or if the inputs held no pixels.
         """
         for name, given, count in (("image", image, self.num_images), ("row", row, self.tokens.shape[0])):
             _check_index(name, given, 0, count)
@@ -168,11 +170,11 @@ class AttentionMaps:
         """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale. Needs `hf_xattn[plot]`.
 
         Args:
-            tokens (`list[int]`, *optional*): positions in the text. By default those that were generated or, without any, the given
-                ones; padding is left out.
-            processor (*optional*): a processor or a tokenizer, which makes words of ids.
-            picture (*optional*): a PIL image or an array to draw on. It is right where the image processor only resizes. By default
-                the pixels that the vision tower has read.
+            tokens (`list[int]`, *optional*): positions in the text. By default the generated tokens or, if there are none, the given
+                ones, without padding.
+            processor (*optional*): a processor or a tokenizer, to write words. Without it the panels show ids.
+            picture (*optional*): a PIL image or an array to draw on. The grid is spread over the whole picture, so it fits only if the
+                image processor does not crop. By default the pixels that the vision tower has read.
             image, row (`int`), layer, head (`int` or `"mean"`): as in `grid`.
 
         Returns:
@@ -180,7 +182,8 @@ class AttentionMaps:
 
         Raises:
             ImportError: without matplotlib.
-            TypeError, ValueError: as `grid`; and for `tokens` that are not positions in the text.
+            TypeError: for a `processor` that cannot decode.
+            ValueError: as `grid` and `pixels`; for `layer` or `head` None; for `tokens` that are not positions in the text.
         """
         from .attention_plot import draw
 
@@ -230,13 +233,13 @@ def attention_maps(
 ) -> AttentionMaps:
     """Computes the attention of each text token to the image tokens, with any attention implementation.
 
-    The positions of a padded text are those that `generate` uses.
+    A padded text gets the position ids that `generate` gives it.
 
     Args:
         model ([`XAttnForConditionalGeneration`]): or an [`XAttnModel`], without `max_new_tokens`. It is not changed.
         inputs (`Mapping`): what the processor makes: `input_ids` and the images of one call, or an image cache of `encode_images` as
             `past_key_values`. `labels` are left out.
-        max_new_tokens (`int`, *optional*): generate so many tokens first. The maps then hold the given and the generated tokens.
+        max_new_tokens (`int`, *optional*): first generate up to this many tokens. The maps then hold the given and the generated tokens.
         generate_kwargs: further arguments of `generate`: `do_sample`, `num_beams`, ...
 
     Returns:
@@ -321,7 +324,7 @@ def _generated(
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"Expected `max_new_tokens` to be an integer of at least 1 or None, got {max_new_tokens!r}.")
     rows, length = given["input_ids"].shape
-    # Said here, or `generate` guesses a mask from the ids.
+    # Without a mask, `generate` would guess one from the ids.
     given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
     images = {} if cache is None else {"past_key_values": cache}
     made = model.generate(**given, **images, max_new_tokens=max_new_tokens, **generate_kwargs)
@@ -338,10 +341,10 @@ def _generated(
         after = torch.arange(1, new + 1, device=sequences.device)
         whole["position_ids"] = torch.cat([whole["position_ids"], whole["position_ids"][..., -1:] + after], dim=-1)
     for name in ("cross_attention_mask", "image_attention_mask"):
-        # A mask of the text holds for the text after it as its last row does.
+        # A generated token sees what the last given token sees.
         if name in whole and whole[name].dim() > 2 and whole[name].shape[1] == length:
             whole[name] = torch.cat([whole[name], whole[name][:, -1:].expand(-1, new, *whole[name].shape[2:])], dim=1)
-    ended = torch.zeros_like(sequences, dtype=torch.bool)
+    ended = torch.zeros_like(sequences, dtype=torch.bool)  # True right after a token that ends the text
     for end in _ends(inner, generate_kwargs):
         ended[:, length + 1 :] |= sequences[:, length:-1] == end
     whole["_text_mask"] = (whole["attention_mask"] != 0) & (ended.cumsum(dim=-1) == 0)
@@ -376,7 +379,7 @@ def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
 
 
 def _holds_pixels(cache: XAttnCache | None) -> bool:
-    """Whether encoded images were pixels, as their digests tell, not features."""
+    """Whether the images of a cache were encoded from pixels, not from features. Their digests tell."""
     layout = None if cache is None else cache.cross_attention_cache.layout
     return (
         layout is not None

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS, SIDE = 4, 2.6  # panels a line, inches a panel
+COLUMNS, SIDE = 4, 2.6  # panels in a line, width of a panel in inches
 
 
 def draw(
@@ -29,7 +29,7 @@ def draw(
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: for a picture of another shape.
+        ValueError: for a picture that is neither.
     """
     try:
         from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def draw(
     shown = np.asarray(picture)
     if shown.ndim not in (2, 3):
         raise ValueError(
-            f"Expected `picture` to be a PIL image or an array (height, width[, channels]), got {_came(picture)}."
+            f"Expected `picture` to be a PIL image or an array (height, width[, channels]), got {_described(picture)}."
         )
     if shown.ndim == 3 and shown.shape[2] == 1:
         shown = shown[..., 0]
@@ -53,7 +53,7 @@ def draw(
     for panel, position, word in zip(axes, positions, words):
         panel.imshow(shown, cmap="gray", extent=(0, width, height, 0))
         drawn = panel.imshow(grid[position].numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=top, extent=extent)
-        panel.set_title(word.replace("$", r"\$"), fontsize=9)  # not mathematics
+        panel.set_title(word.replace("$", r"\$"), fontsize=9)  # a plain `$` would start a formula
     for panel in axes:
         panel.set_axis_off()
     figure.colorbar(drawn, ax=list(axes), shrink=0.8)
@@ -61,6 +61,6 @@ def draw(
     return figure
 
 
-def _came(picture: Any) -> str:
+def _described(picture: Any) -> str:
     shape = getattr(picture, "shape", None)
     return repr(picture) if shape is None else f"shape {tuple(shape)}"

@@ -45,16 +45,16 @@ def write_model_card(
 ) -> bool:
     """Writes the model card of a saved model.
 
-    `save_pretrained` does this by itself. Call it again for what only a run knows. `Trainer.create_model_card` writes a draft of its own;
-    this function replaces that draft where `trainer` is given.
+    `save_pretrained` calls this. Call it again to add what only the training run knows. `Trainer.create_model_card` writes a draft of its
+    own, which this function replaces if `trainer` is given.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): what was saved.
         folder (`str`): where it was saved.
-        trainer (`Trainer`, *optional*): that trained the model.
-        training (`dict`, *optional*): more about the training, by name.
+        trainer (`Trainer`, *optional*): the trainer of the model, for the facts of the run and its losses.
+        training (`dict`, *optional*): further facts of the training, by name.
         results (`dict`, *optional*): what was measured, by name.
-        base (`list[str]`, *optional*): checkpoints that went in, where the configuration does not say.
+        base (`list[str]`, *optional*): checkpoints that the model was made of, if its configuration does not name them.
 
     Returns:
         `bool`: whether the card was written. A card that a person wrote or changed is kept.
@@ -84,11 +84,12 @@ def write_model_card(
 
 
 def is_blank(text: str) -> bool:
-    """Whether a card is the empty form that transformers uploads where a repository has none."""
+    """Whether a card is the empty form that transformers uploads to a repository without a card."""
     return BLANK in text
 
 
 def _may_be_replaced(text: str, by_trainer: bool) -> bool:
+    """Whether no person wrote or changed a card. The digest in a card of this package tells whether it was changed."""
     found = re.search(MARK.format("([0-9a-f]{64})"), text)
     if found is None:
         if not by_trainer:
@@ -163,7 +164,7 @@ def _loading(sees: bool) -> str:
 
 
 def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
-    """The figures of [`describe`], from a copy without weights: the model's own may be on other devices, sharded or quantized."""
+    """The figures of [`describe`]. They come from a copy without weights, because the model may be sharded or quantized."""
     try:
         with torch.device("meta"):
             skeleton = model._from_config(copy.deepcopy(config), dtype=model.dtype)
@@ -175,7 +176,7 @@ def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
 
 
 def _is_fresh(config: XAttnConfig, model: Any) -> bool:
-    """Whether the blocks are known to add nothing yet."""
+    """Whether the blocks certainly add nothing yet. False if their weights cannot be read."""
     if not config.cross_attention_config.starts_at_identity:
         return False
     weights = [weight for block in model.blocks for weight in (block.attn.o_proj.weight, block.mlp.down_proj.weight)]
@@ -225,12 +226,12 @@ def _is_on_hub(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A name without a machine's path."""
+    """A Hub id as it is, or the last part of a path."""
     return name if _is_on_hub(name) else os.path.basename(os.path.normpath(name.replace("\\", "/")))
 
 
 def _front_matter(name: str | None) -> dict[str, Any]:
-    """What the card of a checkpoint says in its head. Empty where there is no card on this machine."""
+    """The front matter of a checkpoint's card. Empty if there is no card on this machine."""
     if not name:
         return {}
     file: Any = Path(name) / FILE if Path(name).is_dir() else None
@@ -249,7 +250,7 @@ def _front_matter(name: str | None) -> dict[str, Any]:
 
 
 def _common_licence(sources: list[str]) -> dict[str, Any]:
-    """The licence that the cards of all checkpoints name. Empty where one of them is not known, or another."""
+    """The licence of all checkpoints, from their cards. Empty if the licences differ, or one is not known."""
     licences = [{key: head[key] for key in LICENCE_KEYS if key in head} for head in map(_front_matter, sources)]
     return (
         licences[0] if licences and "license" in licences[0] and all(each == licences[0] for each in licences) else {}

@@ -1,7 +1,7 @@
 """Where the tokens of an image lie in the picture.
 
-A tower of patches gives one token a patch, row by row, after some tokens that belong to no patch (class token, registers). Mllama's tower
-gives that for each tile, and the tiles of an image lie row by row on a canvas. Linear connectors and MLPs keep this order, a perceiver
+A vision tower gives one token for each patch, row by row. Tokens that belong to no patch (class token, registers) come first. Mllama's
+tower does this for each tile, and the tiles of an image also lie row by row. Linear and MLP connectors keep this order, a perceiver
 resampler does not.
 """
 
@@ -16,7 +16,7 @@ from .configuration_xattn import XAttnConfig
 from .vision import is_tiled
 
 
-# Towers whose tokens are patches, row by row, and how many tokens stand in front of them.
+# Towers whose tokens are patches, row by row, and how many tokens come before the patches. Registers are counted by the configuration.
 PREFIX_TOKENS = {
     "beit": 1,
     "clip_vision_model": 1,
@@ -40,8 +40,8 @@ class PatchGrid(NamedTuple):
         prefix (`int`): tokens of an image, or of a tile, in front of its patches.
         rows, columns (`int`): patches of an image, or of a tile.
         tile_rows, tile_columns (`int`): tiles of the image.
-        covered (`tuple[float, float]`): share of the height and the width that the patches cover; a rest smaller than a patch is not
-            read.
+        covered (`tuple[float, float]`): share of the height and of the width that the patches cover. The tower does not read a rest
+            that is smaller than a patch.
     """
 
     prefix: int
@@ -52,7 +52,8 @@ class PatchGrid(NamedTuple):
     covered: tuple[float, float] = (1.0, 1.0)
 
     def lay(self, weights: torch.Tensor) -> torch.Tensor:
-        """Turns `(..., tokens of the image)` into `(..., patch rows, patch columns)`, over all tiles. Tokens of no patch are left out."""
+        """Turns `(..., tokens of the image)` into `(..., patch rows, patch columns)`, over all tiles. Tokens without a patch are left
+        out."""
         tiles = self.tile_rows * self.tile_columns
         of_tile = self.prefix + self.rows * self.columns
         weights = weights[..., : tiles * of_tile]  # padding tiles come last
@@ -70,10 +71,11 @@ def patch_grid(
         config ([`XAttnConfig`]): the model's.
         num_tokens (`int`): tokens of the image.
         image_size (`tuple[int, int]`, *optional*): height and width of the pixels that the tower has read; None if unknown.
-        aspect_ratio_id (`int`, *optional*): of an image of tiles.
+        aspect_ratio_id (`int`, *optional*): for a tower with tiles, how the tiles of the image are arranged.
 
     Raises:
-        ValueError: where the connector does not keep positions, or the order of the tower's tokens is unknown.
+        ValueError: for features, a connector that does not keep positions, a tower whose order of tokens is not known, or another number
+            of tokens than the tower makes.
     """
     tower = config.vision_config
     remedy = "Use `weights`, which have one entry an image token."
@@ -112,8 +114,8 @@ def _arrangement(tower: PreTrainedConfig, aspect_ratio_id: int | None) -> tuple[
     """Rows and columns of the tiles. A padding image (id 0) has one tile, which is masked."""
     if aspect_ratio_id is None:
         raise ValueError(
-            "`grid` needs the arrangement of the tiles, which encoded images do not hold. Pass the pixels with their "
-            "`aspect_ratio_ids` in `inputs`, not a cache."
+            "`grid` needs the arrangement of the tiles, which a cache of encoded images does not hold. Pass `pixel_values` and "
+            "`aspect_ratio_ids` in `inputs` instead of the cache."
         )
     ratios: Any = getattr(tower, "supported_aspect_ratios", None) or []
     if not aspect_ratio_id:

@@ -1,6 +1,6 @@
 """Checks the names in a row of a data set: columns, keys of a message and roles.
 
-A misspelt name would raise no error by itself: the model would be trained without the images, or on a chat with an unknown role.
+Without these checks a misspelt name raises no error: the model is trained without the images, or on a chat with an unknown role.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ROLES_ELSEWHERE = {
     "chatbot": "assistant",
     "human": "user",
 }
-# Columns with a name near to one of these are meant as `images`.
+# A column whose name is close to one of these is probably meant as `images`.
 NAMES_OF_IMAGES = ("images", "image", "imgs", "img", "pictures", "picture", "photos", "photo", "pixel_values")
-NEAR = 0.82  # of `difflib`: lets `image_id` and `image_ids` pass
+NEAR = 0.82  # similarity for `difflib`. `image_id` and `image_ids` stay below it: they hold no images
 
 
 def check_columns(row: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a column that is not read and holds images, or has nearly the name of `images`."""
+    """Raises a `ValueError` for a column that is not read, but holds images or has nearly the name `images`."""
     for name, value in row.items():
         if name in COLUMNS or value is None:
             continue
@@ -48,7 +48,7 @@ def check_columns(row: Mapping[str, Any]) -> None:
 
 
 def check_message(where: str, message: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for an unknown role, and for images beside the content of a message."""
+    """Raises a `ValueError` for an unknown role, and for a key of a message, other than `content`, that holds images."""
     role = message["role"]
     if role not in ROLES:
         meant = ROLES_ELSEWHERE.get(role.lower())
@@ -65,12 +65,12 @@ def check_message(where: str, message: Mapping[str, Any]) -> None:
 
 
 def misnamed_images(names: Iterable[str]) -> str | None:
-    """Returns the first column that is nearly named `images`, or None."""
+    """Returns the first column that is not read and has nearly the name `images`, or None."""
     return next((name for name in names if name not in COLUMNS and is_near_images(name)), None)
 
 
 def is_near_images(name: Any) -> bool:
-    """Returns whether a name is nearly `images`, in any case."""
+    """Returns whether a name is nearly `images` or one of its usual variants, in upper or lower case."""
     return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), NAMES_OF_IMAGES, n=1, cutoff=NEAR))
 
 
@@ -80,7 +80,7 @@ def holds_images(value: Any) -> bool:
         return False
     if isinstance(value, bytes):
         return _is_picture(value)
-    if isinstance(value, Mapping):  # an audio has such a dict too
+    if isinstance(value, Mapping):  # `datasets` keeps sound in such a dict too, so the content decides
         content, path = value.get("bytes"), value.get("path")
         if isinstance(content, bytes):
             return _is_picture(content)

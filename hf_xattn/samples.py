@@ -9,7 +9,7 @@ from .image_reading import KINDS, is_array, is_pil, read_frames
 from .tensor_checks import type_name
 
 
-# Options that choose the frames of a video. Transformers' `apply_chat_template` adds the last one.
+# Options that choose the frames of a video. Transformers' `apply_chat_template` adds `do_sample_frames`.
 OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
@@ -19,7 +19,7 @@ def read_texts(text: Any, images: Any) -> list[str]:
         return [text]
     if isinstance(text, (list, tuple)) and all(isinstance(entry, str) for entry in text):
         if not text:
-            raise ValueError("`text` is an empty list: give one text or more.")
+            raise ValueError("Expected `text` to be one text or more, got an empty list.")
         return list(text)
     wrong = text
     if isinstance(text, (list, tuple)):
@@ -36,7 +36,7 @@ def read_samples(
 ) -> list[list[Any]]:
     """Returns the images of each text, followed by the frames of its videos."""
     options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
-    if kwargs.get("do_sample_frames") is False:
+    if kwargs.get("do_sample_frames") is False:  # the video holds the chosen frames already
         options = {}
     if videos is None:
         return _samples(images, texts, one_text)
@@ -45,14 +45,20 @@ def read_samples(
     elif isinstance(videos, (list, tuple)) or getattr(videos, "ndim", None) == 5:
         entries = list(videos)
     else:
-        raise ValueError("`videos` must be a list with one entry for each text: a video, a list of videos, None or [].")
+        raise ValueError(
+            "Expected `videos` to be a list with one entry for each text (a video, a list of videos, None or []), got "
+            f"{type_name(videos)}."
+        )
     if texts is not None and len(entries) != len(texts):
         raise ValueError(
-            f"`videos` has {len(entries)} entries for {len(texts)} texts. Give one entry for each text: None or [] if it has no video."
+            f"Expected `videos` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. The entry of a text "
+            "without a video is None or []."
         )
     samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
     if len(samples) != len(entries):
-        raise ValueError(f"`images` has {len(samples)} entries, but `videos` has {len(entries)}.")
+        raise ValueError(
+            f"Expected `images` and `videos` to have one entry for each text, got {len(samples)} and {len(entries)} entries."
+        )
     for sample, entry in zip(samples, entries):
         for video in _videos(entry):
             sample.extend(read_frames(video, **options))
@@ -76,21 +82,23 @@ def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[
     if entries is None:
         entries = [images]
     if not entries and not one_text:
-        raise ValueError(f"`images` is an empty list{'.' if texts is None else f' for {len(texts)} texts.'}")
+        count = "" if texts is None else f" for {len(texts)} texts"
+        raise ValueError(f"Expected `images` to have one entry for each text, got an empty list{count}.")
     nested = any(_entries(entry) is not None for entry in entries)
     if one_text:
         if nested and len(entries) != 1:
-            raise ValueError(f"`images` holds lists for {len(entries)} texts, but `text` is one text.")
+            raise ValueError(f"Expected `images` to be the images of one text, got lists for {len(entries)} texts.")
         return [_images(entries[0] if nested else entries)]
     if texts is not None and len(entries) != len(texts):
         raise ValueError(
-            f"`images` has {len(entries)} entries for {len(texts)} texts. Give one entry for each text: None or [] if it has no image."
+            f"Expected `images` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. The entry of a text "
+            "without an image is None or []."
         )
     return [_images(entry) for entry in entries]
 
 
 def _entries(images: Any) -> list[Any] | None:
-    """The images of a list, or of an array with an axis of images; None for a single image."""
+    """The entries of a list, or of an array with an axis of images. None for a single image."""
     if isinstance(images, (list, tuple)):
         return list(images)
     return list(images) if getattr(images, "ndim", None) in (4, 5) else None

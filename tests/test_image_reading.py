@@ -218,7 +218,7 @@ def test_frames_of_videos(processor):
     few = processor(videos=array, text="a", num_frames=3)["pixel_values"]
     assert torch.equal(few, expected[:, [0, 2, 4]])
     assert torch.equal(processor(videos=array, text="a", videos_kwargs={"num_frames": 3})["pixel_values"], few)
-    with pytest.raises(ValueError, match="`videos` has 1 entries for 2 texts"):
+    with pytest.raises(ValueError, match="`videos` to have one entry for each text, got 1 entries for 2 texts"):
         processor(videos=[array], text=["a", "dog"])
     with pytest.raises(ValueError, match="no frames"):
         read_frames(array[:0])

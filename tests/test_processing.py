@@ -152,9 +152,9 @@ def test_errors(parts):
         processor(images=[[picture], [picture]], text="a")
     with pytest.raises(ValueError, match="`text`, `images` or both"):
         processor()
-    with pytest.raises(ValueError, match="`text` is an empty list"):
+    with pytest.raises(ValueError, match="`text` to be one text or more, got an empty list"):
         processor(text=[])
-    with pytest.raises(ValueError, match="`images` is an empty list"):
+    with pytest.raises(ValueError, match="`images` to have one entry for each text, got an empty list"):
         processor(images=[], text=["a", "dog"])
     with pytest.raises(ValueError, match=r"`images` to have 3 axes.*\(32,\)"):
         processor(images=torch.zeros(32), text="a")
