@@ -19,6 +19,11 @@ EXPECTED = {
     "train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
     "garments/run": ["questions about 24 pictures", "saved to ", "| caption, ", "as the base answers them: 1 of 1"],
     "caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
+    "adapter_only": [
+        "shapes: ['circle', 'square', 'circle', 'square']",
+        "colours: ['red', 'red', 'blue', 'blue']",
+        "bit-identical to the base: True",
+    ],
     "lora": ["captions right: 4 of 4", "captions right after merging: 4 of 4"],
     "quantized_base": ["text model: torch.uint8", "blocks: torch.float32", "captions right: 4 of 4"],
     "fine_tune_with_trl": ["loss falls: True", "captions right: 4 of 4"],
