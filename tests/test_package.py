@@ -78,24 +78,3 @@ def test_import_is_light():
     script = f"import sys, hf_xattn; print([name for name in {heavy!r} if name in sys.modules])"
     made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert made.stdout.strip() == "[]"
-
-
-def test_import_takes_little_time():
-    """An import that costs users 0.3 s more than the parts of transformers that it needs."""
-    list_others = "import sys, hf_xattn; print(*[name for name in sys.modules if not name.startswith('hf_xattn')])"
-    made = subprocess.run([sys.executable, "-c", list_others], capture_output=True, text=True, check=True)
-    script = (
-        "import importlib, sys, time\n"
-        "for name in sys.argv[1:]:\n"
-        "    try:\n"
-        "        importlib.import_module(name)\n"
-        "    except Exception:  # names that only stand in sys.modules\n"
-        "        pass\n"
-        "start = time.process_time(); import hf_xattn; print(time.process_time() - start)"
-    )
-    command = [sys.executable, "-c", script, *made.stdout.splitlines()[-1].split()]
-    seconds = []
-    while not seconds or (min(seconds) > 0.3 and len(seconds) < 3):  # again on a busy machine
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-        seconds.append(float(run.stdout.splitlines()[-1]))
-    assert min(seconds) < 0.3, seconds
