@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "garments"))
 import make_rows
 from pictures import GARMENTS, patch_labels, place_things, read_source
 from questions import PHRASINGS, TEXT, ask
-from score import is_right
+from score import is_right, same_verdict
 
 
 LABELS = ["bag", "ankle boot", "coat"]
@@ -102,7 +102,10 @@ def test_patches_are_named_after_what_stands_on_them():
     for seed in range(20):
         picture, things = place_things(pictures, np.random.default_rng(seed), 32)
         pixels = np.asarray(picture)[4::8, 4::8, 0].flatten()
-        assert patch_labels(things, 32, nothing=2).tolist() == [{0: 2, 100: 0, 200: 1}[value] for value in pixels]
+        labels, places = patch_labels(things, 32, nothing=(2, 5))
+        assert labels.tolist() == [{0: 2, 100: 0, 200: 1}[value] for value in pixels]
+        order = {thing.label: place for place, thing in enumerate(things)}
+        assert places.tolist() == [order.get(label, 5) for label in labels]
 
 
 def test_answers_are_right_only_as_a_whole():
@@ -111,3 +114,4 @@ def test_answers_are_right_only_as_a_whole():
     assert asked.answer.startswith("A bag and an ankle boot, so ")
     assert is_right(f" {asked.answer.lower()}\n", asked.answer)
     assert not is_right("A bag.", asked.answer) and not is_right("", asked.answer)
+    assert same_verdict("A coat, so YES.\n", "A bag, so yes.") and not same_verdict("", "yes.")

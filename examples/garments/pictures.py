@@ -27,7 +27,7 @@ GARMENTS = (
 )
 FILES = ("{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
-PATCHES = 4  # patches a thing is high and wide
+PATCH = 8  # pixels
 HELD_OUT = 5  # in a folder, every fifth picture of a label is held out
 
 
@@ -120,13 +120,13 @@ def place_things(
     return canvas, things
 
 
-def patch_labels(things: list[Thing], size: int, nothing: int) -> np.ndarray:
-    """The label of the thing at the centre of each patch, row by row, or `nothing`."""
-    patch, side = size // PATCHES, size * 7 // 8
-    labels = np.full((PATCHES, 2 * PATCHES), nothing)
-    for row, column in np.ndindex(*labels.shape):
-        y, x = (row + 0.5) * patch, (column + 0.5) * patch
-        for thing in things:
+def patch_labels(things: list[Thing], size: int, nothing: tuple[int, int]) -> np.ndarray:
+    """Labels `(2, patches)`: what stands at the centre of each patch, and which it is from the left, or `nothing`."""
+    side = size * 7 // 8
+    labels = np.tile(np.reshape(nothing, (2, 1, 1)), (1, size // PATCH, 2 * size // PATCH))
+    for row, column in np.ndindex(*labels.shape[1:]):
+        y, x = (row + 0.5) * PATCH, (column + 0.5) * PATCH
+        for place, thing in enumerate(things):
             if thing.left <= x < thing.left + side and thing.top <= y < thing.top + side:
-                labels[row, column] = thing.label
-    return labels.flatten()
+                labels[:, row, column] = thing.label, place
+    return labels.reshape(2, -1)

@@ -21,7 +21,7 @@ from hf_xattn.commands.main import main as hf_xattn
 
 HERE = Path(__file__).parent
 TINY_ROWS = ["--pictures=24", "--held-out=8", "--size=16"]
-TINY_TOWER = ["--steps=4", "--hidden-size=16", "--layers=1", "--size=16"]
+TINY_TOWER = ["--steps=4", "--hidden-size=16", "--size=16"]
 TINY_TRAINING = ["--steps=4", "--batch-size=4", "--device=cpu"]
 
 
@@ -56,11 +56,12 @@ def run(source: Path, text: str, output: Path, options: argparse.Namespace, tiny
 
 def make_folder(folder: Path) -> Path:
     """A folder of pictures for each label: squares and circles in colours that differ a little."""
-    for label in ("red_circle", "blue_square", "dog"):
+    for label in ("red_circle", "blue_square", "blue_circle"):
         (folder / label).mkdir(parents=True)
         for index in range(6):
             picture = Image.new("RGB", (20 + index, 20), "white")
-            colour = {"red": (200 + 9 * index, 0, 0), "blue": (0, 0, 200 + 9 * index)}.get(label.split("_")[0], "green")
+            shade = 200 + 9 * index
+            colour = (shade, 0, 0) if "red" in label else (0, 0, shade)
             draw = ImageDraw.Draw(picture)
             (draw.rectangle if "square" in label else draw.ellipse)((3, 3, 16, 16), fill=colour)
             picture.save(folder / label / f"{index}.png")
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("source", type=Path, nargs="?")
     parser.add_argument("text", nargs="?", help="text model: a folder or a Hub id")
     parser.add_argument("output", type=Path, nargs="?")
-    parser.add_argument("--tower", help="a pretrained vision tower; without it, a small ViT is trained")
+    parser.add_argument("--tower", help="a pretrained vision tower; without it, a small ResNet is trained")
     parser.add_argument("--labels", nargs="+", help="only these labels")
     parser.add_argument("--layers", help="layers that get a block (default: every fourth)")
     parser.add_argument("--steps", type=int, default=450)

@@ -51,31 +51,53 @@ def picture_of(row: dict) -> str | None:
 
 def is_right(said: str, answer: str) -> bool:
     """Whether the answers are equal, but for case, a full stop and spaces around them."""
-    return said.strip().rstrip(".").lower() == answer.rstrip(".").lower()
+    return _plain(said) == _plain(answer)
 
 
-def score(model, processor, folder: Path, limit: int | None) -> dict[str, dict[str, float]]:
-    """Shares of right answers, by kind of question and phrasing."""
+def same_verdict(said: str, answer: str) -> bool:
+    """Whether the last words of the answers are equal: the yes or no of `is there`."""
+    return _plain(said).split()[-1:] == _plain(answer).split()[-1:]
+
+
+def _plain(answer: str) -> str:
+    return answer.strip().rstrip(".").lower()
+
+
+def read_held_out(folder: Path) -> list[tuple[dict, dict]]:
+    """The held-out rows, each with its kind of question and phrasing."""
     rows, kinds = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("metadata.jsonl", "kinds.jsonl")
     )
-    asked = [(row, kind) for row, kind in zip(rows, kinds) if kind["kind"] != TEXT][:limit]
+    return list(zip(rows, kinds))
+
+
+def score(model, processor, folder: Path, limit: int | None) -> dict[str, dict[str, float]]:
+    """Shares of right answers, by kind of question and phrasing. Prints an answer of each kind."""
+    asked = [(row, kind) for row, kind in read_held_out(folder) if kind["kind"] != TEXT][:limit]
     pictures = [picture_of(row) for row, _ in asked]
     ways = {"right": pictures, "blind": [None] * len(asked), "another picture": _exchanged(pictures, asked)}
     said = {
         way: answers(model, processor, [chat(row, folder, name) for (row, _), name in zip(asked, names)])
         for way, names in ways.items()
     }
+    expected = [row["messages"][1]["content"] for row, _ in asked]
     table = {}
     for kind, phrasing in sorted({(kind["kind"], kind["phrasing"]) for _, kind in asked}):
         chosen = [index for index, (_, each) in enumerate(asked) if each == {"kind": kind, "phrasing": phrasing}]
-        expected = {index: asked[index][0]["messages"][1]["content"] for index in chosen}
-        table[f"{kind}, {phrasing} phrasings"] = {
-            "questions": len(chosen),
-            **{way: sum(is_right(said[way][i], expected[i]) for i in chosen) / len(chosen) for way in ways},
-            "most frequent answer": Counter(expected.values()).most_common(1)[0][1] / len(chosen),
-        }
+        first = chosen[0]
+        question = asked[first][0]["messages"][0]["content"][-1]["text"]
+        print(f"{pictures[first]}: {question} {said['right'][first]!r}; expected: {expected[first]!r}")
+        counts = {"whole answer": (is_right, expected)}
+        if kind == "is there":
+            counts["yes or no alone"] = (same_verdict, [answer.split()[-1] for answer in expected])
+        for name, (right, wanted) in counts.items():
+            frequent = Counter(wanted[index] for index in chosen).most_common(1)[0][1]
+            table[f"{kind}, {phrasing} phrasings" + (f", {name}" if len(counts) > 1 else "")] = {
+                "questions": len(chosen),
+                **{way: sum(right(said[way][i], wanted[i]) for i in chosen) / len(chosen) for way in ways},
+                "most frequent answer": frequent / len(chosen),
+            }
     return table
 
 
@@ -91,11 +113,7 @@ def _exchanged(pictures: list[str], asked: list[tuple[dict, dict]]) -> list[str]
 
 def same_without_picture(model, processor, folder: Path, limit: int | None) -> tuple[int, int]:
     """How many questions without a picture the model answers as its base does, and how many were asked."""
-    rows, kinds = (
-        [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for name in ("metadata.jsonl", "kinds.jsonl")
-    )
-    chats = [chat(row, folder, None) for row, kind in zip(rows, kinds) if kind["kind"] == TEXT][:limit]
+    chats = [chat(row, folder, None) for row, kind in read_held_out(folder) if kind["kind"] == TEXT][:limit]
     said = answers(model, processor, chats)
     model.set_cross_attention(None)  # the base alone
     base = answers(model, processor, chats)
