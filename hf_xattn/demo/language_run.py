@@ -122,6 +122,8 @@ def run_language(
         "adapter-only checkpoint, MB": _megabytes(output / "adapter"),
         "whole checkpoint, MB": _megabytes(output / "model"),
         "training steps": recipe.steps,
+        "questions a step": recipe.batch_size,
+        "seed": seed,
         "minutes of training": trained,
         "minutes": (time.perf_counter() - start) / 60,
     }

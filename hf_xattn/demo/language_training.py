@@ -88,6 +88,45 @@ class Rows:
         return batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
 
 
+class Batch(NamedTuple):
+    """The rows of a training step.
+
+    Attributes:
+        examples (`list[Example]`): one for each row.
+        pixel_values (`torch.Tensor`): `(rows, 1, channels, height, width)`.
+        image_mask (`torch.BoolTensor`, *optional*): `(rows, 1)`, False for a row without an image.
+    """
+
+    examples: list[Example]
+    pixel_values: torch.Tensor
+    image_mask: torch.Tensor | None
+
+
+def batch_of_step(
+    step: int, rows: Rows, pool: DigitPool, text_answers: dict[str, str], batch_size: int, seed: int
+) -> Batch:
+    """Draws the rows of a step. The seed and the step determine them.
+
+    Most steps ask questions about canvases. The others ask questions of `text_answers` beside a canvas, or without one, and train the
+    answers that the text model gives without a canvas: a picture must not change what does not concern it.
+    """
+    rng = np.random.default_rng((seed, 4, step))
+    image_mask = None
+    if step % TEXT_EVERY == TEXT_EVERY - 1:
+        prompts = [TRAINING_PROMPTS[rng.integers(len(TRAINING_PROMPTS))] for _ in range(batch_size // 3)]
+        image_mask = torch.tensor([[index % 4 != 3] for index in range(len(prompts))])
+        canvases = [pool.canvas(rng) for _ in prompts]
+        examples = [
+            rows.example(prompt, text_answers[prompt], bool(seen)) for prompt, seen in zip(prompts, image_mask[:, 0])
+        ]
+    else:
+        kinds, shares = list(SHARES), np.array(list(SHARES.values())) / sum(SHARES.values())
+        asked = [ask(kinds[rng.choice(len(kinds), p=shares)], pool, rng) for _ in range(batch_size)]
+        canvases = [question.canvas for question in asked]
+        examples = [rows.example(question.text, question.answer) for question in asked]
+    return Batch(examples, torch.stack([to_pixel_values(canvas) for canvas in canvases]), image_mask)
+
+
 def training_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the machine computes in it, else float32."""
     if device.type == "cpu":
@@ -103,10 +142,7 @@ def train(
     recipe: Recipe,
     seed: int,
 ) -> None:
-    """Trains what requires gradients.
-
-    Most steps ask questions about canvases. The others ask questions of `text_answers` beside a canvas, or without one, and train the
-    answers that the text model gives without a canvas: a picture must not change what does not concern it.
+    """Trains what requires gradients, on the rows of [`batch_of_step`].
 
     Args:
         model ([`XAttnForConditionalGeneration`]): changed in place.
@@ -121,29 +157,14 @@ def train(
     """
     rows = Rows(processor, pool.canvas(np.random.default_rng(seed)))
     upper = UpperLayers(model, rows.beginning, training_dtype(model.device))
-    kinds, shares = list(SHARES), np.array(list(SHARES.values())) / sum(SHARES.values())
     model.eval()  # nothing here has dropout
     if model.device.type == "cpu":
         model.set_attn_implementation("eager")  # with texts this short, a whole step takes 0.7 of its time with sdpa
     _check(upper, rows, pool, seed)
 
     def loss_of_step(step: int) -> torch.Tensor:
-        rng = np.random.default_rng((seed, 4, step))
-        if step % TEXT_EVERY == TEXT_EVERY - 1:
-            prompts = [TRAINING_PROMPTS[rng.integers(len(TRAINING_PROMPTS))] for _ in range(recipe.batch_size // 3)]
-            image_mask = torch.tensor([[index % 4 != 3] for index in range(len(prompts))])
-            canvases = [pool.canvas(rng) for _ in prompts]
-            examples = [
-                rows.example(prompt, text_answers[prompt], bool(seen))
-                for prompt, seen in zip(prompts, image_mask[:, 0])
-            ]
-        else:
-            asked = [ask(kinds[rng.choice(len(kinds), p=shares)], pool, rng) for _ in range(recipe.batch_size)]
-            image_mask = None
-            canvases = [question.canvas for question in asked]
-            examples = [rows.example(question.text, question.answer) for question in asked]
-        pixel_values = torch.stack([to_pixel_values(canvas) for canvas in canvases])
-        logits, labels, _ = upper.logits(examples, pixel_values, image_mask)
+        batch = batch_of_step(step, rows, pool, text_answers, recipe.batch_size, seed)
+        logits, labels, _ = upper.logits(*batch)
         return torch.nn.functional.cross_entropy(logits, labels)
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -37,6 +37,38 @@ class Example(NamedTuple):
     labels: tuple[int, ...]
 
 
+class Beginning:
+    """The keys and values of the tokens that all texts begin with, computed once.
+
+    Args:
+        body (`nn.Module`): a causal decoder without a head.
+        ids (`list[int]`): the tokens. May be empty.
+        dtype (`torch.dtype`): dtype for autocast, and of what is remembered.
+    """
+
+    def __init__(self, body: Any, ids: list[int], dtype: torch.dtype):
+        self.length = len(ids)
+        cache = DynamicCache()
+        if ids:
+            with torch.no_grad(), autocast(body.device, dtype):
+                body(input_ids=torch.tensor([ids], device=body.device), past_key_values=cache, use_cache=True)
+        layers: list[Any] = list(cache.layers)
+        self._states = [(layer.keys.to(dtype), layer.values.to(dtype)) for layer in layers]
+
+    def cache(self, rows: int) -> DynamicCache:
+        """Returns a new cache that holds the beginning in each row."""
+        return DynamicCache(
+            ddp_cache_data=[
+                (key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1)) for key, value in self._states
+            ]
+        )
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Autocast to `dtype`; none for float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
 class UpperLayers:
     """Runs the upper part of a model on texts whose lower part it remembers.
 
@@ -52,18 +84,8 @@ class UpperLayers:
         self.body: Any = model.model.text_model.get_decoder()
         self.head: Any = model.get_output_embeddings()
         self._states: dict[tuple[int, ...], torch.Tensor] = {}
-        cache = DynamicCache()
-        if beginning:
-            with torch.no_grad(), self.autocast():
-                ids = torch.tensor([beginning], device=model.device)
-                self.body(input_ids=ids, past_key_values=cache, use_cache=True)
-        layers: list[Any] = list(cache.layers)
-        self._beginning = [(layer.keys.to(dtype), layer.values.to(dtype)) for layer in layers]
-        self._length = len(beginning)
+        self._beginning = Beginning(self.body, beginning, dtype)
         self._image_tokens: int | None = None
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def logits(
         self, examples: list[Example], pixel_values: torch.Tensor, image_mask: torch.Tensor | None = None
@@ -80,26 +102,27 @@ class UpperLayers:
         """
         self._remember([example.ids for example in examples])
         rows, length = len(examples), max(len(example.ids) for example in examples)
+        begun = self._beginning.length
         device = self.model.device
         states = torch.zeros(rows, length, self.body.config.hidden_size, device=device)
         labels = torch.full((rows, length), -100)
-        mask = torch.zeros(rows, self._length + length, dtype=torch.long, device=device)
-        mask[:, : self._length] = 1
+        mask = torch.zeros(rows, begun + length, dtype=torch.long, device=device)
+        mask[:, :begun] = 1
         for row, (ids, targets) in enumerate(examples):
             states[row, : len(ids)] = self._states[ids]
             labels[row, : len(ids) - 1] = torch.tensor(targets[1:])  # each position predicts the next token
-            mask[row, self._length : self._length + len(ids)] = 1
+            mask[row, begun : begun + len(ids)] = 1
         num_tokens = self._num_image_tokens(pixel_values)
         seen = torch.ones(rows, length, num_tokens, dtype=torch.bool, device=device)
         if image_mask is not None:
             seen &= image_mask.to(device)[:, :, None]
-        with self.autocast(), self._only(slice(self.first, None)):
+        with autocast(self.model.device, self.dtype), self._only(slice(self.first, None)):
             hidden = self.model.model(
                 inputs_embeds=states,
                 attention_mask=mask,
                 pixel_values=pixel_values.to(device),
                 cross_attention_mask=seen,
-                past_key_values=EncoderDecoderCache(self._cache(rows), DynamicCache()),
+                past_key_values=EncoderDecoderCache(self._beginning.cache(rows), DynamicCache()),
                 use_cache=True,
             ).last_hidden_state
             where = labels.to(device) != -100
@@ -109,7 +132,7 @@ class UpperLayers:
     def difference(self, example: Example, beginning: list[int], pixel_values: torch.Tensor) -> float:
         """Returns the largest difference between these logits and the whole model's, as a share of the largest logit."""
         mine, _, _ = self.logits([example], pixel_values)
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), autocast(self.model.device, self.dtype):
             ids = torch.tensor([[*beginning, *example.ids]], device=self.model.device)
             whole = self.model(input_ids=ids, pixel_values=pixel_values.to(self.model.device)).logits[0].float()
         places = [len(beginning) + place - 1 for place, label in enumerate(example.labels) if label != -100]
@@ -124,19 +147,14 @@ class UpperLayers:
         for start in range(0, len(new), TEXTS_AT_ONCE):
             part = new[start : start + TEXTS_AT_ONCE]
             ids = nn.utils.rnn.pad_sequence([torch.tensor(each) for each in part], batch_first=True)  # causal: no mask
-            with torch.no_grad(), self.autocast(), self._only(slice(self.first), norm=False):
+            with torch.no_grad(), autocast(self.model.device, self.dtype), self._only(slice(self.first), norm=False):
                 hidden = self.body(
-                    input_ids=ids.to(self.model.device), past_key_values=self._cache(len(part)), use_cache=True
+                    input_ids=ids.to(self.model.device),
+                    past_key_values=self._beginning.cache(len(part)),
+                    use_cache=True,
                 ).last_hidden_state
             for each, states in zip(part, hidden):
                 self._states[each] = states[: len(each)].to(self.dtype, copy=True)
-
-    def _cache(self, rows: int) -> DynamicCache:
-        return DynamicCache(
-            ddp_cache_data=[
-                (key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1)) for key, value in self._beginning
-            ]
-        )
 
     def _num_image_tokens(self, pixel_values: torch.Tensor) -> int:
         if self._image_tokens is None:
