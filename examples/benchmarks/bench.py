@@ -13,8 +13,6 @@ import copy
 import json
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +31,7 @@ from peers import (
     repeated_on_gqa,
     small_tower,
 )
+from timing import DEVICE, seconds
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
@@ -45,33 +44,11 @@ from hf_xattn.importers import import_checkpoint
 from hf_xattn.projection import ImageLinear
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def beside_cache(key: torch.Tensor, value: torch.Tensor) -> CrossAttentionContext:
     """What a model hands to a layer whose images are cached."""
     cache = CrossCache()
     cache.fill(ImageLayout.of((key.shape[2],), key.device), [(key, value)])
     return CrossAttentionContext(cache=cache)
-
-
-def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median time of each run, the runs taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + 1):
-        for name, run in runs.items():
-            _synchronize()
-            start = time.perf_counter()
-            run()
-            _synchronize()
-            if repeat:  # the first round warms up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 def read_bandwidth() -> float:
