@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,10 @@ from hf_xattn.demo.language_training import Rows
 from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+import llava_projector
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +75,21 @@ def test_the_text_model_is_frozen_in_training(finished):
     base = AutoModelForCausalLM.from_pretrained(folder / "text", dtype=torch.bfloat16).state_dict()
     model = AutoModelForImageTextToText.from_pretrained(folder / "model").model.text_model.state_dict()
     assert all(torch.equal(weight, model[name]) for name, weight in base.items())
+
+
+def test_the_comparison_with_llava(finished):
+    """A comparison that does not take the folder of a finished demo; a text model that Llava's training changed."""
+    folder, results = finished
+    compared = llava_projector.compare(folder, minutes=0.002, trial_steps=2, repeats=1)
+    assert json.loads((folder / "llava.json").read_text()) == compared
+    peer = compared["Llava"]
+    assert set(peer["accuracy"]["new phrasings"]) == set(KINDS) and peer["training steps"] >= 1
+    assert peer["text-only logits bit-identical"] and peer["answered token for token as the base"] == 40
+    assert compared["blocks"]["accuracy"]["known phrasings"] == results["accuracy"]["known phrasings"]
+    tokens = compared["tokens of the prompt"]
+    assert tokens["Llava"] - tokens["blocks"] == 12 and tokens["blocks"] - tokens["base, without a picture"] == 1
+    lines = llava_projector.table(compared).splitlines()
+    assert all(any(line.startswith(f"| {kind} |") for line in lines) for kind in KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
