@@ -32,6 +32,7 @@ from transformers.utils.hub import cached_file
 from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, base_of, load_text, load_vision
 from .configuration_xattn import XAttnConfig
 from .file_digests import sha256_of
+from .gguf_files import is_gguf_path, split_gguf
 from .model_card import FILE as CARD
 from .model_identity import checksum
 from .tensor_checks import type_name
@@ -138,9 +139,9 @@ def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, Ba
                 f"`adapter_only=True`: the {name} was not loaded from a checkpoint, so it cannot be fetched again. Save it to a "
                 f"folder and pass `{argument}=`, the Hub id or folder of its weights."
             )
-        if os.path.sep in source.name and source.name.count("/") != 1 and not os.path.isdir(source.name):
+        if source.is_gone():
             raise ValueError(
-                f"`adapter_only=True`: the {name} was loaded from {source.name}, where there is no folder now. Pass `{argument}=`, "
+                f"`adapter_only=True`: the {name} was loaded from {source}, where there is no {source.kind} now. Pass `{argument}=`, "
                 "its Hub id or folder."
             )
         sources[name] = source
@@ -153,6 +154,9 @@ def _checked_name(argument: str, named: Any) -> BaseSource | None:
     if not isinstance(named, (str, os.PathLike)):
         raise TypeError(f"Expected `{argument}` to be a Hub id or a folder, got {type_name(named)}.")
     name = os.fspath(named)
+    if argument == "text_base" and is_gguf_path(name):
+        folder, where = split_gguf(argument, name, {})
+        return BaseSource(folder, **where)
     is_folder = os.path.isdir(name)
     if not is_folder and (isinstance(named, os.PathLike) or name.startswith((".", "~", os.sep)) or name.count("/") > 1):
         raise ValueError(f"Expected `{argument}` to be a folder or a Hub id, got {name!r}, where there is no folder.")
@@ -196,6 +200,7 @@ def _without_base(
         "name_or_path": source.name,
         "revision": source.revision,
         "subfolder": source.subfolder,
+        **({} if source.gguf_file is None else {"gguf_file": source.gguf_file}),
         "dtype": str(part.dtype).removeprefix("torch."),
         "prefix": prefix,
         "shapes": shapes_of(base),
@@ -374,8 +379,9 @@ class Adapter:
         record = self.manifest.get(argument)
         if part is None or record is None:
             return
-        source = named or BaseSource(record["name_or_path"], record["revision"], record["subfolder"])
+        source = named or _recorded(record)
         part.name_or_path, part.base_revision, part.base_subfolder = source.name, source.revision, source.subfolder
+        part.base_gguf_file = source.gguf_file
 
     def _base_weights(
         self, bases: dict[str, BaseSource | None], load_kwargs: dict[str, Any]
@@ -400,17 +406,17 @@ class Adapter:
     ) -> PreTrainedModel:
         """Fetches a base, and warns where they are not those that the model was saved with."""
         record = self.manifest[argument]
-        source = named or BaseSource(record["name_or_path"], record["revision"], record["subfolder"])
-        if os.path.isabs(source.name) and not os.path.isdir(source.name):
+        source = named or _recorded(record)
+        if source.is_gone():
             raise ValueError(
-                f"{self.name} was saved without the weights of its base {source.name}, where there is no folder now. Pass "
+                f"{self.name} was saved without the weights of its base {source}, where there is no {source.kind} now. Pass "
                 f"`{argument}=` to `from_pretrained`, the Hub id or folder of that base."
             )
         try:
             base = source.load(load, dtype=getattr(torch, record["dtype"]), **hub)
         except OSError as error:
             raise OSError(
-                f"{self.name} was saved without the weights of its base {source.name}, which cannot be loaded: {error} Pass "
+                f"{self.name} was saved without the weights of its base {source}, which cannot be loaded: {error} Pass "
                 f"`{argument}=` to `from_pretrained`, the Hub id or folder of that base."
             ) from error
         weights = weights_of(base)
@@ -425,6 +431,11 @@ class Adapter:
                 f"({record['name_or_path']}, revision {record['revision']}): the base has changed, and the model will answer differently."
             )
         return base
+
+
+def _recorded(record: dict[str, Any]) -> BaseSource:
+    """The base that a manifest names."""
+    return BaseSource(record["name_or_path"], record["revision"], record["subfolder"], record.get("gguf_file"))
 
 
 def _find(name: str, file: str, hub: dict[str, Any]) -> Path | None:

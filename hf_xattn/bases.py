@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import resolve_revision
 
 from .architectures import architecture
+from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
 from .insertion import check_kind
 from .keywords import refuse_unknown
 from .paths import check_source
@@ -36,11 +37,11 @@ CONFIG_KEYWORDS = (
     "token",
     "trust_remote_code",
 )
-# All keywords that go to `from_pretrained`. `config`, `state_dict`, `gguf_file` and `output_loading_info` are not allowed: `retrofit` reads
-# the checkpoint unchanged, and returns only a model.
+# All keywords that go to `from_pretrained`. `config`, `state_dict` and `output_loading_info` are not allowed: `retrofit` reads the
+# checkpoint unchanged, and returns only a model.
 LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
     """adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap distributed_config dtype
-experts_implementation fusion_config generation_config ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
+experts_implementation fusion_config generation_config gguf_file ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
 offload_buffers offload_folder quantization_config torch_dtype tp_plan tp_size tqdm_class use_kernels use_safetensors variant
 weights_only""".split()
 )
@@ -49,7 +50,10 @@ weights_only""".split()
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
     """Loads a causal language model, or the text half of a larger model. Arguments and errors are those of [`retrofit`]."""
     check_load_kwargs(load_text, load_kwargs, text)
-    text_config_of(text, load_kwargs)
+    text, load_kwargs = split_gguf("text", text, load_kwargs)
+    config = text_config_of(text, load_kwargs)
+    if "gguf_file" in load_kwargs:
+        return text_half(load_gguf("text", text, config, load_kwargs))
     source = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
     loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
     return text_half(_load(loader, text, load_kwargs))
@@ -58,6 +62,8 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
 def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
     """Loads the vision tower of a checkpoint. Arguments and errors are those of [`retrofit`]."""
     check_load_kwargs(load_vision, load_kwargs, vision)
+    if load_kwargs.get("gguf_file") is not None:
+        raise ValueError("`gguf_file` is for text models, not for vision models.")
     config = vision_config_of(vision, load_kwargs)
     tower_class: Any = AutoModel
     if config.model_type in TILED_VISION_TYPES:
@@ -73,17 +79,30 @@ class BaseSource:
 
     Attributes:
         name (`str`): a Hub id, or the absolute path of a folder.
-        revision, subfolder (`str`, *optional*): as for `from_pretrained`.
+        revision, subfolder, gguf_file (`str`, *optional*): as for `from_pretrained`.
     """
 
     name: str
     revision: str | None = None
     subfolder: str | None = None
+    gguf_file: str | None = None
 
     def load(self, load: Callable[..., PreTrainedModel], **load_kwargs: Any) -> PreTrainedModel:
         """Loads the base with [`load_text`] or [`load_vision`]."""
-        where = {"revision": self.revision, "subfolder": self.subfolder}
+        where = {"revision": self.revision, "subfolder": self.subfolder, "gguf_file": self.gguf_file}
         return load(self.name, **{key: value for key, value in where.items() if value is not None}, **load_kwargs)
+
+    @property
+    def kind(self) -> str:
+        return "folder" if self.gguf_file is None else "file"
+
+    def __str__(self) -> str:
+        return self.name if self.gguf_file is None else os.path.join(self.name, self.subfolder or "", self.gguf_file)
+
+    def is_gone(self) -> bool:
+        """Whether it is a folder or a file on this machine that is no longer there. A Hub id with one slash is none."""
+        is_path = os.path.isabs(self.name) or self.name.count("/") > 1 or os.path.isdir(self.name)
+        return is_path and not (os.path.isdir(self.name) if self.gguf_file is None else os.path.isfile(str(self)))
 
     def resolved(self, **hub: Any) -> BaseSource:
         """The same, with the commit that its revision stands for now. A folder has no commits."""
@@ -107,6 +126,9 @@ def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, lo
     for key in ("revision", "subfolder"):
         if load_kwargs.get(key):
             setattr(note, f"base_{key}", str(load_kwargs[key]))
+    note.base_gguf_file = gguf_file_of(source) if isinstance(source, PreTrainedModel) else load_kwargs.get("gguf_file")
+    if note.base_gguf_file is None:
+        del note.base_gguf_file
 
 
 def base_of(config: PreTrainedConfig) -> BaseSource | None:
@@ -115,7 +137,7 @@ def base_of(config: PreTrainedConfig) -> BaseSource | None:
     if not name:
         return None
     name = os.path.abspath(name) if os.path.isdir(name) else name
-    return BaseSource(name, getattr(config, "base_revision", None), getattr(config, "base_subfolder", None))
+    return BaseSource(name, *(getattr(config, f"base_{key}", None) for key in ("revision", "subfolder", "gguf_file")))
 
 
 def text_config_of(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
@@ -124,9 +146,14 @@ def text_config_of(text: str | Path | PreTrainedModel, load_kwargs: dict[str, An
         check_kind(text)  # before a tower is loaded; the new model checks the layers
         return text.config
     if not isinstance(text, (str, Path)):
-        raise TypeError(f"Expected `text` to be a Hub id, a folder or a PreTrainedModel, got {type(text).__name__}.")
-    check_source("text", text)
-    config = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
+        raise TypeError(
+            f"Expected `text` to be a Hub id, a folder, a GGUF file or a PreTrainedModel, got {type(text).__name__}."
+        )
+    if "gguf_file" in load_kwargs:
+        config = gguf_config("text", gguf_path("text", text, load_kwargs))
+    else:
+        check_source("text", text, KINDS)
+        config = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
     if config.model_type == "xattn":
         raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
     if config.is_encoder_decoder:
@@ -141,7 +168,8 @@ def text_config_of(text: str | Path | PreTrainedModel, load_kwargs: dict[str, An
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, which cannot take blocks: {reason}.")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
-    _check_safetensors("text", text, load_kwargs.get("subfolder") or "")
+    if "gguf_file" not in load_kwargs:
+        _check_safetensors("text", text, load_kwargs.get("subfolder") or "")
     return config
 
 
@@ -160,6 +188,10 @@ def vision_config_of(vision: str | Path | PreTrainedModel, load_kwargs: dict[str
     if not isinstance(vision, (str, Path)):
         raise TypeError(
             f"Expected `vision` to be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}."
+        )
+    if is_gguf_path(vision):
+        raise ValueError(
+            f"Expected `vision` to be a folder or a Hub id, got {str(vision)!r}. GGUF files are read for text models alone."
         )
     check_source("vision", vision)
     config = AutoConfig.from_pretrained(vision, **config_kwargs(load_kwargs))

@@ -105,6 +105,7 @@ def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
         "_name_or_path",
         "base_revision",
         "base_subfolder",
+        "base_gguf_file",
         "transformers_version",
         "dtype",
         "torch_dtype",

@@ -15,7 +15,7 @@ def check_path(name: str, path: Any) -> None:
         raise TypeError(f"Expected `{name}` to be a path, got {type_name(path)}.")
 
 
-def check_source(name: str, source: str | Path) -> None:
+def check_source(name: str, source: str | Path, kinds: str = "a folder or a Hub id") -> None:
     """Raises a `ValueError` for a local path that is not a folder. A name with at most one slash may be a Hub id.
 
     Without this check, transformers would look for the path on the Hub and report an invalid Hub id.
@@ -23,4 +23,4 @@ def check_source(name: str, source: str | Path) -> None:
     text = str(source)
     is_local = isinstance(source, Path) or text.startswith((".", "~", os.sep)) or text.count("/") > 1
     if is_local and not Path(source).is_dir():
-        raise ValueError(f"Expected `{name}` to be a folder or a Hub id, got {text!r}, which is not a folder.")
+        raise ValueError(f"Expected `{name}` to be {kinds}, got {text!r}, which is not a folder.")

@@ -20,6 +20,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationMethod
 
 from .active_blocks import cross_attention_blocks
 from .configuration_xattn import XAttnConfig
@@ -76,6 +77,9 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
     quantizer = getattr(text_model, "hf_quantizer", None)
     if quantizer is None:
         return
+    if _is_gguf(quantizer) and first_quantized(text_model) is None:
+        _forget_quantizer(text_model, model)
+        return
     quantizer = copy.copy(quantizer)
     field = _skip_field(quantizer.quantization_config)
     if field is not None:
@@ -88,6 +92,21 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
         del config.text_config.quantization_config
     share_quantizer(text_model, model)
     model.hf_quantizer = quantizer
+
+
+def _is_gguf(quantizer: Any) -> bool:
+    return quantizer.quantization_config.quant_method == QuantizationMethod.GGUF
+
+
+def _forget_quantizer(text_model: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Removes the marks of the GGUF loader, which also leaves them on a model whose weights it has unpacked."""
+    text: Any = text_model
+    text.hf_quantizer.remove_quantization_config(text)
+    configs = [model.config, model.config.get_text_config()]
+    configs += [part.config for part in text.modules() if isinstance(part, PreTrainedModel)]
+    for config in configs:
+        for name in ("quantization_config", "_is_quantized"):
+            vars(config).pop(name, None)
 
 
 def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -148,6 +167,11 @@ def check_savable(model: PreTrainedModel) -> None:
             f"cannot say how to load them. {ADAPTER_ONLY}"
         )
     field = _skip_field(quantizer.quantization_config)
+    if _is_gguf(quantizer):
+        raise ValueError(
+            f"This model holds packed weights of a GGUF file ({quantized}), which transformers cannot save. Load the file with "
+            "`retrofit`, or with `quantization_config=GgufConfig(dequantize=True)`: both unpack them."
+        )
     if field is None or not quantizer.is_serializable():
         method = quantizer.quantization_config.quant_method
         raise ValueError(

@@ -17,6 +17,7 @@ from .configuration_xattn import (
     XAttnConfig,
     complete_cross_attention_config,
 )
+from .gguf_files import split_gguf
 from .modeling_xattn import XAttnForConditionalGeneration
 from .quantized_weights import check_trainable
 from .sizes import text_num_hidden_layers, vision_hidden_size
@@ -50,8 +51,8 @@ def retrofit(
     model is not copied: it contains the blocks afterwards, and still works for text-only calls.
 
     Args:
-        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, or a loaded causal language model. From a larger
-            model (a vision-language model with a `text_config`) only the text half is used.
+        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, a path that ends in `.gguf`, or a loaded causal
+            language model. From a larger model (a vision-language model with a `text_config`) only the text half is used.
         vision (`str`, `Path` or `PreTrainedModel`, *optional*): likewise, a vision model whose output has
             `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
         cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in front.
@@ -61,16 +62,19 @@ def retrofit(
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type, connector_hidden_act,
             connector_bias, vision_feature_select_strategy, perceiver_config: fields of [`XAttnConfig`].
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`, `trust_remote_code`, ...
-            Only allowed if there is a checkpoint to load. `attn_implementation` may be a `dict` with one entry for each part:
+            Only allowed if there is a checkpoint to load. `gguf_file` is the name of a GGUF file in the folder or repository
+            `text`. Its weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with one entry for each part:
             `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`. A `quantization_config` is for the text
             model: blocks, connector and vision tower stay in high precision, on the device of the text model.
 
     Raises:
+        ImportError: for a GGUF file, where transformers needs the package `gguf` and does not find it.
         TypeError: for an unknown keyword, or if `text` or `vision` is neither a model nor a checkpoint.
-        ValueError: for a checkpoint without safetensors, a model that is not a decoder or already has blocks, a wrong layer, or
+        ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a decoder or already has blocks, a wrong layer, or
             contradictory options. If the configuration is enough to find the error, it is raised before weights are loaded.
     """
     check_load_kwargs(retrofit, load_kwargs, text, vision)
+    text, load_kwargs = split_gguf("text", text, load_kwargs)
     text_source, vision_source = text, vision
     attn_implementation = load_kwargs.get("attn_implementation")
     if isinstance(attn_implementation, dict):
@@ -121,13 +125,15 @@ def retrofit(
         text = load_text(text, **load_kwargs)
     tower: Any = vision
     if vision is not None and not isinstance(vision, PreTrainedModel):
-        tower_kwargs = {name: value for name, value in load_kwargs.items() if name != "quantization_config"}
+        tower_kwargs = {
+            name: value for name, value in load_kwargs.items() if name not in ("gguf_file", "quantization_config")
+        }
         tower = load_vision(vision, **{"dtype": text.dtype, **tower_kwargs})
         if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
             tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
     note_base(text.config, text_source, load_kwargs)
     if tower is not None and vision_source is not None:
-        note_base(tower.config, vision_source, load_kwargs)
+        note_base(tower.config, vision_source, {**load_kwargs, "gguf_file": None})
     config = XAttnConfig(
         text_config=text.config, vision_config=None if tower is None else tower.config, **options, dtype=text.dtype
     )

@@ -9,11 +9,12 @@ from conftest import make_model, make_text
 from tiny_gguf import CHAT_TEMPLATE, tiny_llama, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_xattn.bases import load_text
 from hf_xattn.demo import language_models
 from hf_xattn.demo.language_models import find_smollm2, language_model
 
 
-IDS = torch.tensor([[1, 70, 80, 260, 90]])
+IDS = torch.tensor([[1, 70, 80, 200, 90]])
 
 
 def logits(model):
@@ -50,10 +51,7 @@ def test_folder_is_converted_once(tmp_path, monkeypatch):
     """Twenty seconds of loading for nothing; weights of another model under the same name; a folder that was changed or half written."""
     file, out = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
     loads = []
-    real = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        language_models.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loads.append(1) or real(*a, **k)
-    )
+    monkeypatch.setattr(language_models, "load_text", lambda *a, **k: loads.append(1) or load_text(*a, **k))
 
     def converted() -> bool:
         before = len(loads)
@@ -119,7 +117,7 @@ def test_sources_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="not a folder"):
         language_model(tmp_path / "missing", out)
     (tmp_path / "weights.bin").write_bytes(b"PK\x03\x04")
-    with pytest.raises(ValueError, match="instead of b'GGUF'"):
+    with pytest.raises(ValueError, match="a folder, a GGUF file or a Hub id, got"):
         language_model(tmp_path / "weights.bin", out)
     make_model().save_pretrained(tmp_path / "sees")
     with pytest.raises(ValueError, match="already has cross-attention blocks"):

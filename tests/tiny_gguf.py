@@ -31,14 +31,14 @@ LAYER = {
 }
 
 
-def tiny_llama(seed: int = 0) -> PreTrainedModel:
+def tiny_llama(seed: int = 0, layers: int = 4) -> PreTrainedModel:
     """The model whose weights go into the file."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(TOKENS),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
@@ -54,13 +54,16 @@ def write_gguf(
     path: Path,
     *,
     seed: int = 0,
+    layers: int = 4,
     architecture: str = "llama",
     chat_template: str | None = CHAT_TEMPLATE,
     tokenizer: bool = True,
     pad_token_id: int | None = 0,
+    split_count: int = 1,
+    leave_out: str | None = None,
 ) -> Path:
-    """Writes [`tiny_llama`] to `path`."""
-    model = tiny_llama(seed)
+    """Writes [`tiny_llama`] to `path`, without the weights whose names contain `leave_out`."""
+    model = tiny_llama(seed, layers)
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("Tiny Llama")
@@ -73,6 +76,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+    if split_count > 1:
+        writer.add_uint16("split.count", split_count)
     if tokenizer:
         kinds = [gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * (len(TOKENS) - len(SPECIAL))
         writer.add_tokenizer_model("gpt2")
@@ -93,7 +98,9 @@ def write_gguf(
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(theirs)
             if heads is not None:  # llama.cpp rotates neighbours, transformers rotates halves
                 weight = weight.view(heads, 2, -1, config.hidden_size).transpose(1, 2).reshape(weight.shape)
-            _add(writer, f"blk.{index}.{theirs}.weight", weight)
+            ours = f"blk.{index}.{theirs}.weight"
+            if leave_out is None or leave_out not in ours:
+                _add(writer, ours, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -24,7 +24,9 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     state = parser.add_argument_group("options for a state dict")
-    state.add_argument("--text", metavar="TEXT", help="language model of the state dict: a folder or a Hub id")
+    state.add_argument(
+        "--text", metavar="TEXT", help="language model of the state dict: a folder, a GGUF file or a Hub id"
+    )
     state.add_argument("--vision", metavar="V", help="vision tower (OpenFlamingo)")
     state.add_argument("--image-token-id", type=int, metavar="ID", help="id of <image> (OpenFlamingo)")
     state.add_argument("--head-dim", type=int, default=64, help="width of a head (OpenFlamingo; default: 64)")

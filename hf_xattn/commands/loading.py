@@ -98,6 +98,12 @@ def check_model(name: str) -> None:
     """Raises a `ValueError` for a model without blocks."""
     from transformers import AutoConfig
 
+    from ..gguf_files import is_gguf_path
+
+    if is_gguf_path(name):
+        raise ValueError(
+            f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run `hf-xattn retrofit {name}` first."
+        )
     config = AutoConfig.from_pretrained(name)
     if config.model_type != "xattn":
         raise ValueError(

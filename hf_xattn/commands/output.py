@@ -33,18 +33,22 @@ def save_processor(
     """Saves the tokenizer of a text model and the image processor of a vision model. Either of them may be missing.
 
     Args:
-        text (`str`), vision (`str`, *optional*): folders or Hub ids.
+        text (`str`), vision (`str`, *optional*): folders or Hub ids. `text` may be the path of a GGUF file.
         folder (`Path`): where the files go.
         output (`Path`, *optional*): folder to name in messages, if `folder` is temporary and will be renamed to it.
         image_token_id (`int`, *optional*): id of the token that marks an image in a text.
-        load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...
+        load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...; and `gguf_file`, for
+            the tokenizer.
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 
+    from ..gguf_files import split_gguf
     from ..processing_xattn import XAttnProcessor
 
+    source, text_kwargs = split_gguf("text", text, load_kwargs)
+    load_kwargs.pop("gguf_file", None)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(text, **load_kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(source, **text_kwargs)
     except (OSError, ValueError):
         print(f"No processor saved: {text} has no tokenizer.")
         return

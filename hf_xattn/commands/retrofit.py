@@ -12,7 +12,9 @@ from .output import new_folder, print_report, save_processor
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("retrofit", help="put cross-attention blocks into a text-only checkpoint")
-    parser.add_argument("text", metavar="TEXT", help="text-only causal language model: a folder or a Hub id")
+    parser.add_argument(
+        "text", metavar="TEXT", help="text-only causal language model: a folder, a GGUF file or a Hub id"
+    )
     parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
     parser.add_argument(
         "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
@@ -24,6 +26,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="put blocks in front of these layers instead, counted from 0",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
+    parser.add_argument("--gguf-file", metavar="NAME", help="name of a GGUF file in the folder or repository TEXT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--revision", help="revision of TEXT and V on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
@@ -48,11 +51,12 @@ def run(arguments: argparse.Namespace) -> None:
         cross_attention_layers=arguments.layers,
         every=arguments.every,
         dtype=arguments.dtype,
+        gguf_file=arguments.gguf_file,
         **hub,
     )
     print(f"Saving to {output}", flush=True)
     model.save_pretrained(output, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
-    save_processor(arguments.text, arguments.vision, output, **hub)
+    save_processor(arguments.text, arguments.vision, output, gguf_file=arguments.gguf_file, **hub)
     print_report(model)
 
 

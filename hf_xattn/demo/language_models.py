@@ -10,11 +10,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ..bases import BaseSource, load_text, text_config_of
 from ..file_digests import sha256_of
-from ..gguf_files import gguf_file_of, is_gguf_path, unpacked
+from ..gguf_files import KINDS, gguf_path, split_gguf
 from ..paths import check_source
 
 
@@ -45,11 +45,11 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
     """
     target, unfinished = Path(output) / "text", Path(output) / "text.unfinished"
     path = find_smollm2() if source == SMOLLM2 else source
-    gguf = gguf_file_of("source", path) if is_gguf_path(path) or os.path.isfile(path) else None
-    if gguf is not None:
-        name, where = gguf.folder, {"gguf_file": gguf.name}
+    name, where = split_gguf("source", path, {})
+    if where:
+        gguf_path("source", name, where)  # makes its checks
     else:
-        check_source("source", path)
+        check_source("source", path, KINDS)
         found = BaseSource(str(path)).resolved()
         name, where = found.name, {} if found.revision is None else {"revision": found.revision}
     made_from = {"source": str(source), "digest": _digest(name, where)}
@@ -60,18 +60,14 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
         raise ValueError(
             f"{target} holds something else than a language model of the demo. Choose another `output`, or remove it."
         )
-    if gguf is None:
-        _check(source, name, where)
+    _check(source, name, where)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
     except (OSError, ValueError) as error:
         raise ValueError(f"`source` ({source}) has no tokenizer that transformers can load: {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if gguf is None:
-        model = load_text(name, **where)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=unpacked(), **where)
+    model = load_text(name, **where)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was interrupted
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
