@@ -104,8 +104,7 @@ class AttentionMaps:
                 a vision tower whose order of patches is not known.
         """
         text_len = self.tokens.shape[1]
-        for name, given, count in (("image", image, self.num_images), ("row", row, self.tokens.shape[0])):
-            _check_index(name, given, 0, count)
+        self._check_picture(image, row)
         if token is not None:
             _check_index("token", token, -text_len, text_len)
         if layer is not None and layer != MEAN and (isinstance(layer, bool) or layer not in self.layers):
@@ -125,6 +124,10 @@ class AttentionMaps:
             chosen = chosen.mean(dim=0)
         return self._patches(image, row).lay(chosen)
 
+    def _check_picture(self, image: int, row: int) -> None:
+        for name, given, count in (("image", image, self.num_images), ("row", row, self.tokens.shape[0])):
+            _check_index(name, given, 0, count)
+
     def _patches(self, image: int, row: int) -> PatchGrid:
         size, ratio = None, None
         tower = self._config.vision_config
@@ -142,8 +145,7 @@ class AttentionMaps:
         Raises:
             ValueError: for an index that does not exist, or if the inputs held no pixels.
         """
-        for name, given, count in (("image", image, self.num_images), ("row", row, self.tokens.shape[0])):
-            _check_index(name, given, 0, count)
+        self._check_picture(image, row)
         if self._pixel_values is None:
             raise ValueError("The picture is not known, because `inputs` held no `pixel_values`. Pass `picture`.")
         of_row = self._pixel_values[row * len(self._pixel_values) // len(self.tokens)]
@@ -155,6 +157,15 @@ class AttentionMaps:
             picture = tiles.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
         low, high = picture.min(), picture.max()
         return ((picture - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0)
+
+    def covered(self, image: int = 0, row: int = 0) -> tuple[float, float]:
+        """Returns the share of the picture's height and width that the patches cover: a rest smaller than a patch is not read.
+
+        Raises:
+            ValueError: as `grid`.
+        """
+        self._check_picture(image, row)
+        return self._patches(image, row).covered
 
     def plot(
         self,
@@ -200,7 +211,7 @@ class AttentionMaps:
         words = [str(token) if processor is None else processor.decode([token]) for token in ids]
         covered = (1.0, 1.0)
         if picture is None:
-            picture, covered = self.pixels(image, row), self._patches(image, row).covered
+            picture, covered = self.pixels(image, row), self.covered(image, row)
         choices = _choice("layer", layer, len(self.layers)), _choice("head", head, self.weights[0].shape[1])
         return draw(grid, positions, words, picture, covered, f"attention of {', '.join(choices)}")
 

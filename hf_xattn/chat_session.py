@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from .answer_words import Word, words_of
+from .attention_maps import AttentionMaps, attention_maps
 from .xattn_cache import XAttnCache
 
 
@@ -28,6 +33,42 @@ class _StopWhenAsked(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.asked(), device=input_ids.device, dtype=torch.bool)  # type: ignore[return-value]
 
 
+class _Pieces(TextStreamer):
+    """Puts the text of an answer into a queue, piece by piece."""
+
+    def __init__(self, tokenizer: Any, pieces: queue.SimpleQueue):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.pieces = pieces
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.pieces.put(text)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer of a conversation.
+
+    Attributes:
+        text (`str`): the answer.
+        ids (`torch.LongTensor`): its tokens.
+        asked (`list[dict]`): the messages that it answers, the question last.
+    """
+
+    text: str
+    ids: torch.Tensor
+    asked: list[dict[str, Any]]
+
+    @property
+    def num_images(self) -> int:
+        """Number of images that the model saw: those of the question and of all messages before it."""
+        return sum(isinstance(message["content"], list) and len(message["content"]) - 1 for message in self.asked)
+
+    def words(self, tokenizer: Any) -> list[Word]:
+        """The words of the answer, with their tokens as indices into `ids`."""
+        return words_of(self.ids.tolist(), tokenizer)
+
+
 class ChatSession:
     """One conversation.
 
@@ -40,6 +81,10 @@ class ChatSession:
         processor: an [`XAttnProcessor`], or a tokenizer for a model without images.
         system (`str`, *optional*): a system message.
         options: keyword arguments of `generate`, for every turn.
+
+    Attributes:
+        messages (`list[dict]`): the conversation until now.
+        answers (`list[Answer]`): its answers.
     """
 
     def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
@@ -48,6 +93,7 @@ class ChatSession:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.system = system
         self.options = options
+        self._turn = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
@@ -55,8 +101,13 @@ class ChatSession:
         self.messages: list[dict[str, Any]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
-        self._cache: XAttnCache | None = None
+        self.answers: list[Answer] = []
         self._cached_ids = torch.empty(0, dtype=torch.long)
+        self.drop_cache()
+
+    def drop_cache(self) -> None:
+        """Frees the memory of the cache. The next turn reads the whole conversation again."""
+        self._cache: XAttnCache | None = None
 
     def ask(
         self,
@@ -87,7 +138,52 @@ class ChatSession:
             raise
         answer = self.tokenizer.decode(answer_ids, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.answers.append(Answer(answer, answer_ids, messages))
         return answer
+
+    def stream(
+        self, text: str, images: list[Image] | None = None, stop: threading.Event | None = None
+    ) -> Iterator[str]:
+        """Asks one question in a thread, and yields the answer piece by piece. The last of `answers` is then the whole answer.
+
+        The answer ends after the current token if the caller sets `stop` or closes the iterator, and the text until then is the
+        answer. A question that comes while another is being answered waits for it.
+
+        Raises:
+            ValueError: as [`~ChatSession.ask`].
+        """
+        pieces: queue.SimpleQueue = queue.SimpleQueue()
+        stop = stop or threading.Event()
+
+        def answer() -> None:
+            try:
+                with self._turn:
+                    self.ask(text, images, _Pieces(self.tokenizer, pieces), stop.is_set)
+                pieces.put(None)
+            except BaseException as error:
+                pieces.put(error)
+
+        threading.Thread(target=answer, name="hf_xattn answer", daemon=True).start()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            stop.set()
+
+    def maps(self, answer: Answer) -> AttentionMaps:
+        """Computes the attention maps of one of `answers`. `num_given` is the length of the text before the answer.
+
+        Raises:
+            ValueError: if the answer was given without images.
+        """
+        inputs = self._inputs(answer.asked)
+        given = inputs["input_ids"].shape[1]
+        ids = answer.ids.to(inputs["input_ids"].device)[None]
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], dim=1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        return replace(attention_maps(self.model, inputs), num_given=given)
 
     def _inputs(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         made = self.processor.apply_chat_template(
@@ -120,15 +216,16 @@ class ChatSession:
 
     def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
         """Returns the cache, cropped to the beginning that it shares with `input_ids`; a new cache if that is not possible."""
-        if self._cache is not None:
+        cache = self._cache  # another thread may drop it meanwhile
+        if cache is not None:
             cached = len(self._cached_ids)
             shared = _common_length(self._cached_ids, input_ids[:-1])  # `generate` needs one new token
             if shared == cached:
-                return self._cache
-            if shared and self._cache.can_be_cropped:
+                return cache
+            if shared and cache.can_be_cropped:
                 try:
-                    self._cache.crop(shared - cached)
-                    return self._cache
+                    cache.crop(shared - cached)
+                    return cache
                 except (ValueError, RuntimeError):
                     pass  # a sliding window has already dropped tokens that are needed now
         text_config = self.model.config.get_text_config()

@@ -39,6 +39,25 @@ def default_template(tokenizer: Any) -> str:
     return ("{{- bos_token -}}" if begins else "") + DEFAULT_CHAT_TEMPLATE
 
 
+def check_template(processor: Any) -> None:
+    """Renders a test question with the chat template of a processor, or of a tokenizer for a model without images.
+
+    Raises:
+        ValueError: if that fails. Then every question would fail.
+    """
+    from jinja2 import TemplateError
+
+    question: Any = [{"type": "text", "text": "?"}] if hasattr(processor, "tokenizer") else "?"
+    try:
+        processor.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except (ValueError, TemplateError) as error:
+        raise ValueError(
+            f"A chat needs a chat template that renders a question, but this one fails: {error}"
+        ) from error
+
+
 def to_template(messages: list[Message], marker: str | None, render: Callable[[Dicts], str]) -> Dicts:
     """Returns messages in a form in which the template shows all of their texts and images.
 

@@ -35,6 +35,7 @@ from transformers.cli.serving.utils import (
 from transformers.utils import logging
 
 from . import image_reading
+from .chat_templates import check_template
 from .tensor_checks import type_name
 
 
@@ -281,15 +282,7 @@ def check_answers(name: str, model: XAttnForConditionalGeneration, processor: An
     tokenizer = _tokenizer(processor)
     if not hasattr(tokenizer, "_tokenizer"):
         raise ValueError(f"Expected {name} to have a fast tokenizer for serving, got a {type_name(tokenizer)}.")
-    message = {"role": "user", "content": [{"type": "text", "text": "?"}]}
-    if processor is tokenizer:
-        message["content"] = "?"
-    try:
-        processor.apply_chat_template([message], add_generation_prompt=True, tokenize=True, return_dict=True)
-    except (ValueError, TemplateError) as error:
-        raise ValueError(
-            f"Serving needs a chat template that renders a question, but the one of {name} fails: {error}"
-        ) from error
+    check_template(processor)
 
 
 class Server(uvicorn.Server):

@@ -66,6 +66,9 @@ SURFACES = {
     "maps.pixels": Surface(
         AttentionMaps.pixels, lambda **given: maps().pixels(**given), {"image": INDEX, "row": INDEX}
     ),
+    "maps.covered": Surface(
+        AttentionMaps.covered, lambda **given: maps().covered(**given), {"image": INDEX, "row": INDEX}
+    ),
     "maps.plot": Surface(
         AttentionMaps.plot,
         call_plot,

@@ -1,0 +1,165 @@
+"""A conversation that is streamed, stopped and looked at: what a page needs of a chat."""
+
+import threading
+import time
+
+import pytest
+import torch
+from chat_models import NEW_TOKENS, answer, drawing, make_chat_model, question
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hf_xattn import attention_maps
+from hf_xattn.chat_session import ChatSession
+
+
+TEXT = "what is in the picture ?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_chat_model(tmp_path_factory.mktemp("session"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def processor(folder):
+    return AutoProcessor.from_pretrained(folder)
+
+
+@pytest.fixture
+def session(model, processor):
+    return ChatSession(model, processor, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def test_streamed_answers_are_those_of_generate(session, model, processor):
+    """A stream that loses a piece, or the conversation of earlier turns."""
+    first = "".join(session.stream(TEXT, [drawing(0)]))
+    messages = [question(TEXT, drawing(0))]
+    assert first == answer(model, processor, messages)
+    second = "".join(session.stream("and this ?", [drawing(1)]))
+    messages += [{"role": "assistant", "content": first}, question("and this ?", drawing(1))]
+    assert second == answer(model, processor, messages)
+    assert [each.text for each in session.answers] == [first, second]
+    assert [each.num_images for each in session.answers] == [1, 2]
+
+
+def answering():
+    return [thread for thread in threading.enumerate() if thread.name == "hf_xattn answer"]
+
+
+def ends(timeout=20):
+    until = time.monotonic() + timeout
+    while answering() and time.monotonic() < until:
+        time.sleep(0.01)
+    return not answering()
+
+
+@pytest.mark.parametrize("way", ["close", "event"])
+def test_a_stream_that_is_not_wanted_ends(way, model, processor):
+    """A thread that generates for a closed tab."""
+    session = ChatSession(model, processor, max_new_tokens=50, do_sample=False)
+    whole = "".join(session.stream(TEXT, [drawing(0)]))
+    session.clear()
+    stop = threading.Event()
+    calls = []
+    hook = model.lm_head.register_forward_hook(lambda *_: (calls.append(1), time.sleep(0.05)) and None)
+    try:
+        pieces = session.stream(TEXT, [drawing(0)], stop)
+        begun = next(pieces)
+        if way == "close":
+            pieces.close()
+        else:
+            stop.set()
+            begun += "".join(pieces)
+        assert ends()
+    finally:
+        hook.remove()
+    assert len(calls) < 20
+    text = session.answers[-1].text
+    assert whole.startswith(text) and text.startswith(begun.strip()) and len(text) < len(whole)
+    # What follows continues the conversation with the part that was said.
+    said = "".join(session.stream("and ?"))
+    messages = [
+        question(TEXT, drawing(0)),
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "and ?"},
+    ]
+    assert said == answer(model, processor, messages, max_new_tokens=50)
+
+
+def test_a_question_waits_for_the_one_before(session, model, processor):
+    """Two answers at once on one cache."""
+    first, second = session.stream(TEXT, [drawing(0)]), session.stream("and ?")
+    begun = next(first)
+    assert second is not None
+    follows = []
+    thread = threading.Thread(target=lambda: follows.extend(second))
+    thread.start()
+    said = begun + "".join(first)
+    thread.join(20)
+    messages = [
+        question(TEXT, drawing(0)),
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "and ?"},
+    ]
+    assert "".join(follows) == answer(model, processor, messages)
+
+
+def test_errors_reach_the_reader_of_a_stream(session):
+    """A stream that waits for ever for a thread that has failed."""
+    with pytest.raises(TypeError, match="got int"):
+        list(session.stream(TEXT, [3]))
+    assert session.messages == [] and session.answers == [] and ends()
+    assert "".join(session.stream(TEXT, [drawing(0)]))
+
+
+def test_a_dropped_cache_changes_no_answer(session, model, processor):
+    """A conversation that is forgotten with its cache."""
+    first = "".join(session.stream(TEXT, [drawing(0)]))
+    session.drop_cache()
+    messages = [
+        question(TEXT, drawing(0)),
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "and ?"},
+    ]
+    assert "".join(session.stream("and ?")) == answer(model, processor, messages)
+
+
+def test_maps_of_an_answer(session, model, processor):
+    """Maps of another answer, or of the whole conversation where the first answer was asked for."""
+    for text, seed in ((TEXT, 0), ("and this ?", 1)):
+        list(session.stream(text, [drawing(seed)]))
+    messages = [question(TEXT, drawing(0))]
+    for index, given in enumerate(session.answers):
+        maps = session.maps(given)
+        assert maps.num_images == index + 1
+        inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        expected = attention_maps(model, inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert maps.num_given == expected.num_given and torch.equal(maps.tokens, expected.tokens)
+        assert torch.equal(maps.tokens[0, maps.num_given :], given.ids)
+        for ours, theirs in zip(maps.weights, expected.weights):
+            torch.testing.assert_close(ours, theirs)
+        messages += [{"role": "assistant", "content": given.text}, question("and this ?", drawing(1))]
+    list(session.stream("and ?"))
+    assert session.answers[-1].num_images == 2
+
+
+def test_maps_without_images(session):
+    """A map of nothing."""
+    list(session.stream(TEXT))
+    assert session.answers[0].num_images == 0
+    with pytest.raises(ValueError, match="needs images"):
+        session.maps(session.answers[0])
+
+
+def test_words_of_an_answer(session):
+    """Words whose tokens are another word's."""
+    list(session.stream(TEXT, [drawing(0)]))
+    given = session.answers[0]
+    for word in given.words(session.tokenizer):
+        assert session.tokenizer.decode(given.ids[word.tokens.start : word.tokens.stop]).strip() == word.text
+        assert given.text[word.start :].startswith(word.text)
