@@ -19,6 +19,7 @@ from surface_maps import SURFACES as MAPS
 from surface_processor import processor_surfaces
 from surface_saving import SURFACES as SAVING
 from surface_training import SURFACES as TRAINING
+from surface_web import SURFACES as WEB
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -35,6 +36,7 @@ from hf_xattn import (
     image_cache,
     importers,
     retrofit,
+    web,
 )
 from hf_xattn.configuration_xattn import PerceiverConfig
 from hf_xattn.image_inputs import IMAGE_ARGUMENTS
@@ -304,6 +306,7 @@ SURFACES = {
     **MAPS,
     **ADAPTERS,
     **SAVING,
+    **WEB,
     "forward": Surface(
         XAttnForConditionalGeneration.forward, call_of("forward", input_ids=True), image_rows(**TEXT, **HEAD)
     ),
@@ -479,11 +482,8 @@ INTERNAL = {"add_images", "image_identity"}
 def test_every_public_function_has_a_table():
     """A new function, method or configuration that nobody asked about."""
     tabled = {surface.function for surface in SURFACES.values()}
-    public = [
-        *(getattr(hf_xattn, name) for name in hf_xattn.__all__),
-        *(getattr(importers, name) for name in importers.__all__),
-        *(getattr(image_cache, name) for name in image_cache.__all__),
-    ]
+    modules = (hf_xattn, importers, image_cache, web)
+    public = [getattr(module, name) for module in modules for name in module.__all__]
     models = (XAttnModel, XAttnForConditionalGeneration)
     with_methods = {*models, GatedCrossAttention, GatedCrossAttentionBlock, XAttnProcessor, image_cache.ImageCache}
     with_methods.add(hf_xattn.AttentionMaps)

@@ -6,10 +6,22 @@ import argparse
 import sys
 
 from ..version import __version__
-from . import chat, demo, encode, export, generate, import_, inspect, retrofit, serve, train
+from . import chat, demo, encode, export, generate, import_, inspect, retrofit, serve, train, web
 
 
-COMMANDS = (retrofit, train, import_, export, inspect, chat, generate, encode, serve, demo)  # in the order of `--help`
+COMMANDS = (
+    retrofit,
+    train,
+    import_,
+    export,
+    inspect,
+    chat,
+    generate,
+    encode,
+    serve,
+    web,
+    demo,
+)  # in the order of `--help`
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,72 @@
+"""`hf-xattn web`: a page to play with a model: draw, ask, and see where it looked."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .loading import add_model, load_model_and_images
+from .options import add_answers, add_listening, answer_options, check_listening
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("web", help="a page to draw pictures and chat about them (needs the extra `web`)")
+    add_model(parser, device="auto")
+    parser.add_argument("--name", help="heading of the page (default: the name of DIR)")
+    parser.add_argument(
+        "--question",
+        action="append",
+        metavar="TEXT",
+        help="a question to choose with one click; repeat the option for several",
+    )
+    parser.add_argument(
+        "--canvas",
+        type=_size,
+        metavar="WxH",
+        help="size of the canvas in pixels (default: what the model reads, times a whole number)",
+    )
+    colours = "default: white on black for pictures below 64 pixels, else black on white"
+    parser.add_argument("--ink", metavar="COLOUR", help=f"colour of lines, as in CSS ({colours})")
+    parser.add_argument("--paper", metavar="COLOUR", help="colour of the canvas")
+    add_answers(parser)
+    add_listening(parser, port=7860)
+    parser.set_defaults(run=run, image=None)
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.lower().partition("x")
+    return int(width), int(height)  # argparse reports a ValueError with the option and what came
+
+
+def run(arguments: argparse.Namespace) -> None:
+    check_listening(arguments)
+    options = answer_options(arguments)
+    from transformers import set_seed
+
+    from ..listening import bind
+    from ..web.page import build_page, load_gradio
+
+    load_gradio()
+    # Gradio binds the port itself, after the model is loaded. Until then this one holds it.
+    with bind(arguments.host, arguments.port) as listener:
+        print(f"Loading {arguments.model}", flush=True)
+        model, processor, _ = load_model_and_images(arguments)
+        if arguments.seed is not None:
+            set_seed(arguments.seed)
+        if arguments.image_store:
+            model.enable_image_store(arguments.image_store * 2**20)
+        page = build_page(
+            model,
+            processor,
+            title=arguments.name or Path(arguments.model).name,
+            questions=arguments.question,
+            system=arguments.system,
+            canvas=arguments.canvas,
+            ink=arguments.ink,
+            paper=arguments.paper,
+            generate_kwargs=options,
+        )
+        port = listener.getsockname()[1]
+    page.launch(server_name=arguments.host, server_port=port, quiet=True, prevent_thread_lock=True)
+    print(f"Ready: http://{arguments.host}:{port} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
+    page.get_blocks().block_thread()

@@ -1,0 +1,208 @@
+"""What the page asks the server for, through Gradio's own client: no browser needed."""
+
+import base64
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
+from PIL import Image
+
+
+pytest.importorskip("gradio", reason="the page needs Gradio: pip install -e '.[web]'")
+pytest.importorskip("gradio_client")
+import httpx
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+from web_server import nobody_answers, served, slow
+
+from hf_xattn.commands.main import main
+from hf_xattn.web.page import STATIC
+
+
+TEXT = "what is in the picture ?"
+LONG = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_chat_model(tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    with served(folder, title="A <b>title</b>", questions=['What\'s "that"?'], generate_kwargs=greedy) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def long_server(folder):
+    with served(folder, generate_kwargs={"max_new_tokens": LONG, "do_sample": False}) as found:
+        yield found
+
+
+def client_of(server):
+    return Client(server[0], verbose=False, analytics_enabled=False)
+
+
+@pytest.fixture
+def client(server):
+    return client_of(server)
+
+
+def test_a_conversation(client, server):
+    """A picture that is lost on its way, an answer that is not the model's, a picture that is encoded twice."""
+    _, model, processor = server
+    misses = model.image_store.misses
+    visitor = client.predict(api_name="/visit")
+    for seed in (0, 1):
+        waiting = client.predict(visitor, data_url(drawing(seed)), "a.png", api_name="/add_picture")
+    assert len(waiting) == 2
+    shown = Image.open(io.BytesIO(base64.b64decode(waiting[1].partition(",")[2])))
+    assert shown.convert("RGB").tobytes() == drawing(1).tobytes()
+    assert len(client.predict(visitor, 0, api_name="/remove_picture")) == 1
+    states = list(client.submit(visitor, TEXT, api_name="/ask"))
+    messages = [question(TEXT, drawing(1))]
+    assert states[-1]["text"] == answer(model, processor, messages)
+    assert [state["done"] for state in states] == [False] * (len(states) - 1) + [True]
+    assert len(states) > 2 and all(states[-1]["text"].startswith(state["text"].strip()) for state in states)
+    last = states[-1]
+    assert [last["text"][start : start + length] for start, length in last["words"]] == last["text"].split()
+    assert last["looks"] and last["answer"] == 0
+
+    looked = client.predict(visitor, 0, 1, api_name="/look")
+    assert looked["layers"] == model.config.cross_attention_layers
+    (picture,) = looked["pictures"]
+    assert (picture["width"], picture["height"]) == (32, 32) and picture["covered"] == [1.0, 1.0]
+    assert picture["heat"].startswith("data:image/png") and 0 < picture["share"] <= 1.001
+    of_layer = client.predict(visitor, 0, 1, looked["layers"][0], api_name="/look")
+    assert of_layer["pictures"][0]["heat"] != picture["heat"]
+
+    messages += [{"role": "assistant", "content": last["text"]}, {"role": "user", "content": "and ?"}]
+    *_, state = client.submit(visitor, "and ?", api_name="/ask")
+    assert state["text"] == answer(model, processor, messages) and state["answer"] == 1
+    assert model.image_store.misses - misses <= 2
+
+    assert client.predict(visitor, api_name="/clear")
+    *_, state = client.submit(visitor, "and ?", api_name="/ask")
+    assert state["text"] == answer(model, processor, [{"role": "user", "content": "and ?"}]) and not state["looks"]
+
+
+def test_errors_are_told_and_survived(client, server, monkeypatch):
+    """A page that says nothing, or a server that shows its inside or stays broken."""
+    _, model, _ = server
+    visitor = client.predict(api_name="/visit")
+    for arguments, name, words in (
+        ((visitor, "data:image/png;base64,aGVsbG8=", "b.png"), "/add_picture", "b.png cannot be read"),
+        ((visitor, "", "b.png"), "/add_picture", "b.png is not a picture"),
+        (("nobody", "a"), "/ask", "Reload the page"),
+        ((visitor, " "), "/ask", "Write a question"),
+        ((visitor, 3, 0), "/look", "no longer kept"),
+    ):
+        with pytest.raises(AppError, match=words):
+            client.predict(*arguments, api_name=name)
+    client.predict(visitor, data_url(drawing(0)), "a.png", api_name="/add_picture")
+    with monkeypatch.context() as broken:
+        broken.setattr(model, "generate", lambda **_: 1 / 0)
+        with pytest.raises(AppError, match="Something went wrong") as error:
+            client.predict(visitor, TEXT, api_name="/ask")
+        assert "division" not in str(error.value)
+    *_, state = client.submit(visitor, TEXT, api_name="/ask")  # the picture still waits
+    assert state["looks"] and state["text"] == answer(*server[1:], [question(TEXT, drawing(0))])
+
+
+def test_visitors_wait_for_each_other_and_do_not_mix(long_server):
+    """Two answers at once, or an answer about the picture of somebody else."""
+    _, model, processor = long_server
+    clients = [client_of(long_server) for _ in range(2)]
+    visitors = [client.predict(api_name="/visit") for client in clients]
+    for seed, (client, visitor) in enumerate(zip(clients, visitors)):
+        client.predict(visitor, data_url(drawing(seed)), "a.png", api_name="/add_picture")
+    jobs = [client.submit(visitor, TEXT, api_name="/ask") for client, visitor in zip(clients, visitors)]
+    for seed, job in enumerate(jobs):
+        *_, state = job
+        assert state["text"] == answer(model, processor, [question(TEXT, drawing(seed))], max_new_tokens=LONG)
+
+
+def test_stop(long_server):
+    """A button that stops nothing."""
+    _, model, _ = long_server
+    client = client_of(long_server)
+    visitor = client.predict(api_name="/visit")
+    with slow(model) as steps:
+        job = client.submit(visitor, TEXT, api_name="/ask")
+        states = [next(iter(job))]
+        client.predict(visitor, api_name="/stop")
+        states += list(job)
+        assert nobody_answers() and len(steps) < LONG // 2
+    assert states[-1]["done"] and states[-1]["text"]
+
+
+def test_a_lost_connection_stops_its_answer(long_server):
+    """A model that goes on for a visitor who has gone, while the next one waits."""
+    address, model, processor = long_server
+    client = client_of(long_server)
+    gone, next_one = client.predict(api_name="/visit"), client.predict(api_name="/visit")
+    with slow(model) as steps:
+        body = {"data": [gone, TEXT]}
+        event = httpx.post(f"{address}/gradio_api/call/ask", json=body).json()["event_id"]
+        with httpx.stream("GET", f"{address}/gradio_api/call/ask/{event}", timeout=30) as stream:
+            line = next(line for line in stream.iter_lines() if line.startswith("data: [") or '"text"' in line)
+            assert json.loads(line.removeprefix("data: "))[0]["done"] is False
+        assert nobody_answers() and len(steps) < LONG // 2
+    *_, state = client.submit(next_one, TEXT, api_name="/ask")
+    messages = [{"role": "user", "content": TEXT}]
+    assert state["text"] == answer(model, processor, messages, max_new_tokens=LONG)
+
+
+def test_the_page_and_its_files(server):
+    """A title or a question that breaks the page; a file that is missing; a page that loads something from elsewhere."""
+    address = server[0]
+    page = httpx.get(address)
+    assert "<h1>A &lt;b&gt;title&lt;/b&gt;</h1>" in page.text and "<b>" not in page.text
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    for file in STATIC.iterdir():
+        text = file.read_text()
+        assert "http://" not in text and "https://" not in text and "//cdn" not in text
+        if file.name != "page.html":
+            answer = httpx.get(f"{address}/{file.name}")
+            assert answer.status_code == 200 and answer.text == text
+            assert answer.headers["content-type"].startswith(("text/css", "text/javascript"))
+
+
+def test_wrong_command_lines(folder, tmp_path, capsys):
+    """A model that is loaded before the command line is read to its end."""
+    from hf_xattn.listening import bind
+
+    with bind("localhost", 0) as taken:
+        taken.listen()
+        for words, arguments in {
+            "missing": (tmp_path / "missing",),
+            "--port": (folder, "--port", taken.getsockname()[1]),
+            "--image-store": (folder, "--image-store", -1),
+            "--max-new-tokens": (folder, "--max-new-tokens", 0),
+        }.items():
+            assert main(["web", *map(str, arguments)]) == 2
+            assert words in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main(["web", str(folder), "--canvas", "large"])
+        assert "--canvas" in capsys.readouterr().err
+
+
+def test_the_command(folder):
+    """A command that never serves, or does not stop at Ctrl-C."""
+    import signal
+
+    command = [sys.executable, "-m", "hf_xattn.commands.main", "web", str(folder), "--port", "0", "--question", "a ?"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        ready = next(line for line in process.stdout if line.startswith("Ready: "))
+        page = httpx.get(ready.split()[1])
+        assert page.status_code == 200 and "a ?" in page.text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
