@@ -110,7 +110,7 @@ def test_a_drawn_digit_is_answered(size, visit, server):
         draw(page, digit)
         page.get_by_role("button", name=QUESTION).click()
         expect(answers(page)).to_have_text(f"a {digit} .")
-        expect(page.locator("#hint")).to_be_visible()  # the canvas is empty again
+        expect(page.locator("#hint")).to_have_js_property("hidden", False)  # the canvas is empty again
         word = page.locator(".word", has_text=digit)
         word.click()
         expect(page.locator("figure b")).to_have_text(digit)

@@ -3,8 +3,11 @@
 import base64
 import io
 import json
+import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
@@ -192,17 +195,33 @@ def test_wrong_command_lines(folder, tmp_path, capsys):
         assert "--canvas" in capsys.readouterr().err
 
 
-def test_the_command(folder):
-    """A command that never serves, or does not stop at Ctrl-C."""
-    import signal
+SPACE = Path(__file__).parents[1] / "examples" / "space"
 
+
+@pytest.mark.parametrize("what", ["command", "space"])
+def test_the_command_and_the_space(what, folder, monkeypatch):
+    """A command or a Space that never serves, or does not stop at Ctrl-C."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     command = [sys.executable, "-m", "hf_xattn.commands.main", "web", str(folder), "--port", "0", "--question", "a ?"]
+    if what == "space":
+        command = [sys.executable, str(SPACE / "app.py")]
+        for name, value in (("MODEL", str(folder)), ("QUESTIONS", "a ?|b ?")):
+            monkeypatch.setenv(name, value)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        ready = next(line for line in process.stdout if line.startswith("Ready: "))
-        page = httpx.get(ready.split()[1])
+        address = next(found[0] for line in process.stdout if (found := re.search(r"http://[\w.]+:\d+", line)))
+        page = httpx.get(address)
         assert page.status_code == 200 and "a ?" in page.text
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(30) in (0, -signal.SIGINT)
     finally:
         process.kill()
+
+
+def test_the_space_names_what_it_needs():
+    """A Space that starts with another Gradio, or without this package."""
+    front = (SPACE / "README.md").read_text().split("---")[1]
+    fields = dict(line.split(": ", 1) for line in front.strip().splitlines())
+    assert fields["sdk"] == "gradio" and fields["app_file"] == "app.py" and (SPACE / fields["app_file"]).is_file()
+    assert [int(part) for part in fields["sdk_version"].split(".")] >= [6, 10]
+    assert (SPACE / "requirements.txt").read_text().split() == ["hf_xattn[web]"]

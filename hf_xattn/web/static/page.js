@@ -109,6 +109,7 @@ async function ask(question) {
   await attempt(async () => {
     await addDrawing();
     asked = showQuestion(question, waiting);
+    if (find("pad").offsetHeight > innerHeight / 4 && matchMedia("(max-width: 60rem)").matches) showPad(false); // room to read
     answer = make("p", { className: "answer waiting" });
     talk.append(answer);
     toEnd();
@@ -210,7 +211,9 @@ async function look(answer, button, number, word, layer = null) {
 }
 
 function seen({ picture, heat, width, height, covered, share }, several) {
-  const scale = Math.min((several ? 255 : 480) / width, (several ? 180 : 260) / height);
+  // Several pictures stand side by side, wide ones one above the other in narrow windows.
+  const half = width > 2 * height ? 255 : Math.min(255, Math.max(120, (talk.clientWidth - 90) / 2));
+  const scale = Math.min((several ? half : 480) / width, (several ? 180 : 260) / height);
   const frame = make("div");
   frame.style.width = `${width * scale}px`;
   frame.style.aspectRatio = `${width} / ${height}`;
@@ -259,16 +262,16 @@ for (const question of settings.questions) {
   find("questions").append(button);
 }
 
+function showPad(shown) {
+  find("pad").hidden = !shown;
+  find("draw").ariaPressed = String(shown);
+  document.body.classList.toggle("drawing", shown);
+}
+
 if (sheet) {
-  const [pad, draw] = [find("pad"), find("draw")];
-  const show = (shown) => {
-    pad.hidden = !shown;
-    draw.ariaPressed = String(shown);
-    document.body.classList.toggle("drawing", shown);
-  };
-  find("choose").hidden = draw.hidden = false;
-  show(true);
-  draw.addEventListener("click", () => show(pad.hidden));
+  find("choose").hidden = find("draw").hidden = false;
+  showPad(true);
+  find("draw").addEventListener("click", () => showPad(find("pad").hidden));
   find("another").addEventListener("click", () => attempt(addDrawing));
   find("choose").addEventListener("click", () => find("files").click());
   find("files").addEventListener("change", async (event) => {

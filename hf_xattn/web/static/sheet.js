@@ -1,7 +1,6 @@
 // The canvas that visitors draw on, with a mouse, a pen or a finger.
 
 const find = (id) => document.getElementById(id);
-const TALLEST = 300; // pixels on the screen
 
 export class Sheet {
   // `settings` are those of drawing.py.
@@ -40,8 +39,7 @@ export class Sheet {
   #lay() {
     const { width, height, ink, paper, reads, patches } = this.settings;
     const sheet = find("sheet");
-    sheet.style.aspectRatio = `${width} / ${height}`;
-    sheet.style.width = `min(100%, ${Math.round((TALLEST * width) / height)}px, ${((36 * width) / height).toFixed(1)}vh)`;
+    sheet.style.setProperty("--ratio", width / height);
     sheet.style.background = paper;
     find("hint").style.color = ink;
     find("reads").textContent = `Read as ${reads[1]} × ${reads[0]} pixels`;
