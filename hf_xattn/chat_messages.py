@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .image_reading import read_frames
+from .keywords import suggestion
 from .tensor_checks import type_name
 
 
@@ -15,6 +16,8 @@ TEXTS = ("text", "input_text", "output_text")
 IMAGES = ("image", "image_url", "input_image")
 VIDEOS = ("video", "video_url")
 SOURCES = ("url", "path", "base64")
+# Keys of other libraries that say nothing of where a picture is.
+HINTS = ("detail", "cache_control", "min_pixels", "max_pixels", "resized_height", "resized_width")
 
 
 class ImagePart:
@@ -60,10 +63,14 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """The messages of a chat, and one image for each image part: None if the part has no source."""
+    """The messages of a chat, and one image for each image part: None if the part has no source.
+
+    `unknown_keys` are those of the parts without a source.
+    """
 
     messages: list[Message]
     images: list[Any]
+    unknown_keys: list[str] = dataclasses.field(default_factory=list)
 
 
 def is_batch(conversation: Any) -> bool:
@@ -101,11 +108,12 @@ def read_conversation(conversation: Any, where: str, num_frames: int | None, fps
     if not messages:
         raise ValueError(f"{where} has no messages.")
     images: list[Any] = []
+    unknown: list[str] = []
     read = [
-        _message(message, f"message {index} of {where}", images, num_frames, fps)
+        _message(message, f"message {index} of {where}", images, unknown, num_frames, fps)
         for index, message in enumerate(messages)
     ]
-    return Conversation(read, images)
+    return Conversation(read, images, unknown)
 
 
 def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
@@ -118,8 +126,9 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
     if images is None:
         if bare:
             raise ValueError(
-                f"Expected an image for each image part of {where}, got {bare} parts without an image. Write the image into the part, "
-                "as `image`, `url`, `path` or `base64`, or pass `images` in `processor_kwargs`."
+                f"Expected an image for each image part of {where}, got {bare} parts without an image."
+                f"{_names(conversation.unknown_keys)} Write the image into the part, as `image`, `url`, `path` or `base64`, or pass "
+                "`images` in `processor_kwargs`."
             )
         return conversation
     given = list(images) if isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == 4 else [images]
@@ -147,7 +156,9 @@ def of_row(images: Any, row: int, rows: int) -> Any:
     return [] if images[row] is None else images[row]
 
 
-def _message(message: Any, where: str, images: list[Any], num_frames: int | None, fps: float | None) -> Message:
+def _message(
+    message: Any, where: str, images: list[Any], unknown: list[str], num_frames: int | None, fps: float | None
+) -> Message:
     read = _mapping(message)
     if read is None or "role" not in read:
         came = "one without `role`" if read is not None else type_name(message)
@@ -161,14 +172,23 @@ def _message(message: Any, where: str, images: list[Any], num_frames: int | None
         raise TypeError(f"Expected the content of {where} to be a str or a list of parts, got {type_name(content)}.")
     parts: list[str | ImagePart] = []
     for part in content:
-        _read_part(part, where, parts, images, num_frames, fps)
+        _read_part(part, where, parts, images, unknown, num_frames, fps)
     return Message(fields, parts)
 
 
 def _read_part(
-    part: Any, where: str, parts: list[str | ImagePart], images: list[Any], num_frames: int | None, fps: float | None
+    part: Any,
+    where: str,
+    parts: list[str | ImagePart],
+    images: list[Any],
+    unknown: list[str],
+    num_frames: int | None,
+    fps: float | None,
 ) -> None:
-    """Appends a part to `parts`, and its images to `images`. A video is replaced by its frames."""
+    """Appends a part to `parts`, its images to `images`, and the unknown keys of an image part without an image to `unknown`.
+
+    A video is replaced by its frames.
+    """
     read = _mapping(part)
     if read is None:
         raise TypeError(
@@ -180,21 +200,29 @@ def _read_part(
     if kind in TEXTS:
         text = given.get("text")
         if not isinstance(text, str):
-            raise TypeError(f"Expected `text` of a part of {where} to be a str, got {type_name(text)}.")
+            others = _names(_unknown(given, ("text",)))
+            raise TypeError(f"Expected `text` of a part of {where} to be a str, got {type_name(text)}.{others}")
         parts.append(text)
     elif kind in IMAGES:
-        images.append(_source(given, IMAGES, where))
+        image = _source(given, IMAGES, where)
+        if image is None:
+            unknown.extend(_unknown(given, IMAGES))
+        images.append(image)
         parts.append(IMAGE)
     elif kind in VIDEOS:
         video = _source(given, VIDEOS, where)
         if video is None:
-            raise ValueError(f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.")
+            others = _names(_unknown(given, VIDEOS))
+            raise ValueError(
+                f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.{others}"
+            )
         frames = read_frames(video, num_frames, fps)
         images.extend(frames)
         parts.extend([IMAGE] * len(frames))
     else:
         raise ValueError(
-            f"Expected the type of each part of {where} to be one of {', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}, got {kind!r}."
+            f"Expected the type of each part of {where} to be one of {', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}, got {kind!r}"
+            + (f" in a part with the keys {', '.join(map(str, given))}." if kind is None else ".")
         )
 
 
@@ -210,6 +238,20 @@ def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
     if inner is not None and "url" in inner:  # OpenAI's format
         value = inner["url"]
     return Path(value) if found[0] == "path" and isinstance(value, str) else value
+
+
+def _unknown(part: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Keys of a part that nothing reads."""
+    return [str(key) for key in part if key not in ("type", *names, *SOURCES, *HINTS)]
+
+
+def _names(unknown: list[str]) -> str:
+    """A sentence that names unknown keys, each once; empty without any."""
+    if not unknown:
+        return ""
+    meant = suggestion(unknown[0], ("text", *IMAGES, *VIDEOS, *SOURCES))
+    keys = ", ".join(f"`{key}`" for key in dict.fromkeys(unknown))
+    return f" Nothing reads the key {keys}.{meant}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:

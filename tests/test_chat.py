@@ -243,3 +243,23 @@ def test_return_tensors():
     assert [len(row) for row in lists["input_ids"]] == [
         processor.apply_chat_template(chat, tokenize=True).shape[1] for chat in chats
     ]
+
+
+def test_unknown_keys_of_parts_are_named():
+    """A picture under a misspelt key, of which the error only says that an image is missing."""
+    processor = make_processor(TEXT_TEMPLATES["concatenation"], "<image>")
+    for part, message in (
+        (
+            {"type": "image", "img": make_picture(3)},
+            "without an image. Nothing reads the key `img`. Did you mean `image`",
+        ),
+        ({"type": "video", "vid": "a.mp4"}, "got none of them. Nothing reads the key `vid`. Did you mean `video`"),
+        ({"type": "text", "txt": "a"}, "got NoneType. Nothing reads the key `txt`. Did you mean `text`"),
+        ({"image": make_picture(3)}, "got None in a part with the keys image"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            processor.apply_chat_template([{"role": "user", "content": [part]}], tokenize=True)
+    bare = [{"role": "user", "content": [{"type": "image", "note": "low"}]}]
+    with pytest.raises(ValueError, match="`note`"):
+        processor.apply_chat_template(bare, tokenize=True)
+    processor.apply_chat_template(bare, tokenize=True, images=[make_picture(3)])  # a key that nobody needs
