@@ -1,12 +1,15 @@
-"""Checkpoints that hold only what was added to a base: `save_pretrained(folder, adapter_only=True)`, and loading them.
+"""Checkpoints that hold only what was added to a base, and loading them. Saving them is in `adapter_saving.py`.
 
-A retrofitted model is mostly its bases, whose weights did not change. Such a folder holds blocks, connector, added vocabulary, and every
-weight of the text model or the vision tower that differs from its base. What differs is not taken from flags: saving loads the bases once
-more, as loading will, and compares every weight. So bases and folder together are always the whole model, bit for bit.
+Most weights of a retrofitted model are those of its bases. Such a folder holds the others: blocks, connector, added vocabulary, and every
+weight of the text model or the vision tower that differs from its base. Saving does not rely on `requires_grad`. It loads the bases again
+and compares every weight. So bases and folder together always give the whole model, bit for bit.
 
-The manifest is written last and names everything else: the bases with their commits and a fingerprint of their weights, and the SHA-256 of
-each file. Without it the folder is not taken. The fingerprint is made of sums over all words of all weights (see `model_identity.py`). It
-takes about 0.5 s for a GB on two CPU cores, when the model is saved and when it is loaded.
+The manifest is written last. It names the bases with their commits, a fingerprint of their weights, and the SHA-256 of each file. A folder
+without a manifest is not loaded. The fingerprint consists of sums over all words of all weights (see `model_identity.py`). It takes about
+0.5 s for a GB on two CPU cores, when the model is saved and when it is loaded.
+
+A text model that was quantized while it was loaded has a base in full precision. The manifest then holds the quantizer's configuration,
+and loading quantizes the base again. A checkpoint that holds quantized weights is a base like any other.
 """
 
 from __future__ import annotations
@@ -14,8 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +25,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, base_of, load_text, load_vision
+from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, load_text, load_vision, named_base
 from .configuration_xattn import XAttnConfig
 from .file_digests import sha256_of
-from .gguf_files import is_gguf_path, split_gguf
-from .model_card import FILE as CARD
 from .model_identity import checksum
-from .tensor_checks import type_name
-from .version import __version__
+from .quantized_weights import plain_tensors
 
 
 logger = logging.get_logger(__name__)
@@ -53,219 +50,36 @@ PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
 HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 
 
-def save_adapter(
-    model: Any,
-    folder: str | os.PathLike[str],
-    save: Callable[[Path, dict[str, torch.Tensor]], None],
-    bases: dict[str, Any],
-    state_dict: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Saves what the bases of a model do not hold. The folder is whole, or it is not taken.
-
-    Args:
-        model ([`XAttnPreTrainedModel`]): the model.
-        folder (`str`): where it goes.
-        save (`Callable`): saves configuration, code and the given weights into a folder, as `save_pretrained` does.
-        bases (`dict`): `text_base` and `vision_base`, where the caller names them.
-        state_dict (`dict`, *optional*): weights of the model, where they are gathered already.
-
-    Raises:
-        TypeError: for a `text_base` or `vision_base` that is no name.
-        ValueError: for a base without a name or a checkpoint, a quantized base, a model with LoRA weights, and a folder that
-            holds a whole model.
-    """
-    target = Path(folder)
-    if target.is_file():
-        raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file.")
-    if target.is_dir() and (whole := sorted(path.name for path in target.glob("model*.safetensors"))):
-        raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
-    sources = check_bases(model, bases)
-    state = dict(model.state_dict() if state_dict is None else state_dict)
-    state = remove_tied_weights_from_state_dict(state, model)
-    records: dict[str, Any] = {}
-    for name, argument, load in PARTS:
-        if name in sources:
-            source = sources[name].resolved()
-            records[argument] = _without_base(model, _prefix(model) + name + ".", source, load, state)
-    added = {name: _whole(model, name, tensor) for name, tensor in state.items()}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-        fresh = Path(temporary) / target.name
-        if (target / CARD).is_file():  # written anew only if no person has changed it
-            fresh.mkdir()
-            shutil.copy2(target / CARD, fresh / CARD)
-        save(fresh, added)
-        for path in sorted(fresh.glob("model*")):
-            if path.suffix == ".safetensors":
-                path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
-            else:
-                path.unlink()  # the index of shards: the manifest names the files
-        files = {
-            str(path.relative_to(fresh)): _describe(path)
-            for path in sorted(fresh.rglob("*"))
-            if path.is_file() and path.name != CARD  # a person may edit the card
-        }
-        manifest = {"format": FORMAT, "hf_xattn": __version__, **records, "files": files}
-        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        _move_into_place(fresh, target)
-
-
-def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
-    """Finds the bases of a model, before work is lost on a model that cannot be saved without them.
-
-    Raises:
-        TypeError, ValueError: as [`save_adapter`].
-    """
-    bases = bases or {}
-    body, sources = model.base_model, {}
-    if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(part, "base_layer") for part in body.modules()):
-        raise ValueError(
-            "`adapter_only=True`: the model holds LoRA layers, which rename the base's weights. Merge them first, or save them on "
-            "their own."
-        )
-    for name, argument, _ in PARTS:
-        part = getattr(body, name)
-        named = _checked_name(argument, bases.get(argument))
-        if part is None:
-            if named is not None:
-                raise ValueError(f"`{argument}` ({named}): this model has no {name}.")
-            continue
-        quantizers = (getattr(owner, "hf_quantizer", None) for owner in (model, part))
-        if any(quantizer is not None for quantizer in quantizers) or not part.dtype.is_floating_point:
-            raise ValueError(f"`adapter_only=True`: the {name} is quantized, so its weights cannot be compared.")
-        source = base_of(part.config) if named is None else named
-        if source is None:
-            raise ValueError(
-                f"`adapter_only=True`: the {name} was not loaded from a checkpoint, so it cannot be fetched again. Save it to a "
-                f"folder and pass `{argument}=`, the Hub id or folder of its weights."
-            )
-        if source.is_gone():
-            raise ValueError(
-                f"`adapter_only=True`: the {name} was loaded from {source}, where there is no {source.kind} now. Pass `{argument}=`, "
-                "its Hub id or folder."
-            )
-        sources[name] = source
-    return sources
-
-
-def _checked_name(argument: str, named: Any) -> BaseSource | None:
-    if named is None:
-        return None
-    if not isinstance(named, (str, os.PathLike)):
-        raise TypeError(f"Expected `{argument}` to be a Hub id or a folder, got {type_name(named)}.")
-    name = os.fspath(named)
-    if argument == "text_base" and is_gguf_path(name):
-        folder, where = split_gguf(argument, name, {})
-        return BaseSource(folder, **where)
-    is_folder = os.path.isdir(name)
-    if not is_folder and (isinstance(named, os.PathLike) or name.startswith((".", "~", os.sep)) or name.count("/") > 1):
-        raise ValueError(f"Expected `{argument}` to be a folder or a Hub id, got {name!r}, where there is no folder.")
-    return BaseSource(os.path.abspath(name) if is_folder else name)
-
-
-def _prefix(model: Any) -> str:
-    """In front of the names of the body's weights."""
-    return "" if model.base_model is model else f"{model.base_model_prefix}."
-
-
-def _whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A weight that accelerate has offloaded or FSDP has sharded, as one tensor on a CPU; others as they are."""
-    if tensor.is_meta:
-        tensor = load_offloaded_parameter(model, name)
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _without_base(
-    model: Any,
-    prefix: str,
-    source: BaseSource,
-    load: Callable[..., PreTrainedModel],
-    state: dict[str, torch.Tensor],
-) -> dict[str, Any]:
-    """Takes the weights that equal the base's out of `state`. Returns what loading must know about the base."""
-    part = model.get_submodule(prefix.rstrip("."))
-    base = weights_of(source.load(load, dtype=part.dtype, **_trust(part)))
-    dtypes, absent = {}, []
-    for name, theirs in base.items():
-        ours = state.get(prefix + name)
-        if ours is None:
-            absent.append(name)
-            continue
-        ours = _whole(model, prefix + name, ours).cpu()
-        if ours.shape == theirs.shape and _equal(ours, theirs.to(ours.dtype)):
-            del state[prefix + name]
-            if ours.dtype != theirs.dtype:
-                dtypes[name] = str(ours.dtype).removeprefix("torch.")
-    return {
-        "name_or_path": source.name,
-        "revision": source.revision,
-        "subfolder": source.subfolder,
-        **({} if source.gguf_file is None else {"gguf_file": source.gguf_file}),
-        "dtype": str(part.dtype).removeprefix("torch."),
-        "prefix": prefix,
-        "shapes": shapes_of(base),
-        "fingerprint": fingerprint(base),
-        "absent": absent,
-        "dtypes": dtypes,
-    }
-
-
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Bit for bit: -0.0 and 0.0 differ, and NaN equals itself."""
-    if ours.is_floating_point():
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
-        ours, theirs = ours.contiguous().view(integers), theirs.contiguous().view(integers)
-    return torch.equal(ours, theirs)
-
-
-def _trust(part: PreTrainedModel) -> dict[str, bool]:
-    return {"trust_remote_code": True} if part.is_remote_code() else {}
-
-
 def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model as they are saved: tied ones once."""
-    return remove_tied_weights_from_state_dict(dict(base.state_dict()), base)
+    """The weights of a model as they are saved: each tied weight once."""
+    return without_ties(base.state_dict(), base)
+
+
+def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights of a model, each tied weight once. Weights of torchao's classes have no storage to compare, and are never tied."""
+    packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
+    once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
+    return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}
 
 
 def fingerprint(weights: dict[str, torch.Tensor]) -> str:
     """SHA-256 over names, dtypes, shapes and sums of weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{checksum(tensor.detach())}\n".encode())
+        sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{sums}\n".encode())
     return digest.hexdigest()
 
 
 def shapes_of(weights: dict[str, torch.Tensor]) -> str:
     """SHA-256 over names and shapes of weights."""
-    return hashlib.sha256("\n".join(f"{n}:{tuple(t.shape)}" for n, t in sorted(weights.items())).encode()).hexdigest()
+    return digest_of_shapes({name: tensor.shape for name, tensor in weights.items()})
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    return {"sha256": sha256_of(path), "bytes": path.stat().st_size}
-
-
-def _move_into_place(fresh: Path, target: Path) -> None:
-    """Renames a whole folder. Into a folder that exists, files move one by one, while it has no manifest."""
-    if not target.exists():
-        os.rename(fresh, target)
-        return
-    (target / MANIFEST).unlink(missing_ok=True)
-    for path in target.glob(f"{WEIGHTS}*.safetensors"):
-        path.unlink()
-    files = sorted((path for path in fresh.rglob("*") if path.is_file()), key=lambda path: path.name == MANIFEST)
-    for path in files:
-        place = target / path.relative_to(fresh)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, place)
-
-
-def forget_adapter(folder: str | os.PathLike[str]) -> None:
-    """Removes what an earlier `adapter_only=True` left in a folder, before a whole model is saved there."""
-    path = Path(folder)
-    if (path / MANIFEST).is_file():
-        (path / MANIFEST).unlink()
-        for file in path.glob(f"{WEIGHTS}*.safetensors"):
-            file.unlink()
+def digest_of_shapes(shapes: dict[str, torch.Size]) -> str:
+    return hashlib.sha256(
+        "\n".join(f"{name}:{tuple(shape)}" for name, shape in sorted(shapes.items())).encode()
+    ).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -284,10 +98,10 @@ class Adapter:
 
     @classmethod
     def find(cls, name: Any, load_kwargs: dict[str, Any]) -> Adapter | None:
-        """Reads the manifest; None for anything but a folder or repository with one.
+        """Reads the manifest. None if there is none, or if `name` is no folder and no repository.
 
         Raises:
-            ValueError: for a folder that was half written, or by a later version.
+            ValueError: for a folder that is half written, or was written by a later version.
         """
         if not isinstance(name, (str, os.PathLike)) or load_kwargs.get("state_dict") is not None:
             return None
@@ -311,10 +125,10 @@ class Adapter:
         return cls(os.fspath(name), manifest, hub)
 
     def file(self, name: str) -> Path:
-        """A file of the checkpoint, after a look at its digest.
+        """Returns the path of a file of the checkpoint, and checks its digest.
 
         Raises:
-            ValueError: for a file that is missing, cut off or another one. A changed configuration is only worth a warning.
+            ValueError: for a file that is missing, cut off or another one. For a changed configuration there is only a warning.
         """
         path = _find(self.name, name, self.hub)
         if path is None:
@@ -340,7 +154,7 @@ class Adapter:
         return weights
 
     def check_settings(self) -> None:
-        """Warns where configuration or code are not those that were saved."""
+        """Warns if the configuration or the code is not the one that was saved."""
         for name in self.manifest["files"]:
             if name.endswith((".json", ".py")):
                 self.file(name)
@@ -349,11 +163,11 @@ class Adapter:
         """Keyword arguments of `from_pretrained` that load the whole model from its weights.
 
         Args:
-            config (`XAttnConfig`, *optional*): where the caller has read it already.
+            config (`XAttnConfig`, *optional*): if the caller has read it already.
             given (`dict`): the caller's, with `text_base` and `vision_base`.
         """
         self.check_settings()
-        bases = {argument: _checked_name(argument, given.pop(argument, None)) for _, argument, _ in PARTS}
+        bases = {argument: named_base(argument, given.pop(argument, None)) for _, argument, _ in PARTS}
         apart = {name: given.pop(name) for name in tuple(given) if name in LOAD_KEYWORDS | {"output_loading_info"}}
         for name in ("_from_auto", "_from_pipeline", "_commit_hash"):
             given.pop(name, None)
@@ -404,7 +218,7 @@ class Adapter:
     def base(
         self, argument: str, load: Callable[..., PreTrainedModel], named: BaseSource | None, hub: dict[str, Any]
     ) -> PreTrainedModel:
-        """Fetches a base, and warns where they are not those that the model was saved with."""
+        """Loads a base. Warns if its weights are not those that the model was saved with."""
         record = self.manifest[argument]
         source = named or _recorded(record)
         if source.is_gone():
@@ -439,7 +253,7 @@ def _recorded(record: dict[str, Any]) -> BaseSource:
 
 
 def _find(name: str, file: str, hub: dict[str, Any]) -> Path | None:
-    """The path of a file in a folder or repository, fetched where it must be; None where there is none."""
+    """The path of a file in a folder or repository, downloaded if necessary. None if there is no such file."""
     if os.path.isdir(name):
         path = Path(name) / hub.get("subfolder", "") / file
         return path if path.is_file() else None

@@ -1,6 +1,6 @@
 """The checkpoints that a model is made of: a text-only causal language model, and a vision tower.
 
-A model that was put together from checkpoints remembers their names, so that it can be saved without their weights (see `adapters.py`).
+A model that was made from checkpoints remembers their names, so that it can be saved without their weights (see `adapters.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .insertion import check_kind
 from .keywords import refuse_unknown
 from .paths import check_source
 from .sizes import TILED_VISION_TYPES
+from .tensor_checks import type_name
 from .text_half import composite_class, is_composite, text_half, text_half_config
 from .tower import check_tower_class, check_tower_config
 
@@ -75,7 +76,7 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class BaseSource:
-    """Where a base is.
+    """The place of a base.
 
     Attributes:
         name (`str`): a Hub id, or the absolute path of a folder.
@@ -105,18 +106,18 @@ class BaseSource:
         return is_path and not (os.path.isdir(self.name) if self.gguf_file is None else os.path.isfile(str(self)))
 
     def resolved(self, **hub: Any) -> BaseSource:
-        """The same, with the commit that its revision stands for now. A folder has no commits."""
+        """The same place, with the commit that the revision means now. A folder has no commits."""
         revision = resolve_revision(self.name, self.revision, **hub)
         return replace(self, revision=None if revision is None else getattr(revision, "resolved", str(revision)))
 
 
 def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> None:
-    """Writes into the configuration of a part where the part came from.
+    """Writes into the configuration of a part which checkpoint it came from.
 
     Args:
         config (`PreTrainedConfig`): the part's.
-        source (`str`, `Path` or `PreTrainedModel`): what the part was loaded from, or the loaded model that it is (a part of).
-        load_kwargs (`dict`): keyword arguments with which `source` was loaded.
+        source (`str`, `Path` or `PreTrainedModel`): the checkpoint, or the loaded model that is the part or contains it.
+        load_kwargs (`dict`): keyword arguments for loading `source`. Those of another part say nothing of a loaded model.
     """
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else str(source)
     if not name:
@@ -124,7 +125,7 @@ def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, lo
     note: Any = config
     note.name_or_path = os.path.abspath(name) if os.path.isdir(name) else name
     for key in ("revision", "subfolder"):
-        if load_kwargs.get(key):
+        if load_kwargs.get(key) and not isinstance(source, PreTrainedModel):
             setattr(note, f"base_{key}", str(load_kwargs[key]))
     note.base_gguf_file = gguf_file_of(source) if isinstance(source, PreTrainedModel) else load_kwargs.get("gguf_file")
     if note.base_gguf_file is None:
@@ -132,12 +133,33 @@ def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, lo
 
 
 def base_of(config: PreTrainedConfig) -> BaseSource | None:
-    """Where a part came from; None for a part that was built from a configuration."""
+    """The checkpoint of a part. None for a part that was built from a configuration."""
     name = config.name_or_path
     if not name:
         return None
     name = os.path.abspath(name) if os.path.isdir(name) else name
     return BaseSource(name, *(getattr(config, f"base_{key}", None) for key in ("revision", "subfolder", "gguf_file")))
+
+
+def named_base(argument: str, named: Any) -> BaseSource | None:
+    """Checks a base that the caller names. None if the caller names none.
+
+    Raises:
+        TypeError: for anything but a name.
+        ValueError: for a path without a folder.
+    """
+    if named is None:
+        return None
+    if not isinstance(named, (str, os.PathLike)):
+        raise TypeError(f"Expected `{argument}` to be a Hub id or a folder, got {type_name(named)}.")
+    name = os.fspath(named)
+    if argument == "text_base" and is_gguf_path(name):
+        folder, where = split_gguf(argument, name, {})
+        return BaseSource(folder, **where)
+    is_folder = os.path.isdir(name)
+    if not is_folder and (isinstance(named, os.PathLike) or name.startswith((".", "~", os.sep)) or name.count("/") > 1):
+        raise ValueError(f"Expected `{argument}` to be a folder or a Hub id, got {name!r}, where there is no folder.")
+    return BaseSource(os.path.abspath(name) if is_folder else name)
 
 
 def text_config_of(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:

@@ -1,11 +1,11 @@
-"""Several sets of blocks on one loaded base: one of them is active, or none.
+"""Several sets of blocks on one loaded base. One of them is active, or none.
 
-A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, connector, and the settings that go with them. The text model
-is shared, and so is the vision tower where a set was trained with the same weights. The active set is part of the model, and is what
-trains and what is saved. The others are kept beside it: they are no submodules, and follow the model's device when they are activated.
+A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, connector, and their settings. All sets share the text model.
+They share the vision tower if they were trained with the same tower weights. The active set is part of the model: it is trained and saved.
+The others are not submodules of the model. They move to the model's device when they are activated.
 
-Switching moves no weights. Images that one set has encoded, and conversations about them, are refused by the others: their keys, values
-and hidden states are noise there.
+Switching copies no weights. A set refuses images that another set has encoded, and conversations about them: their keys, values and hidden
+states are noise for it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
-from .adapters import Adapter, fingerprint, shapes_of, weights_of
-from .bases import CONFIG_KEYWORDS, load_vision
+from .adapters import Adapter, digest_of_shapes, fingerprint, shapes_of, weights_of, without_ties
+from .bases import CONFIG_KEYWORDS, base_of, load_vision
 from .block import GatedCrossAttentionBlock
 from .config_checks import check_choice
 from .configuration_xattn import XAttnConfig
@@ -33,12 +32,14 @@ from .decoder import find_decoder
 from .insertion import BLOCKS, match_block
 from .keywords import refuse_unknown
 from .paths import check_path, check_source
-from .quantized_weights import is_quantized
+from .peft_layers import refuse_adapter_layers
+from .quantized_weights import first_quantized, is_quantized, shape_before
 from .vision import follow_tower
 
 
 logger = logging.get_logger(__name__)
 
+WITHOUT_ADAPTER = "Merge the adapter first (`merge_and_unload()`), or load the model without it."
 FIRST = "default"  # name of the set that a model was made or loaded with
 
 # Settings of a set. The others belong to the text model.
@@ -64,7 +65,7 @@ class BlockSet:
         blocks (`dict`): for the index of a layer and the name of a block in it, the block.
         connector ([`XAttnConnector`], *optional*), vision_tower (`PreTrainedModel`, *optional*): None without pixels.
         fields (`dict`): values of `FIELDS`.
-        mark (`str`): tells caches of this set from those of others.
+        mark (`str`): identifies caches of this set.
     """
 
     blocks: dict[tuple[int, str], GatedCrossAttentionBlock]
@@ -93,7 +94,7 @@ class XAttnSetsMixin:
 
     @property
     def active_cross_attention(self) -> str | None:
-        """Name of the active set; None where the bare base answers."""
+        """Name of the active set. None if no set is active."""
         return self._active
 
     def load_cross_attention(self, folder: str | Path, name: str, **load_kwargs: Any) -> None:
@@ -102,12 +103,13 @@ class XAttnSetsMixin:
         Args:
             folder (`str` or `Path`): folder or Hub id of `save_pretrained(folder, adapter_only=True)`.
             name (`str`): name of the set in this model.
-            load_kwargs: keyword arguments that say where files are: `revision`, `token`, `local_files_only`, ...
+            load_kwargs: keyword arguments of `from_pretrained` that locate files: `revision`, `token`, `local_files_only`, ...
 
         Raises:
             TypeError: for a `folder` that is no path, a `name` that is no text, or an unknown keyword.
-            ValueError: for a name that is taken, a folder that is no such folder or is damaged, or blocks that cannot stand on this
-                model: their base has another shape, they were trained together with its text model, or they have other added tokens.
+            ValueError: for a name that exists already, a folder that is damaged or was saved otherwise, a model with LoRA layers, and
+                blocks that do not fit this model: their base has another shape, they were trained together with its text model, or
+                they have another number of added tokens.
         """
         check_path("folder", folder)
         check_source("folder", os.fspath(folder))
@@ -116,6 +118,7 @@ class XAttnSetsMixin:
         if not name or name in self.cross_attention_names:
             raise ValueError(f"Expected `name` to be new, got {name!r}. The model has {self.cross_attention_names}.")
         refuse_unknown(self.load_cross_attention, load_kwargs, frozenset(CONFIG_KEYWORDS))
+        refuse_adapter_layers(self.text_model, "`load_cross_attention` cannot add blocks to", WITHOUT_ADAPTER)
         adapter = Adapter.find(folder, load_kwargs)
         if adapter is None:
             raise ValueError(f"Expected `folder` to be saved with `adapter_only=True`, got {folder}, which is not.")
@@ -129,15 +132,16 @@ class XAttnSetsMixin:
         self.set_cross_attention(name)
 
     def set_cross_attention(self, name: str | None) -> None:
-        """Activates a set of blocks. None: no set, and the model answers as its bare base, to text alone.
+        """Activates a set of blocks. With None no set is active: the model gives the logits of its base, and takes text alone.
 
         Raises:
-            ValueError: for an unknown name.
+            ValueError: for an unknown name, and for a model with LoRA layers.
         """
         if name is not None:
             check_choice("name", name, tuple(self.cross_attention_names))
         if name == self._active:
             return
+        refuse_adapter_layers(self.text_model, "`set_cross_attention` cannot change the blocks of", WITHOUT_ADAPTER)
         if self._sets is None:
             self._sets = {FIRST: self._taken()}
         elif self._active is not None:
@@ -167,10 +171,10 @@ class XAttnSetsMixin:
         self._mark = chosen.mark
 
     def delete_cross_attention(self, name: str) -> None:
-        """Drops a set of blocks. Where it is active, none is active afterwards.
+        """Removes a set of blocks. If it was active, no set is active afterwards.
 
         Raises:
-            ValueError: for an unknown name.
+            ValueError: for an unknown name, and for the active set of a model with LoRA layers.
         """
         check_choice("name", name, tuple(self.cross_attention_names))
         if name == self._active:
@@ -181,7 +185,7 @@ class XAttnSetsMixin:
         del self._sets[name]
 
     def _check_set(self, cross: CrossCache) -> None:
-        """Raises a `ValueError` where a cache holds images that another set of blocks has encoded."""
+        """Raises a `ValueError` if a cache holds images that another set of blocks has encoded."""
         if not cross.layers or torch.compiler.is_compiling():
             return
         if self._active is None or cross.read_by not in (None, self._mark):
@@ -193,7 +197,7 @@ class XAttnSetsMixin:
         cross.read_by = self._mark
 
     def _check_active(self) -> None:
-        """Raises a `ValueError` where images come and no set is active."""
+        """Raises a `ValueError` if no set is active. Called for a call with images."""
         if self._active is None:
             raise ValueError(
                 f"No cross-attention is active, so images would change nothing. Call `set_cross_attention` with one of "
@@ -201,7 +205,7 @@ class XAttnSetsMixin:
             )
 
     def _taken(self) -> BlockSet:
-        """The blocks that are in the layers now, as a set."""
+        """Returns the blocks that are in the layers now, as a set."""
         _, layers = find_decoder(self.text_model)
         blocks = {
             (index, place): layer._modules[place]
@@ -228,12 +232,20 @@ class XAttnSetsMixin:
             for name, tensor in self.text_model.state_dict().items()
             if not any(place in name.split(".") for place in (*BLOCKS, "additional"))
         }
-        weights = remove_tied_weights_from_state_dict(weights, self.text_model)
-        if shapes_of(weights) != record["shapes"]:
+        weights = without_ties(weights, self.text_model)
+        quantized = first_quantized(self.text_model) is not None
+        if record["shapes"] not in (shapes_of(weights), self._shapes_before(weights) if quantized else None):
             raise ValueError(
                 f"`folder` ({adapter.name}) was trained on {record['name_or_path']}, and the text model of this model has another shape."
             )
-        if record["dtype"] != str(self.text_model.dtype).removeprefix("torch."):
+        if quantized:
+            base = base_of(self.text_model.config)
+            if base is None or (base.name, base.revision) != (record["name_or_path"], record["revision"]):
+                logger.warning(
+                    f"This text model is quantized, so whether its weights are those of the base {record['name_or_path']} of {adapter.name} "
+                    "was not checked."
+                )
+        elif record["dtype"] != str(self.text_model.dtype).removeprefix("torch."):
             logger.warning(
                 f"{adapter.name} was saved in {record['dtype']}, this model is in {self.text_model.dtype}, so whether its text model is "
                 f"the base {record['name_or_path']} was not checked."
@@ -243,6 +255,12 @@ class XAttnSetsMixin:
                 f"The weights of this text model are not those of the base that {adapter.name} was saved with "
                 f"({record['name_or_path']}, revision {record['revision']})."
             )
+
+    def _shapes_before(self, weights: dict[str, torch.Tensor]) -> str:
+        """What `shapes_of` gave before the text model was quantized."""
+        own = dict(self.text_model.named_parameters(remove_duplicate=False))
+        own.update(self.text_model.named_buffers(remove_duplicate=False))
+        return digest_of_shapes({name: shape_before(own[name]) for name in weights if name in own})
 
     def _build(self, adapter: Adapter, config: XAttnConfig, load_kwargs: dict[str, Any]) -> BlockSet:
         """Builds a set of the weights in a checkpoint."""
@@ -281,19 +299,24 @@ class XAttnSetsMixin:
         return BlockSet(blocks, connector, tower, {field: getattr(config, field) for field in FIELDS}, uuid.uuid4().hex)
 
     def _tower(self, adapter: Adapter, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]) -> PreTrainedModel:
-        """This model's tower where the set was trained with its weights, and one of its own elsewhere."""
+        """Returns this model's tower if the set was trained with its weights, and otherwise a tower of its own."""
         record, mine = adapter.manifest["vision_base"], self.vision_tower
         changed = {name: added.pop(name) for name in tuple(added) if name.startswith("vision_tower.")}
-        if mine is not None and not changed and fingerprint(weights_of(mine)) == record["fingerprint"]:
+        is_whole = mine is not None and first_quantized(mine) is None
+        if mine is not None and is_whole and not changed and fingerprint(weights_of(mine)) == record["fingerprint"]:
             return mine
         hub = {name: value for name, value in load_kwargs.items() if name not in ("revision", "subfolder")}
         tower: Any = adapter.base("vision_base", load_vision, None, hub)
+        note = tower.config  # for the next time that it is saved
+        note.name_or_path, note.base_revision, note.base_subfolder = (
+            record[key] for key in ("name_or_path", "revision", "subfolder")
+        )
         weights = {name.removeprefix("vision_tower."): tensor for name, tensor in changed.items()}
         tower.load_state_dict(weights, strict=False)
         return tower if mine is None else tower.to(device=mine.device, dtype=mine.dtype)
 
 
 def _load(module: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> None:
-    """Loads the weights under a prefix, all or none, and takes them out of `weights`."""
+    """Loads the weights under a prefix, and removes them from `weights`. Raises an error if one is missing."""
     own = {name.removeprefix(prefix): weights.pop(name) for name in tuple(weights) if name.startswith(prefix)}
     module.load_state_dict(own)

@@ -1,12 +1,13 @@
-"""Quantized bases: the text model in 4 or 8 bit, everything that was added to it in high precision.
+"""Quantized bases: the text model in 4 or 8 bit, and everything that was added to it in high precision.
 
 A quantizer of transformers converts every linear layer of a model, except those that its configuration names. New blocks would be
-converted too: they could not be trained, and images would lose precision on their way to the text. So the blocks, the connector and the
-vision tower are named by themselves. The same names go into `config.json`, so what was saved loads alike.
+converted too. They could not be trained then, and the image features would lose precision. So this module adds the names of the blocks, the
+connector and the vision tower to that list. The same names go into `config.json`, so a saved model loads in the same way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Iterator
@@ -42,10 +43,16 @@ SKIP_FIELDS = ("modules_to_not_convert", "llm_int8_skip_modules", "skip_modules"
 MARKS = ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
 
 ADAPTER_ONLY = "Save what was added to it, without the base: `save_pretrained(folder, adapter_only=True)`."
+# Where loading could not quantize alike.
+PRECISE_TEXT = (
+    "Retrofit the text model in full precision, give it these blocks and this connector (`load_state_dict(weights, strict=False)`), and "
+    "save that."
+)
+PRECISE_TOWER = "Put a tower in full precision in its place (`model.base_model.vision_tower = tower`), then save."
 
 
 def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
-    """Returns a quantizer's configuration that leaves blocks, connector and vision tower alone, beside what it leaves alone already.
+    """Returns a quantizer's configuration that also leaves blocks, connector and vision tower in high precision.
 
     Args:
         quantization_config (`QuantizationConfigMixin` or `dict`): as given to `from_pretrained`. Not changed.
@@ -58,21 +65,21 @@ def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
         return quantization_config
     given = getattr(quantization_config, field)
     if given is None:
-        # A list replaces the quantizer's own: the head, and what shares its weights. These names are those of the text model alone.
+        # A list replaces the quantizer's own, which names the head and what shares its weights. So take that from the text model.
         with torch.device("meta"):
             text_model = build_part(AutoModelForCausalLM, config.text_config)
         given = [TEXT + re.escape(name) for name in sorted(get_keys_to_not_convert(text_model))]
-    else:  # as written, and as a name within the text model: "lm_head" means the head of both
+    else:  # the names as given, and as names within the text model: "lm_head" means the head of both
         given = [*given, *(f"{TEXT}(?:{name})" for name in given if not name.startswith(TEXT) and name not in KEPT)]
     return _with_skips(quantization_config, field, list(dict.fromkeys([*given, *KEPT])))
 
 
 def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
-    """Makes the quantizer of a text model that of the model around it, so that the whole can be saved and loaded.
+    """Gives the quantizer of a text model to the model around it, so that the whole model can be saved and loaded.
 
     Args:
         model (`PreTrainedModel`): an [`XAttnModel`] that contains `text_model`. Its configuration takes over the quantization,
-            which in `text_config` would stand for names that the weights no longer have.
+            because in `text_config` it would name weights by names that they no longer have.
     """
     quantizer = getattr(text_model, "hf_quantizer", None)
     if quantizer is None:
@@ -110,7 +117,7 @@ def _forget_quantizer(text_model: PreTrainedModel, model: PreTrainedModel) -> No
 
 
 def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Marks `model` as transformers marks the quantized model `source`, where that is one.
+    """Marks `model` as transformers has marked the model `source`, if that is quantized.
 
     `is_quantized` stays False: `Trainer` refuses to train such a model without PEFT, but here the blocks can be trained.
     """
@@ -120,7 +127,7 @@ def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def finish_quantized(model: PreTrainedModel) -> None:
-    """Puts the marks of a loaded quantized model right, and looks at what became of it.
+    """Corrects the marks of a loaded quantized model, and checks its weights.
 
     Raises:
         ValueError: for quantized layers without quantized weights.
@@ -138,15 +145,14 @@ def finish_quantized(model: PreTrainedModel) -> None:
             and not is_quantized(module.weight)
         ):
             raise ValueError(
-                f"This folder holds a quantized model that was not saved as one: {name} should be quantized, but its weight is "
-                f"{module.weight.dtype}. Save the model again: from a base in full precision, or without the base: "
-                "`save_pretrained(folder, adapter_only=True)`."
+                f"This folder holds a quantized model that was not saved as one: expected {name} to be quantized, got a weight in "
+                f"{module.weight.dtype}. Save the model again with this version of hf_xattn."
             )
     for name, part in _added(body):
         weight = first_quantized(part)
         if weight is not None:
             logger.warning(
-                f"The checkpoint holds {name} in quantized form ({weight}): it computes, but cannot be trained."
+                f"The checkpoint holds {name} in quantized form ({weight}). This part works, but cannot be trained."
             )
 
 
@@ -157,14 +163,38 @@ def check_savable(model: PreTrainedModel) -> None:
         ValueError: for weights that were quantized by hand, in a vision tower, or by a quantizer that cannot save them.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None and first_quantized(model.base_model) is None:
+        return
+    check_requantizable(model)
+    if not quantizer.is_serializable():
+        raise ValueError(f"A text model quantized with {_method(quantizer)} cannot be saved. {ADAPTER_ONLY}")
+
+
+def check_requantizable(model: PreTrainedModel) -> None:
+    """Checks that loading can quantize the text model in the same way, and that nothing else is quantized.
+
+    Raises:
+        ValueError: for weights that were quantized by hand, in a vision tower, in a block, or by a quantizer that knows no list of
+            layers to leave alone.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
     body: Any = model.base_model
-    quantized = first_quantized(body)
-    if quantizer is None and quantized is None:
+    if body.vision_tower is not None and (name := first_quantized(body.vision_tower)):
+        raise ValueError(
+            f"The vision tower is quantized ({name}), and a saved model has one quantization, that of its text model. {PRECISE_TOWER}"
+        )
+    for part, module in _added(body):
+        if name := first_quantized(module):
+            raise ValueError(
+                f"The weights of {part} are quantized ({name}). Only those of the text model can be saved so. {PRECISE_TEXT}"
+            )
+    quantized = first_quantized(body.text_model)
+    if quantized is None:
         return
     if quantizer is None:
         raise ValueError(
             f"This model holds weights that were quantized without a quantizer of transformers ({quantized}), so its configuration "
-            f"cannot say how to load them. {ADAPTER_ONLY}"
+            f"cannot say how to load them. {PRECISE_TEXT}"
         )
     field = _skip_field(quantizer.quantization_config)
     if _is_gguf(quantizer):
@@ -172,18 +202,51 @@ def check_savable(model: PreTrainedModel) -> None:
             f"This model holds packed weights of a GGUF file ({quantized}), which transformers cannot save. Load the file with "
             "`retrofit`, or with `quantization_config=GgufConfig(dequantize=True)`: both unpack them."
         )
-    if field is None or not quantizer.is_serializable():
-        method = quantizer.quantization_config.quant_method
+    if field is None:
         raise ValueError(
-            f"A text model quantized with {getattr(method, 'value', method)} cannot be saved inside a model with blocks. {ADAPTER_ONLY}"
+            f"Quantization with {_method(quantizer)} has no list of layers to leave alone, so loading would quantize the blocks too. "
+            f"{PRECISE_TEXT}"
         )
     skipped = getattr(quantizer.quantization_config, field) or []
     for name, weight in body.named_parameters():
         if is_quantized(weight) and not should_convert_module(name.rpartition(".")[0], skipped):
             raise ValueError(
-                f"{name} is quantized, but the model's quantizer stands for the text model alone: what was saved would load wrongly. "
-                f"{ADAPTER_ONLY}"
+                f"{name} is quantized, but the quantizer's configuration leaves it alone, so loading would too. {PRECISE_TEXT}"
             )
+
+
+def quantization_of_text(quantization_config: Any) -> Any:
+    """The quantizer's configuration for the text model alone, from that of the model around it."""
+    field: Any = _skip_field(quantization_config)
+    names = getattr(quantization_config, field) or []
+    return _with_skips(quantization_config, field, [name.removeprefix(TEXT) for name in names if name not in KEPT])
+
+
+@contextlib.contextmanager
+def without_quantizer(model: PreTrainedModel, keeps_config: bool) -> Iterator[None]:
+    """Inside, the model is saved like one that is not quantized: transformers writes the weights that it is given.
+
+    Args:
+        keeps_config (`bool`): whether the configuration goes on naming the quantization.
+    """
+    held: Any = model
+    config: Any = model.config
+    quantizer, quantization_config = getattr(model, "hf_quantizer", None), getattr(config, "quantization_config", None)
+    if quantizer is None:
+        yield
+        return
+    held.hf_quantizer = None
+    if not keeps_config:
+        del config.quantization_config
+    try:
+        yield
+    finally:
+        held.hf_quantizer, config.quantization_config = quantizer, quantization_config
+
+
+def _method(quantizer: Any) -> str:
+    method = quantizer.quantization_config.quant_method
+    return getattr(method, "value", method)
 
 
 def _skip_field(quantization_config: Any) -> str | None:

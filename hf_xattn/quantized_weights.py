@@ -1,4 +1,4 @@
-"""Recognises quantized weights, and explains what cannot be done with them."""
+"""Recognises quantized weights, and takes them apart."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def first_quantized(module: nn.Module) -> str | None:
 
 
 def check_trainable(part: str, module: nn.Module, remedy: str) -> None:
-    """Raises a `ValueError` where a part with quantized weights shall be trained. torch only says that integers have no gradient.
+    """Raises a `ValueError` for a part with quantized weights that shall be trained. torch only says that integers have no gradient.
 
     Args:
-        part (`str`): what the message calls it.
+        part (`str`): name of the part in the message.
         remedy (`str`): what to do instead, as a sentence.
     """
     name = first_quantized(module)
@@ -30,3 +30,17 @@ def check_trainable(part: str, module: nn.Module, remedy: str) -> None:
         weight = module.get_parameter(name)
         kind = type(weight).__name__ if hasattr(weight, "__tensor_flatten__") else str(weight.dtype)
         raise ValueError(f"The weights of {part} are quantized ({name}: {kind}) and cannot be trained. {remedy}")
+
+
+def plain_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a weight consists of: several where it is of a class of torchao's, and otherwise the weight itself."""
+    if type(weight) in (torch.Tensor, nn.Parameter) or not hasattr(weight, "__tensor_flatten__"):
+        return [weight]
+    names, _ = weight.__tensor_flatten__()
+    return [plain for name in names for plain in plain_tensors(getattr(weight, name))]
+
+
+def shape_before(weight: torch.Tensor) -> torch.Size:
+    """The shape of a weight before it was quantized. bitsandbytes packs two 4-bit values into a byte, in one long column."""
+    state = getattr(weight, "quant_state", None)
+    return weight.shape if state is None else torch.Size(state.shape)

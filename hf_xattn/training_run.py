@@ -134,7 +134,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     import torch
     from transformers import Trainer, set_seed
 
-    from .adapters import check_bases
+    from .adapter_saving import check_bases
     from .model_card import write_model_card
     from .modeling_xattn import XAttnForConditionalGeneration
 

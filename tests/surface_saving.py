@@ -3,7 +3,7 @@
 import tempfile
 
 from conftest import make_model
-from surface import Fine, Surface, value
+from surface import NOTHING, Fine, Surface, Wrong, value
 
 from hf_xattn import XAttnForConditionalGeneration, model_card
 
@@ -15,6 +15,10 @@ def call_save(**given):
     return make_model().save_pretrained(tempfile.mkdtemp(dir=FOLDER.name), **given)
 
 
+def call_push(**given):
+    return make_model().push_to_hub("somebody/model", **given)
+
+
 def call_card(**given):
     folder = tempfile.mkdtemp(dir=FOLDER.name)
     return model_card.write_model_card(**{"model": make_model(), "folder": folder, **given})
@@ -24,8 +28,17 @@ SURFACES = {
     "save_pretrained": Surface(
         XAttnForConditionalGeneration.save_pretrained,
         call_save,
-        {"with_code": value(none=None, kind="no", size=1)},
-        fields={"with_code"},  # the others are transformers' own
+        {name: value(none=None, kind="no", size=1) for name in ("with_code", "adapter_only")},
+        fields={"with_code", "adapter_only"},  # the others are transformers' own
+    ),
+    "push_to_hub": Surface(
+        XAttnForConditionalGeneration.push_to_hub,
+        call_push,
+        {
+            **{name: value(none=None, kind="no", size=1) for name in ("with_code", "adapter_only")},
+            **{name: value(none=NOTHING, kind=Wrong(3, "got 3")) for name in ("text_base", "vision_base")},
+        },
+        fields={"with_code", "adapter_only", "text_base", "vision_base"},
     ),
     "write_model_card": Surface(
         model_card.write_model_card,

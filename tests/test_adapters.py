@@ -406,7 +406,7 @@ def test_models_that_cannot_be_saved_so(vision, tmp_path):
     same_model(from_memory, AutoModelForImageTextToText.from_pretrained(tmp_path / "added"))
     model = make(tmp_path, vision)
     for options, message in (
-        ({"adapter_only": True, "push_to_hub": True}, "`push_to_hub`"),
+        ({"adapter_only": True, "push_to_hub": True}, r"Call `model.push_to_hub\(repo_id, adapter_only=True\)`"),
         ({"adapter_only": True, "text_base": 3}, "Expected `text_base` to be a Hub id or a folder, got int"),
         ({"text_base": "a/b"}, "`text_base` needs `adapter_only=True`, got 'a/b'"),
     ):

@@ -8,11 +8,13 @@ import pytest
 import torch
 import transformers
 from conftest import pixels, randomize, token_ids
+from quantized_bases import METHODS, quantization
+from quantized_bases import folder as quantized_folder
 from test_adapters import make, make_base, vision  # noqa: F401  # a fixture
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
-from hf_xattn import retrofit
+from hf_xattn import lora_targets, retrofit
 
 
 IMAGES = {"pixel_values": pixels()}
@@ -257,3 +259,64 @@ def test_features_and_pixels(folders):
     model.set_cross_attention("default")
     assert torch.equal(logits_of(model), logits_of(own(folders, "a")))
     assert os.path.isdir(folders / "a")
+
+
+def test_lora_stands_in_the_way(folders):
+    """Blocks with layers of an adapter that vanish on a switch, or a base that is bare but for a LoRA."""
+    peft = pytest.importorskip("peft")
+    model = own(folders, "a")
+    model.load_cross_attention(folders / "b", "b")
+    model.add_adapter(peft.LoraConfig(target_modules=lora_targets(model, "both"), init_lora_weights=False))
+    expected = logits_of(model.eval())
+    for call in (
+        lambda: model.set_cross_attention("default"),
+        lambda: model.set_cross_attention(None),
+        lambda: model.delete_cross_attention("b"),
+        lambda: model.load_cross_attention(folders / "a", "third"),
+    ):
+        with pytest.raises(ValueError, match="holds LoRA layers.*Merge the adapter first"):
+            call()
+    assert model.cross_attention_names == ["default", "b"] and torch.equal(logits_of(model), expected)
+    model = own(folders, "a")
+    model.load_cross_attention(folders / "b", "b")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=lora_targets(model, "blocks")))
+    wrapped.merge_and_unload()
+    model.set_cross_attention("default")
+    assert torch.equal(logits_of(model), logits_of(own(folders, "a")))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sets_on_a_quantized_base(method, tmp_path, caplog):
+    """A text model that is taken for another one because its weights are packed, or a base that nobody compares without a word."""
+    transformers.logging.enable_propagation()
+    for seed, name in enumerate("ab"):
+        model = randomize(retrofit(quantized_folder() / "text", quantized_folder() / "vision", every=1), seed)
+        model.save_pretrained(tmp_path / name, adapter_only=True)
+    images = {"pixel_values": pixels().bfloat16()}
+    options = {"quantization_config": quantization(method)}
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "a", **options)
+    model.load_cross_attention(tmp_path / "b", "b")
+    for active, name in (("b", "b"), ("default", "a")):
+        model.set_cross_attention(active)
+        expected = AutoModelForImageTextToText.from_pretrained(tmp_path / name, **options)
+        assert torch.equal(logits_of(model, **images), logits_of(expected, **images))
+    assert "was not checked" not in caplog.text
+    copied = tmp_path / "copied"
+    AutoModelForCausalLM.from_pretrained(quantized_folder() / "text").save_pretrained(copied)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "a", text_base=copied, **options)
+    model.load_cross_attention(tmp_path / "b", "b")
+    assert "was not checked" in caplog.text
+
+
+def test_where_the_tower_of_a_set_is(folders, vision):  # noqa: F811
+    """A tower in a subfolder that is looked for above it when the model is saved again."""
+    (folders / "towers").mkdir()
+    vision.rename(folders / "towers" / "v")
+    text = AutoModelForCausalLM.from_pretrained(folders / "text-llama")
+    model = retrofit(text, folders / "towers", subfolder="v", cross_attention_layers=[1])
+    next(model.model.vision_tower.parameters()).data.mul_(1.1)
+    model.save_pretrained(folders / "d", adapter_only=True)
+    text_only = randomize(retrofit(folders / "text-llama", every=2))
+    text_only.load_cross_attention(folders / "d", "d")
+    text_only.save_pretrained(folders / "again", adapter_only=True)
+    assert torch.equal(logits_of(own(folders, "again")), logits_of(model))

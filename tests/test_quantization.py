@@ -153,7 +153,7 @@ def test_a_quantized_tower_is_not_saved_inside_the_model(method, tmp_path):
     assert model.model.connector.layers[0].weight.dtype == torch.bfloat16
     logits_of(model)
     model.image_identity()
-    with pytest.raises(ValueError, match="adapter_only=True"):
+    with pytest.raises(ValueError, match="The vision tower is quantized"):
         model.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
     with pytest.raises(ValueError, match=r"vision tower \(`vision=False`\) are quantized .* vision=True"):
@@ -169,7 +169,7 @@ def test_weights_quantized_by_hand_are_not_saved(tmp_path):
     text = AutoModelForCausalLM.from_pretrained(folder() / "text")
     quantize_(text, Int8WeightOnlyConfig())
     model = retrofit(text, every=1)
-    with pytest.raises(ValueError, match="quantized without a quantizer.*adapter_only=True"):
+    with pytest.raises(ValueError, match="quantized without a quantizer"):
         model.save_pretrained(tmp_path / "model")
     quantize_(model.blocks[1].mlp, Int8WeightOnlyConfig())
     before = [weight.requires_grad for weight in model.parameters()]

@@ -1,0 +1,268 @@
+"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code that loads the model."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .adapter_saving import SAVE_OR_MERGE, check_bases, check_target, forget_adapter, save_adapter
+from .custom_code import save_code
+from .distributed import gathered_weights
+from .keywords import refuse_unknown, suggestion
+from .model_card import FILE, is_blank, write_model_card
+from .peft_layers import refuse_adapter_layers
+from .quantization import check_savable, without_quantizer
+from .quantized_weights import first_quantized
+from .stub import write_stub
+from .tensor_checks import type_name
+
+
+# Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself; transformers overlooks what it does not know.
+SAVE_KEYWORDS = frozenset(
+    """is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format
+distributed_checkpoint""".split()
+)
+
+
+class XAttnSavingMixin:
+    """What both models share with transformers' saving."""
+
+    config: Any
+    name_or_path: str
+    base_model: Any
+    active_adapters: Any
+    should_save_on_this_rank: Any
+    _kept_card: bytes | None
+    _saved_as: str | None = None
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *args,
+        adapter_only: bool = False,
+        text_base: str | os.PathLike[str] | None = None,
+        vision_base: str | os.PathLike[str] | None = None,
+        with_code: bool = False,
+        **kwargs,
+    ) -> None:
+        """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
+
+        The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`. A model
+        card is written too (see `model_card.py`), unless the folder holds one that a person wrote or changed.
+
+        An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
+        patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
+
+        A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers. Where several processes hold
+        parts of the weights (FSDP2), all of them must call this.
+
+        Args:
+            adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added vocabulary, and
+                the weights of text model and vision tower that differ from their bases, which are loaded once more to compare them.
+                `from_pretrained` of the folder fetches the bases.
+            text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by default where
+                the parts were loaded from.
+            with_code (`bool`): save the code of this package too, so that the folder loads with `trust_remote_code=True` where the
+                package is not installed. Without it, the folder has a stub that imports the package.
+
+        Raises:
+            TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
+            ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded instead; for
+                a model whose weights could not be loaded again, such as one with layers of a `PeftModel`; and with `adapter_only`
+                for a base without a name or a checkpoint.
+        """
+        _check_flags(adapter_only=adapter_only, with_code=with_code)
+        for name in kwargs:  # transformers takes any name
+            if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
+                raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
+        if self.base_model.active_cross_attention is None:
+            raise ValueError(
+                "No cross-attention is active, so there is nothing to save: call `set_cross_attention` first."
+            )
+        is_main_process = self.should_save_on_this_rank(is_main_process)
+        target = Path(save_directory)
+        bases = {"text_base": text_base, "vision_base": vision_base}
+        if adapter_only:
+            if args:
+                raise ValueError(f"With `adapter_only=True` pass other arguments by name, got {args!r}.")
+            self._save_adapter(target, is_main_process, bases, with_code, kwargs)
+        else:
+            _refuse_bases(text_base, vision_base)
+            self._save_whole(target, is_main_process, args, with_code, kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        adapter_only: bool = False,
+        text_base: str | None = None,
+        vision_base: str | None = None,
+        with_code: bool = False,
+        **kwargs,
+    ) -> Any:
+        """`PreTrainedModel.push_to_hub`.
+
+        Args:
+            adapter_only, text_base, vision_base, with_code: as in [`save_pretrained`]. With `adapter_only`, the bases must have Hub
+                ids: others cannot load what is a folder here.
+
+        Raises:
+            TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is created.
+        """
+        _check_flags(adapter_only=adapter_only, with_code=with_code)
+        options: dict[str, Any] = {"with_code": with_code}
+        if adapter_only:
+            for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
+                if os.path.isdir(source.name):
+                    raise ValueError(
+                        f"`push_to_hub(adapter_only=True)`: the base of the {name} is a folder of this machine ({source.name}), where "
+                        "nobody else finds it. Push it first, and pass its Hub id as `text_base` or `vision_base`."
+                    )
+            options.update(adapter_only=True, text_base=text_base, vision_base=vision_base)
+        else:
+            _refuse_bases(text_base, vision_base)
+        pushed: Any = super()
+        # Transformers saves into a folder that it uploads, with arguments of its own choice.
+        vars(self)["save_pretrained"] = functools.partial(self.save_pretrained, **options)
+        try:
+            return pushed.push_to_hub(repo_id, **kwargs)
+        finally:
+            del vars(self)["save_pretrained"]
+
+    def _save_adapter(
+        self, target: Path, is_main_process: bool, bases: dict[str, Any], with_code: bool, options: dict[str, Any]
+    ) -> None:
+        refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
+        if options.pop("push_to_hub", False):
+            raise ValueError(
+                "`adapter_only=True` does not work together with `push_to_hub=True`. Call `model.push_to_hub(repo_id, adapter_only=True)`."
+            )
+        for name in ("variant", "distributed_checkpoint"):
+            if options.get(name):
+                raise ValueError(f"`adapter_only=True` does not work together with `{name}`, got {options[name]!r}.")
+        state_dict = options.pop("state_dict", None)
+        if state_dict is None:
+            state_dict = gathered_weights(self)
+        is_unnamed = self._takes_name_of_folder()
+        if is_main_process:
+
+            def save(folder: Path, weights: dict[str, torch.Tensor], keeps_quantization: bool) -> None:
+                with without_quantizer(self, keeps_quantization):
+                    self._write(folder, True, (), with_code, {**options, "state_dict": weights})
+
+            save_adapter(self, target, save, bases, state_dict)
+        if is_unnamed:
+            self._take_name(target)
+
+    def _save_whole(
+        self, target: Path, is_main_process: bool, args: tuple[Any, ...], with_code: bool, options: dict[str, Any]
+    ) -> None:
+        given = options.get("state_dict", args[0] if args else None)
+        if self._saves_peft_adapter():
+            if with_code:
+                raise ValueError(
+                    "`with_code=True`: this model has an adapter (PEFT), which is saved alone and needs no code. Save the code with the "
+                    "model below it."
+                )
+            if len(names := self.active_adapters()) > 1:
+                raise ValueError(f"Expected one active adapter to save, got {names}. Call `set_adapter` first.")
+        else:
+            check_target(target, adapter_only=False)
+            refuse_adapter_layers(self.base_model, "`save_pretrained` cannot save", SAVE_OR_MERGE)
+            check_savable(self)
+            if given and first_quantized(self.base_model) is not None:
+                raise ValueError(
+                    "`state_dict` does not work with a quantized model: transformers saves the weights that the model holds. Leave it "
+                    "out."
+                )
+            gathered = None if given is not None else gathered_weights(self)
+            if gathered is not None:
+                options, args = {**options, "state_dict": gathered}, args[1:]
+        is_unnamed = self._takes_name_of_folder()
+        self._write(target, is_main_process, args, with_code, options)
+        if is_unnamed:
+            self._take_name(target)
+
+    def _write(
+        self, target: Path, is_main_process: bool, args: tuple[Any, ...], with_code: bool, options: dict[str, Any]
+    ) -> None:
+        """Writes the files of a model, or of its adapter (PEFT)."""
+        saved: Any = super()
+        options = {"save_original_format": False, **options}
+        if self._saves_peft_adapter():
+            saved.save_pretrained(target, is_main_process, *args, **options)
+            return
+        if is_main_process:
+            body, config = self.base_model, self.config
+            parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
+            forget_adapter(target)
+            save_code([(part, own) for part, own in parts if part is not None and own is not None], target)
+            write_stub(target, with_code)
+        card = target / FILE
+        # Transformers writes the repository's card over this one before it uploads.
+        self._kept_card = card.read_bytes() if card.is_file() else None
+        variant = options.get("variant")
+        before = _weight_files(target, variant)
+        try:
+            saved.save_pretrained(target, is_main_process, *args, **options)
+        finally:
+            del self._kept_card
+        if is_main_process:
+            _drop_stale(before, _weight_files(target, variant))
+            if (target / "config.json").is_file():
+                write_model_card(self, target)
+
+    def _saves_peft_adapter(self) -> bool:
+        """Whether transformers saves an adapter in place of the model."""
+        return getattr(self, "_hf_peft_config_loaded", False)
+
+    def _takes_name_of_folder(self) -> bool:
+        """Whether saving names the model. Adapters (PEFT) record this name as their base; a retrofit has none before it is saved."""
+        return self.name_or_path in ("", self._saved_as) and not self._saves_peft_adapter()
+
+    def _take_name(self, folder: Path) -> None:
+        self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(folder)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args, **kwargs) -> Any:
+        """Called by `save_pretrained` and `push_to_hub`, with transformers' empty card where the repository has none."""
+        card = Path(working_dir) / FILE
+        if card.is_file() and is_blank(card.read_text(encoding="utf-8", errors="replace")):
+            kept = getattr(self, "_kept_card", None)
+            if kept is not None:
+                card.write_bytes(kept)
+            write_model_card(self, working_dir)
+        uploading: Any = super()
+        return uploading._upload_modified_files(working_dir, *args, **kwargs)
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"Expected `{name}` to be a bool, got {type_name(flag)}.")
+
+
+def _refuse_bases(text_base: Any, vision_base: Any) -> None:
+    for name, base in (("text_base", text_base), ("vision_base", vision_base)):
+        if base is not None:
+            raise ValueError(f"`{name}` needs `adapter_only=True`, got {base!r}.")
+
+
+def _weight_files(folder: Path, variant: str | None) -> dict[Path, int]:
+    """The file with all weights, and the index of shards, where there are such, with the times when they were written."""
+    names = ("model.safetensors", "model.safetensors.index.json")
+    if variant is not None:
+        names = tuple(f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}" for name in names)
+    return {folder / name: (folder / name).stat().st_mtime_ns for name in names if (folder / name).is_file()}
+
+
+def _drop_stale(before: dict[Path, int], after: dict[Path, int]) -> None:
+    """Removes weights of an earlier save with another number of shards. `from_pretrained` takes a single file before the shards."""
+    if len(after) == 2:
+        for path in after:
+            if before.get(path) == after[path]:
+                path.unlink()
