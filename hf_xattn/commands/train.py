@@ -78,7 +78,8 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--adapter-only",
         action="store_true",
-        help="save only what was added or has changed, and fetch the rest from the checkpoints that MODEL was made of",
+        help="save only what was added or has changed, and fetch the rest from the checkpoints that MODEL was made of; "
+        "checkpoints during the run hold the whole model",
     )
     parser.add_argument(
         "--dtype",
