@@ -1,7 +1,7 @@
 """Names of modules for PEFT.
 
 A `LoraConfig` finds its layers by the end of their names. `"q_proj"` is a layer of the decoder, of the blocks and of most vision towers. So
-these functions return whole names, of which each stands for one module.
+these functions return whole names. Each of them means one module.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def lora_targets(
 
 
 def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str]:
-    """Returns the names of the blocks and the connector for `LoraConfig(modules_to_save=...)`: they train whole, beside an adapter.
+    """Returns the names of the blocks and the connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter.
@@ -95,13 +95,13 @@ def _body(name: str, model: Any) -> XAttnModel:
     if isinstance(model, XAttnModel):
         return model
     raise TypeError(
-        f"Expected `{name}` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. Of a model inside "
-        "PEFT's wrapper pass `get_base_model()`."
+        f"Expected `{name}` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. For a model "
+        "inside PEFT's wrapper, pass `get_base_model()`."
     )
 
 
 def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Names of linear layers. Of a layer with an adapter it is the name of the layer, not of the parts inside."""
+    """Names of linear layers. For a layer with an adapter it is the name of the layer, not of the parts inside."""
     for name, child in module.named_children():
         if isinstance(child, (nn.Linear, Conv1D)) or _is_packed(child):
             yield prefix + name
@@ -113,7 +113,7 @@ def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Whether a quantizer (GPTQ, AWQ, HQQ) has replaced a linear layer by a class that is none."""
+    """Whether a quantizer (GPTQ, AWQ, HQQ) has replaced a linear layer by another class."""
     return hasattr(module, "qweight") or type(module).__name__ == "HQQLinear"
 
 

@@ -1,10 +1,10 @@
 """What a saved folder needs to load without `import hf_xattn`: a stub, and the code itself where it is asked for.
 
-Transformers runs code of a checkpoint that its `auto_map` names, where `trust_remote_code=True` allows it. Here that is a stub, which
-imports this package. So the code that runs is the installed one, and where none is installed the error says so.
+With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names. Here this is a stub that imports this
+package. So the installed package runs. If it is not installed, the error says so.
 
-With the code beside it (`save_pretrained(folder, with_code=True)`), the stub falls back on that. Transformers fetches the files that a file
-imports with `from .x import y`, and the files that those import, from one folder without subfolders.
+`save_pretrained(folder, with_code=True)` writes the code beside the stub, which uses it if the package is not installed. Transformers
+fetches the files that a file imports with `from .x import y`, and the files that those import, from one folder without subfolders.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .version import __version__
 
 STUB = "xattn_stub"
 HERE = Path(__file__).parent
-PACKAGE = __name__.rpartition(".")[0]  # of a checkpoint, where this file came with one
+PACKAGE = __name__.rpartition(".")[0]  # another one than `hf_xattn` if this file came with a checkpoint
 
 MODEL = "XAttnForConditionalGeneration"
 # By the `model_type` of a configuration: the classes that the Auto classes find in the stub.
@@ -94,21 +94,24 @@ class NamesItsStub:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """As in transformers, which saves the code of registered classes. A class of this package saves its stub instead."""
+        """As in transformers, which then saves the code of the class. A class of this package saves its stub instead."""
         if cls.__module__.rpartition(".")[0] == PACKAGE:
             return
         registered: Any = super()
         registered.register_for_auto_class(*(() if auto_class is None else (auto_class,)))
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        """Asked for before `save_pretrained` uploads what has changed since. Code is in its place by then, and goes up as well."""
+        """The times of files before a save. `save_pretrained` uploads the files that changed, or that are not named here.
+
+        Code is written before these times are read. So it is left out, and is uploaded too.
+        """
         asked: Any = super()
         stamps: dict[str, float] = asked._get_files_timestamps(working_dir)
         return {name: stamp for name, stamp in stamps.items() if not name.endswith(".py")}
 
 
 def references(model_type: str) -> dict[str, str]:
-    """The `auto_map` of a configuration. Empty for types that no Auto class loads."""
+    """The `auto_map` of a configuration. Empty for a type that no Auto class loads."""
     return {auto_class: f"{STUB}.{name}" for auto_class, name in CLASSES.get(model_type, {}).items()}
 
 
@@ -116,12 +119,12 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False) -> None:
     """Writes the stub into a folder, and the code.
 
     Args:
-        folder (`str`): where something is saved.
-        with_code (`bool`): write the code too. It is written in any case where the folder holds code of an earlier save, which would be out
-            of date, and where the running code itself came with a checkpoint, because the package is not installed.
+        folder (`str`): the folder of a model, a configuration or a processor.
+        with_code (`bool`): write the code too. It is always written in two cases: if the folder holds code of an earlier save, which
+            would be out of date, and if the running code itself came with a checkpoint, because the package is not installed.
 
     Raises:
-        ValueError: where the folder holds another file under the name of one that is written.
+        ValueError: if the folder holds another file with the name of one that is written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +157,7 @@ def is_own_file(path: Path) -> bool:
 
 
 def code_modules() -> list[str]:
-    """Names of the modules that the classes of a checkpoint need, also where a function imports them."""
+    """Names of the modules that the classes of a checkpoint need, including those that only a function imports."""
     found: set[str] = set()
     asked = {line.split()[1].removeprefix(".") for line in WITH_CODE.splitlines() if line.lstrip().startswith("from .")}
     while asked:
