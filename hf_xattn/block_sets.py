@@ -258,7 +258,7 @@ class XAttnSetsMixin:
 
     def _shapes_before(self, weights: dict[str, torch.Tensor]) -> str:
         """What `shapes_of` gave before the text model was quantized."""
-        own = dict(self.text_model.named_parameters(remove_duplicate=False))
+        own: dict[str, torch.Tensor] = dict(self.text_model.named_parameters(remove_duplicate=False))
         own.update(self.text_model.named_buffers(remove_duplicate=False))
         return digest_of_shapes({name: shape_before(own[name]) for name in weights if name in own})
 

@@ -88,7 +88,7 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnSavingMixin, PreTrainedModel):
             peft_folder, source = _base_of_peft(pretrained_model_name_or_path, kwargs)
             adapter = Adapter.find(source, kwargs)
             if adapter is not None:
-                loaded = cls._from_adapter(adapter, model_args, config, kwargs)
+                loaded: Any = cls._from_adapter(adapter, model_args, config, kwargs)
                 if peft_folder is not None:
                     (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(peft_folder)
                 return loaded
@@ -148,7 +148,7 @@ def _base_of_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> tuple[str | N
         return None, checkpoint
     hub = {name: load_kwargs[name] for name in (*HUB_ARGUMENTS, "subfolder") if load_kwargs.get(name) is not None}
     hub.pop("code_revision", None)
-    file = find_adapter_config_file(checkpoint, **hub)
+    file = find_adapter_config_file(os.fspath(checkpoint), **hub)
     if file is None:
         return None, checkpoint
     if Path(checkpoint, "config.json").is_file():

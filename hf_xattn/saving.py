@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,11 @@ from .stub import write_stub
 from .tensor_checks import type_name
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as Model  # which it is mixed into
+else:
+    Model = object
+
 # Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself; transformers overlooks what it does not know.
 SAVE_KEYWORDS = frozenset(
     """is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format
@@ -28,14 +33,9 @@ distributed_checkpoint""".split()
 )
 
 
-class XAttnSavingMixin:
+class XAttnSavingMixin(Model):
     """What both models share with transformers' saving."""
 
-    config: Any
-    name_or_path: str
-    base_model: Any
-    active_adapters: Any
-    should_save_on_this_rank: Any
     _kept_card: bytes | None
     _saved_as: str | None = None
 
@@ -95,7 +95,7 @@ class XAttnSavingMixin:
             _refuse_bases(text_base, vision_base)
             self._save_whole(target, is_main_process, args, with_code, kwargs)
 
-    def push_to_hub(
+    def push_to_hub(  # type: ignore[override]  # transformers' decorator hides its own signature
         self,
         repo_id: str,
         *,
@@ -198,7 +198,8 @@ class XAttnSavingMixin:
             saved.save_pretrained(target, is_main_process, *args, **options)
             return
         if is_main_process:
-            body, config = self.base_model, self.config
+            body: Any = self.base_model
+            config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             forget_adapter(target)
             save_code([(part, own) for part, own in parts if part is not None and own is not None], target)
@@ -254,7 +255,7 @@ def _refuse_bases(text_base: Any, vision_base: Any) -> None:
 
 def _weight_files(folder: Path, variant: str | None) -> dict[Path, int]:
     """The file with all weights, and the index of shards, where there are such, with the times when they were written."""
-    names = ("model.safetensors", "model.safetensors.index.json")
+    names: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json")
     if variant is not None:
         names = tuple(f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}" for name in names)
     return {folder / name: (folder / name).stat().st_mtime_ns for name in names if (folder / name).is_file()}
