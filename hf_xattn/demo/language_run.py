@@ -99,7 +99,7 @@ def run_language(
     say("4/5 Questions about held-out canvases")
     dtype = training_dtype(torch.device("cpu"))
     model = AutoModelForImageTextToText.from_pretrained(output / "model", dtype=dtype)
-    base = AutoModelForCausalLM.from_pretrained(text, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(text, dtype=torch.bfloat16).to(dtype)  # rounded, as the saved model is
     processor = AutoProcessor.from_pretrained(output / "model")
     count = 2 if quick else 100
     known, new = (held_out_questions(pools[1], count, new_phrasing, seed) for new_phrasing in (False, True))
