@@ -20,7 +20,7 @@ from hf_xattn.demo.language_models import language_model
 from hf_xattn.demo.language_run import _retrofit
 from hf_xattn.demo.language_scores import accuracy_by_kind, most_frequent_by_kind
 from hf_xattn.demo.language_training import Rows
-from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask
+from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NOT, NUMBERS, PHRASINGS, ask
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
 
@@ -105,16 +105,23 @@ def test_answers_are_right(kind):
         if kind == "is there":
             there = WORDS.index(named[0]) in canvas.digits
             article = "An" if named[0] == "eight" else "A"
-            assert question.answer == f"{article} {named[0]} is {'there' if there else 'not there'}."
+            assert question.answer == f"{article} {named[0]} {'is' if there else NOT} there."
             assert ("an eight" in text) == (named[0] == "eight" and "digit eight" not in text and "any" not in text)
         elif kind == "where":
             row, column = canvas.corners[canvas.digits.index(WORDS.index(named[0]))]
-            start, place = question.answer.rstrip(".").split(" at the ")
-            assert start == f"The {named[0]} is"
+            start, _, place = question.answer.partition(" ")
+            assert start == named[0]
             vertical, horizontal = place.split()
             assert (vertical == "bottom") == (row >= HEIGHT // 2)
             assert horizontal == ("left" if column < WIDTH / 3 else "right" if column >= 2 * WIDTH / 3 else "middle")
             assert canvas.digits.count(WORDS.index(named[0])) == 1
+        elif kind == "check":
+            pairs = [pair.split() for pair in question.answer.split(", ")]
+            assert [word for word, _ in pairs] == [word for word in re.findall(r"[a-z]+", text) if word in WORDS][
+                -len(pairs) :
+            ]
+            assert all((verdict == "yes") == (WORDS.index(word) in canvas.digits) for word, verdict in pairs)
+            assert "yes" in question.answer and 2 <= len(pairs) <= 6
         elif kind == "sum":
             assert len(canvas.digits) == 2
             assert question.answer == "{} plus {} is {}".format(
@@ -150,7 +157,7 @@ def test_scores_count_whole_answers():
     assert accuracy_by_kind(questions, said) == {"leftmost": 0.5}
     asked = [ask(kind, pool, rng) for kind in KINDS for _ in range(10)]
     best = most_frequent_by_kind(asked)
-    yes = sum("not" not in question.answer for question in asked if question.kind == "is there")
+    yes = sum(NOT not in question.answer for question in asked if question.kind == "is there")
     assert best["is there"] == max(yes, 10 - yes) / 10
 
 

@@ -40,7 +40,7 @@ from .text_prompts import TRAINING_PROMPTS
 
 
 IMAGE_TOKEN = "<image>"
-BLOCK = {"qk_norm": True, "intermediate_size": 768, "initializer_range": 0.03}
+BLOCK = {"qk_norm": True, "intermediate_size": 768, "initializer_range": 0.05}
 
 
 def run_language(
@@ -99,7 +99,9 @@ def run_language(
     say("4/5 Questions about held-out canvases")
     dtype = training_dtype(torch.device("cpu"))
     model = AutoModelForImageTextToText.from_pretrained(output / "model", dtype=dtype)
-    base = AutoModelForCausalLM.from_pretrained(text, dtype=torch.bfloat16).to(dtype)  # rounded, as the saved model is
+    base = AutoModelForCausalLM.from_pretrained(text, dtype=torch.bfloat16)  # rounded, as the saved model is
+    if dtype == torch.float32:
+        base = base.float()
     processor = AutoProcessor.from_pretrained(output / "model")
     count = 2 if quick else 100
     known, new = (held_out_questions(pools[1], count, new_phrasing, seed) for new_phrasing in (False, True))

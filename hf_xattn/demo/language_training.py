@@ -28,6 +28,7 @@ SHARES = {
     "is there": 3,
     "sum": 2,
     "where": 3,
+    "check": 3,
 }
 TEXT_EVERY = 12  # one step in so many is on questions that the picture does not concern
 TEXT_TOKENS = 24  # of an answer to such a question

@@ -1,11 +1,13 @@
-"""Questions about a canvas of digits, and their answers: eight kinds, each in several phrasings.
+"""Questions about a canvas of digits, and their answers: nine kinds, each in several phrasings.
 
 The phrasings for training and the held-out phrasings are separate lists. An answer is one word or a short sentence, so it is right or wrong
 as a whole.
 
 The answer to a question about one digit repeats the digit's word. A block sees the image from one text position at a time, and at the
 position where an answer starts, a frozen language model holds next to nothing of the word that was asked for: in SmolLM2-135M 0 to 2 % of
-the hidden state, against 11 to 23 % at the word itself. Where the word stands, it can steer where the block looks.
+the hidden state, against 11 to 23 % at the word itself. Where the word stands, it can steer where the block looks, so the word that the image
+decides comes right after it: `seven top left`, `A seven is` or `A seven isn't`. "check" asks about several digits at once, which gives that
+many decisions for little more text: whether a digit is there takes several times the decisions to learn that its place takes.
 """
 
 from __future__ import annotations
@@ -92,6 +94,12 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "What is the place of the {digit}?",
         "Locate the {digit}.",
     ),
+    "check": (
+        "Which of these are there: {digits}?",
+        "Check these digits: {digits}.",
+        "Say for each of these if it is there: {digits}.",
+        "Go through {digits}.",
+    ),
 }
 
 NEW_PHRASINGS: dict[str, tuple[str, ...]] = {
@@ -135,8 +143,15 @@ NEW_PHRASINGS: dict[str, tuple[str, ...]] = {
         "Can you tell me where the {digit} is?",
         "Show me where the {digit} stands.",
     ),
+    "check": (
+        "Which of these do you see: {digits}?",
+        "Tell me for each one if the picture has it: {digits}.",
+        "Are these there: {digits}?",
+    ),
 }
 KINDS = tuple(PHRASINGS)
+NOT = "isn't"
+CHECKED = 6  # digits that "check" asks for at most
 
 
 class Question(NamedTuple):
@@ -146,7 +161,7 @@ class Question(NamedTuple):
         kind (`str`): one of `KINDS`.
         canvas ([`Canvas`]): what it is about.
         text (`str`): the question.
-        answer (`str`): the right answer, such as `seven, two`, `three`, `four plus five is nine` or `The six is at the top left.`
+        answer (`str`): the right answer, such as `seven, two`, `three`, `four plus five is nine` or `six top left`.
         asked (`str`): the digit word that the question is about, or "".
     """
 
@@ -178,13 +193,19 @@ def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -
         present = bool(rng.integers(2))
         choices = sorted(set(digits)) if present else [digit for digit in range(10) if digit not in digits]
         digit = choices[rng.integers(len(choices))]
-        answer = f"A {{digit}} is {'there' if present else 'not there'}."
+        answer = f"A {{digit}} {'is' if present else NOT} there."
         return Question(kind, canvas, _about(text, digit), _about(answer, digit), WORDS[digit])
     if kind == "where":
         places = [place for place, digit in enumerate(digits) if digits.count(digit) == 1]
         place = places[rng.integers(len(places))]
-        answer = f"The {{digit}} is at the {_region(*canvas.corners[place])}."
-        return Question(kind, canvas, _about(text, digits[place]), _about(answer, digits[place]), WORDS[digits[place]])
+        word = WORDS[digits[place]]
+        return Question(kind, canvas, _about(text, digits[place]), f"{word} {_region(*canvas.corners[place])}", word)
+    if kind == "check":
+        asked = rng.permutation(10)[: rng.integers(2, CHECKED + 1)].tolist()
+        if not set(asked) & set(digits):
+            asked[rng.integers(len(asked))] = digits[0]
+        answer = ", ".join(f"{WORDS[digit]} {'yes' if digit in digits else 'no'}" for digit in asked)
+        return Question(kind, canvas, text.format(digits=", ".join(WORDS[digit] for digit in asked)), answer)
     words = [WORDS[digit] for digit in digits]
     answers = {
         "read": ", ".join(words),
