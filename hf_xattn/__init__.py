@@ -1,5 +1,7 @@
 """Gated cross-attention for any text decoder of transformers. Importing registers everything with the Auto classes."""
 
+from typing import TYPE_CHECKING, Any
+
 import transformers
 
 from .attention import GatedCrossAttention
@@ -7,20 +9,36 @@ from .attention_maps import AttentionMaps, attention_maps
 from .block import GatedCrossAttentionBlock
 from .collator import XAttnDataCollator
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
+from .freezing import freeze, training_table
 from .lora import added_modules, lora_targets
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from .parameter_groups import parameter_groups
 from .processing_xattn import XAttnProcessor
 from .registration import register_classes, register_names
 from .retrofit import freeze_base, retrofit
 from .version import __version__
 
 
+if TYPE_CHECKING:
+    from .freeze_schedule import FreezeSchedule
+
 register_classes()
 register_names(transformers)
+
+
+def __getattr__(name: str) -> Any:
+    """Loads transformers' training code only for those who use it."""
+    if name == "FreezeSchedule":
+        from .freeze_schedule import FreezeSchedule
+
+        return FreezeSchedule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AttentionMaps",
     "CrossAttentionConfig",
+    "FreezeSchedule",
     "GatedCrossAttention",
     "GatedCrossAttentionBlock",
     "XAttnConfig",
@@ -31,7 +49,10 @@ __all__ = [
     "__version__",
     "added_modules",
     "attention_maps",
+    "freeze",
     "freeze_base",
     "lora_targets",
+    "parameter_groups",
     "retrofit",
+    "training_table",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .insertion import BLOCKS
+from .model_parts import part_of
 
 
 def only_images_learn(model: nn.Module) -> bool:
@@ -23,7 +23,7 @@ def only_images_learn(model: nn.Module) -> bool:
     found = False
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            if name.startswith("text_model.") and not any(f".{block}." in name for block in BLOCKS):
+            if part_of(name) == "text":
                 return False
             found = True
     return found

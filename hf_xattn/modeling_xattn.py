@@ -29,6 +29,7 @@ from .conversation import PreparedImages, given_images
 from .custom_code import build_part
 from .decoder import DecoderInterface, find_decoder, headless, may_skip_layers
 from .device_errors import name_wrong_device
+from .frozen_modes import keep_frozen_in_eval
 from .generation_xattn import XAttnGenerationMixin
 from .gradients import give_gradient, only_images_learn
 from .image_inputs import ImageInputs
@@ -93,10 +94,14 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         self.post_init()
 
     def train(self, mode: bool = True) -> XAttnModel:
-        """`nn.Module.train`, but a frozen vision tower stays in evaluation mode: batch norms would change with every picture."""
+        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `frozen_modes.py`)."""
         super().train(mode)
-        if mode and self.vision_tower is not None and not any(p.requires_grad for p in self.vision_tower.parameters()):
-            self.vision_tower.eval()
+        if mode:
+            for part in (self.text_model, self.connector, self.vision_tower):
+                if part is not None:
+                    keep_frozen_in_eval(part)
+            if self.vision_tower is not None and not any(p.requires_grad for p in self.vision_tower.parameters()):
+                self.vision_tower.eval()  # also its checkpointed layers: no gradient passes through them
         return self
 
     def get_input_embeddings(self) -> nn.Module:

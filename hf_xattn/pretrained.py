@@ -58,6 +58,11 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnSavingMixin, PreTrainedModel):
         """
         _initialize(self, self)
 
+    def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)
+        if self.training:
+            self.train()  # frozen layers that are checkpointed train, see `frozen_modes.py`
+
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
         """`PreTrainedModel.set_attn_implementation`.
 

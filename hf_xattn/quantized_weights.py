@@ -27,9 +27,13 @@ def check_trainable(part: str, module: nn.Module, remedy: str) -> None:
     """
     name = first_quantized(module)
     if name is not None:
-        weight = module.get_parameter(name)
-        kind = type(weight).__name__ if hasattr(weight, "__tensor_flatten__") else str(weight.dtype)
-        raise ValueError(f"The weights of {part} are quantized ({name}: {kind}) and cannot be trained. {remedy}")
+        raise untrainable(part, name, module.get_parameter(name), remedy)
+
+
+def untrainable(part: str, name: str, weight: torch.Tensor, remedy: str) -> ValueError:
+    """The error for a quantized weight that shall be trained."""
+    kind = type(weight).__name__ if hasattr(weight, "__tensor_flatten__") else str(weight.dtype)
+    return ValueError(f"The weights of {part} are quantized ({name}: {kind}) and cannot be trained. {remedy}")
 
 
 def plain_tensors(weight: torch.Tensor) -> list[torch.Tensor]:

@@ -17,9 +17,9 @@ from .configuration_xattn import (
     XAttnConfig,
     complete_cross_attention_config,
 )
+from .freezing import freeze
 from .gguf_files import split_gguf
 from .modeling_xattn import XAttnForConditionalGeneration
-from .quantized_weights import check_trainable
 from .sizes import text_num_hidden_layers, vision_hidden_size
 from .text_half import text_half
 
@@ -145,38 +145,19 @@ def retrofit(
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
-    """Freezes all weights except those of the blocks and the connector.
+    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): changed in place.
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
         vision (`bool`, defaults to `True`): also freeze the vision tower.
 
     The base may be quantized: then too the blocks and the connector train, in high precision.
 
     Raises:
         TypeError: for a model without blocks.
-        ValueError: for quantized weights in what shall train. The model is not changed then.
+        ValueError: for quantized weights in what shall train, or PEFT's adapters. The model is not changed then.
     """
-    if not isinstance(model, XAttnForConditionalGeneration):
-        raise TypeError(
-            f"Expected `model` to be an XAttnForConditionalGeneration, got {type(model).__name__}. `retrofit` makes such a model."
-        )
-    remedy = "Load the base with `quantization_config`: blocks and connector then stay in high precision."
-    for block in model.blocks:
-        check_trainable(f"block {block.layer_idx}", block, remedy)
-    if model.model.connector is not None:
-        check_trainable("the connector", model.model.connector, remedy)
-    if model.model.vision_tower is not None and not vision:
-        remedy = "Load the tower without `quantization_config`, or leave it frozen: `freeze_base(model, vision=True)`."
-        check_trainable("the vision tower (`vision=False`)", model.model.vision_tower, remedy)
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.requires_grad_(True)
-    if model.model.connector is not None:
-        model.model.connector.requires_grad_(True)
-    if model.model.vision_tower is not None:
-        model.model.vision_tower.requires_grad_(not vision)
-    return model
+    return freeze(model, vision=bool(vision))
 
 
 __all__ = ["freeze_base", "retrofit"]

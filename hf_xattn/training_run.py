@@ -286,15 +286,12 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
     Returns:
         `dict`: the original dtypes of the converted parameters.
     """
+    from .freezing import freeze
     from .quantized_weights import check_trainable
-    from .retrofit import freeze_base
 
-    freeze_base(model, vision=not options.train_vision)
     if options.train_text:
         check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
-        for name, parameter in model.model.text_model.named_parameters():
-            if "cross_attention_block" not in name:
-                parameter.requires_grad_(True)
+    freeze(model, text=not options.train_text, vision=not options.train_vision)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in model.named_parameters():
         if name in dtypes:

@@ -2,14 +2,24 @@
 
 import torch
 from conftest import make_model
-from surface import NOTHING, Fine, Surface, Wrong, needs, value
+from surface import NOTHING, Fine, Surface, Wrong, needs, switch, value
 from template_models import make_processor
 
-from hf_xattn import XAttnDataCollator, added_modules, lora_targets
+from hf_xattn import (
+    FreezeSchedule,
+    XAttnDataCollator,
+    added_modules,
+    freeze,
+    lora_targets,
+    parameter_groups,
+    training_table,
+)
 
 
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 NUMBER = value(none=Fine(None), kind="8", size=0, dtype=8.5)
+FLAG = value(none=None, kind="yes", dtype=1)
+MODEL = value(none=None, kind=torch.nn.Linear(2, 2))
 
 
 def make(**given):
@@ -54,5 +64,44 @@ SURFACES = {
         added_modules,
         lambda **given: added_modules(**needs(given, model=make_model())),
         {"model": value(none=None, kind=torch.nn.Linear(2, 2))},
+    ),
+    "freeze": Surface(
+        freeze,
+        lambda **given: freeze(**needs(given, model=make_model())),
+        {
+            "model": MODEL,
+            "text": FLAG,
+            "vision": FLAG,
+            "connector": FLAG,
+            "blocks": FLAG,
+            "names": value(
+                none=Fine(None),
+                kind=["*.mlp.*"],
+                size=Wrong({"no.such": True}, "'no.such'"),
+                dtype=Wrong({"*.mlp.*": "yes"}, "'yes'"),
+            ),
+        },
+    ),
+    "freeze_schedule": Surface(
+        FreezeSchedule,
+        FreezeSchedule,
+        {
+            "stages": value(
+                none=None, kind=3, rank=[{}], size=Wrong({1.5: {}}, "got 1.5"), dtype=Wrong({"first": {}}, "'first'")
+            )
+        },
+    ),
+    "parameter_groups": Surface(
+        parameter_groups,
+        lambda **given: parameter_groups(**needs(given, model=make_model(), learning_rate=1e-3)),
+        {
+            "model": MODEL,
+            "learning_rate": value(none=None, kind="fast", size=-1.0, dtype={"text": "fast"}),
+            "weight_decay": value(none=None, kind="none", size=float("inf"), dtype={"tower": 0.1}),
+            "include_frozen": switch(),
+        },
+    ),
+    "training_table": Surface(
+        training_table, lambda **given: training_table(**needs(given, model=make_model())), {"model": MODEL}
     ),
 }

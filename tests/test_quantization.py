@@ -183,7 +183,7 @@ def test_freeze_base_explains_itself_on_integer_weights():
     model = make_model()
     projection = model.blocks[0].attn.q_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"block 0 are quantized \(attn.q_proj.weight: torch.int8\)"):
+    with pytest.raises(ValueError, match=r"block 0 are quantized \(.*attn.q_proj.weight: torch.int8\)"):
         freeze_base(model)
     model = make_model()
     weight = model.model.vision_tower.get_parameter("encoder.layers.0.mlp.fc1.weight")

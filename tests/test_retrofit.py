@@ -142,7 +142,8 @@ def test_freeze_base_leaves_what_was_added():
     freeze_base(model, vision=False)
     assert all(parameter.requires_grad for parameter in model.model.vision_tower.parameters())
     with pytest.raises(
-        TypeError, match="`model` to be an XAttnForConditionalGeneration, got LlamaForCausalLM.*retrofit"
+        TypeError,
+        match="`model` to be an XAttnForConditionalGeneration or an XAttnModel, got LlamaForCausalLM.*retrofit",
     ):
         freeze_base(make_text())
 

@@ -107,4 +107,4 @@ def test_a_frozen_tower_with_batch_norms(tmp_path):
     assert before and all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers() if name in before)
     assert model.train().model.connector.training and not model.model.vision_tower.training
     freeze_base(model, vision=False).train()
-    assert all(module.training for module in model.modules())
+    assert all(module.training for module in model.model.vision_tower.modules())
