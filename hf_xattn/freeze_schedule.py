@@ -88,7 +88,8 @@ class FreezeSchedule(TrainerCallback, ExportableState):
             )
         if self._begins[-1] >= state.max_steps:
             logger.warning(f"The run ends after {state.max_steps} steps, but a stage begins at {self._begins[-1]}.")
-        before = (state.stateful_callbacks or {}).get(type(self).__name__)
+        saved: Any = state.stateful_callbacks or {}
+        before = saved.get(type(self).__name__)
         if state.global_step and before is not None and before != self.state():
             logger.warning("The checkpoint was made with other stages. The stages given now are used.")
         self._active = None

@@ -6,17 +6,16 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from .model_parts import PARTS, part_of
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-from .quantized_weights import is_quantized, untrainable
+from .quantized_weights import is_quantized, plain_tensors, shape_before, untrainable
 
 
 REMEDIES = {
     "text": "Leave it frozen (`text=True`) and train an adapter on it (LoRA, see `hf_xattn.lora_targets`).",
-    "vision": "Load the tower without `quantization_config`, or leave it frozen (`vision=True`).",
+    "vision": "Load the tower without `quantization_config`, or leave it frozen: `freeze(model, vision=True)`.",
     "connector": "Load the base with `quantization_config`: blocks and connector then stay in high precision.",
     "blocks": "Load the base with `quantization_config`: blocks and connector then stay in high precision.",
 }
@@ -130,12 +129,13 @@ def training_table(model: Any) -> str:
     """
     figures = {part: [0, 0, 0, 0, 0] for part in PARTS}
     for part, _, weight, _ in part_weights(model):
-        count, size = _count(weight), _bytes(weight)
+        count = shape_before(weight).numel()
+        size = sum(plain.numel() * plain.element_size() for plain in plain_tensors(weight))
         learns = weight.requires_grad
         for place, figure in enumerate((count, count * learns, size, size * learns, 2 * size * learns)):
             figures[part][place] += figure
     figures["total"] = [sum(column) for column in zip(*figures.values())]
-    lines = [("part", "parameters", "train", "weights", "gradients", "AdamW")]
+    lines: list[tuple[str, ...]] = [("part", "parameters", "train", "weights", "gradients", "AdamW")]
     for part, (count, learning, *sizes) in figures.items():
         if count:
             lines.append((part, f"{count:,}", f"{learning:,}", *(f"{size / 2**20:,.1f} MiB" for size in sizes)))
@@ -167,18 +167,6 @@ def _called(part: str, name: str, model: Any) -> str:
     return {"text": "the text model", "vision": "the vision tower", "connector": "the connector"}[
         part
     ] + f" (`{part}=False`)"
-
-
-def _count(weight: torch.Tensor) -> int:
-    """Number of weights. bitsandbytes packs two weights of 4 bit into a byte."""
-    shape = getattr(getattr(weight, "quant_state", None), "shape", None)
-    return weight.numel() if shape is None else torch.Size(shape).numel()
-
-
-def _bytes(weight: torch.Tensor) -> int:
-    if is_quantized(weight) and hasattr(weight, "__tensor_flatten__"):
-        return sum(_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
-    return weight.numel() * weight.element_size()
 
 
 __all__ = ["freeze", "training_table"]

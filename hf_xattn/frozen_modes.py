@@ -10,6 +10,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .insertion import BLOCKS
+from .quantized_weights import is_packed, is_quantized
 
 
 def keep_frozen_in_eval(module: nn.Module) -> None:
@@ -19,7 +20,8 @@ def keep_frozen_in_eval(module: nn.Module) -> None:
     around it. A decoder layer and the block inside it are looked at separately.
 
     A layer whose activations are checkpointed stays in training mode itself, because transformers checkpoints in training mode only.
-    The modules inside it do not.
+    The modules inside it do not. Layers with quantized weights are left alone: some pack their weights for inference in evaluation
+    mode, and then have no gradient to pass on.
     """
     trains: dict[nn.Module, bool | None] = {}
     roots = [module]
@@ -44,7 +46,7 @@ def _look(module: nn.Module, trains: dict[nn.Module, bool | None]) -> bool | Non
 def _apply(module: nn.Module, trains: dict[nn.Module, bool | None], around: bool, roots: list[nn.Module]) -> None:
     own = trains[module]
     learns = around if own is None else own
-    if not learns and not _checkpoints(module):
+    if not learns and not (_checkpoints(module) or _is_quantized(module)):
         module.training = False
     for name, child in module._modules.items():
         if child is not None and name in BLOCKS:
@@ -58,3 +60,7 @@ def _checkpoints(module: nn.Module) -> bool:
     if not getattr(module, "gradient_checkpointing", False):
         return False
     return not any(isinstance(child, GradientCheckpointingLayer) for child in module.modules() if child is not module)
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return is_packed(module) or any(w is not None and is_quantized(w) for w in module._parameters.values())

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from .decoder import find_decoder
 from .insertion import BLOCKS
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from .quantized_weights import is_packed
 
 
 PLACES = ("text", "blocks", "both", "vision")
@@ -103,18 +104,13 @@ def _body(name: str, model: Any) -> XAttnModel:
 def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """Names of linear layers. For a layer with an adapter it is the name of the layer, not of the parts inside."""
     for name, child in module.named_children():
-        if isinstance(child, (nn.Linear, Conv1D)) or _is_packed(child):
+        if isinstance(child, (nn.Linear, Conv1D)) or is_packed(child):
             yield prefix + name
         elif isinstance(inner := child._modules.get("base_layer"), nn.Module):
-            if isinstance(inner, (nn.Linear, Conv1D)) or _is_packed(inner):
+            if isinstance(inner, (nn.Linear, Conv1D)) or is_packed(inner):
                 yield prefix + name
         elif "original_module" not in child._modules:  # of `modules_to_save`: trains whole
             yield from _linear_layers(child, f"{prefix}{name}.")
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """Whether a quantizer (GPTQ, AWQ, HQQ) has replaced a linear layer by another class."""
-    return hasattr(module, "qweight") or type(module).__name__ == "HQQLinear"
 
 
 __all__ = ["added_modules", "lora_targets"]

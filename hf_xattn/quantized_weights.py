@@ -13,6 +13,11 @@ def is_quantized(weight: torch.Tensor) -> bool:
     return not weight.is_floating_point() or weight.dtype.itemsize == 1 or hasattr(weight, "__tensor_flatten__")
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether a quantizer (GPTQ, AWQ, HQQ) has replaced a linear layer by a class that is none."""
+    return hasattr(module, "qweight") or type(module).__name__ == "HQQLinear"
+
+
 def first_quantized(module: nn.Module) -> str | None:
     """Name of the first quantized weight of a module, or None."""
     return next((name for name, weight in module.named_parameters() if is_quantized(weight)), None)

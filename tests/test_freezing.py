@@ -57,6 +57,10 @@ def test_integers_stay_frozen():
         freeze(model, text=False, blocks=True)
     assert learning(model) == before
     freeze(model, text=False, names={"*.layers.0.mlp.up_proj.*": True})
+    freeze(model).train()
+    assert (
+        layer.up_proj.training and not layer.down_proj.training
+    )  # a quantized layer might pack its weights for inference
     assert all(weight.is_floating_point() for group in parameter_groups(model, 1e-3) for weight in group["params"])
     everything = parameter_groups(freeze(model), 1e-3, include_frozen=True)
     assert sum(len(group["params"]) for group in everything) == len(list(model.parameters())) - 1
