@@ -52,7 +52,7 @@ def save_adapter(
         ValueError: for a base without a name or a checkpoint, a base whose quantization cannot be repeated, a model with LoRA
             layers, a `state_dict` with gaps, and a folder that holds a whole model or an adapter (PEFT).
     """
-    target = Path(folder)
+    target = Path(folder).resolve()  # `.` and `..` name no folder to write beside
     check_target(target)
     sources = check_bases(model, bases)
     if state_dict is not None:

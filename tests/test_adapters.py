@@ -483,6 +483,21 @@ def test_another_save_into_the_same_folder(vision, tmp_path):
     same_model(model, AutoModelForImageTextToText.from_pretrained(folder))
 
 
+@pytest.mark.parametrize("folder", [".", "..", "../other/.."])
+def test_folders_without_a_name(folder, vision, tmp_path, monkeypatch):
+    """Files of the working folder that are moved into the folder above, or deleted; a second save that fails."""
+    model = make(tmp_path, vision)
+    here = tmp_path / "runs" / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for name in ("model_notes.txt", "rows.jsonl"):
+        (here / name).write_text("mine")
+    for _ in range(2):
+        model.save_pretrained(folder, adapter_only=True)
+        assert (here / "model_notes.txt").is_file() and (here / "rows.jsonl").is_file()
+    same_model(model, AutoModelForImageTextToText.from_pretrained(folder if folder == "." else here.parent))
+
+
 def test_edited_configuration_is_named(vision, tmp_path, caplog):
     """A configuration of another model beside these weights."""
     transformers.logging.enable_propagation()
