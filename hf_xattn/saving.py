@@ -201,7 +201,6 @@ class XAttnSavingMixin(Model):
             body: Any = self.base_model
             config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
-            forget_adapter(target)
             save_code([(part, own) for part, own in parts if part is not None and own is not None], target)
             write_stub(target, with_code)
         card = target / FILE
@@ -214,6 +213,7 @@ class XAttnSavingMixin(Model):
         finally:
             del self._kept_card
         if is_main_process:
+            forget_adapter(target)  # no earlier: a save that fails leaves it as it was
             _drop_stale(before, _weight_files(target, variant))
             if (target / "config.json").is_file():
                 write_model_card(self, target)

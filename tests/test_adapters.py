@@ -467,6 +467,15 @@ def test_a_failed_save_leaves_nothing(vision, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["added", "text-llama", "vision"]
 
 
+def test_a_failed_save_of_the_whole_model_leaves_the_adapter(vision, tmp_path):
+    """Trained blocks that are deleted for a model that was never written."""
+    model = make(tmp_path, vision)
+    model.save_pretrained(tmp_path / "added", adapter_only=True)
+    with pytest.raises(ValueError, match="not supported"):
+        model.save_pretrained(tmp_path / "added", max_shard_size="huge")
+    same_model(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "added"))
+
+
 def test_another_save_into_the_same_folder(vision, tmp_path):
     """Files of two saves that are read together; a processor's files that are lost."""
     model = make(tmp_path, vision)
