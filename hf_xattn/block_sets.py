@@ -169,6 +169,9 @@ class XAttnSetsMixin:
         for field, value in chosen.fields.items():
             setattr(self.config, field, value)
         self._mark = chosen.mark
+        if self.training:
+            model: Any = self
+            model.train()  # what is frozen goes back to evaluation mode, see `frozen_modes.py`
 
     def delete_cross_attention(self, name: str) -> None:
         """Removes a set of blocks. If it was active, no set is active afterwards.

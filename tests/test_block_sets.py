@@ -14,7 +14,7 @@ from test_adapters import make, make_base, vision  # noqa: F401  # a fixture
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
-from hf_xattn import lora_targets, retrofit
+from hf_xattn import freeze, lora_targets, retrofit
 
 
 IMAGES = {"pixel_values": pixels()}
@@ -177,6 +177,18 @@ def test_the_active_set_is_what_is_saved_and_trained(folders):
             assert torch.equal(loaded(ids, **IMAGES).logits, model(ids, **IMAGES).logits)
     with torch.no_grad():
         assert not torch.equal(loaded(ids, **IMAGES).logits, own(folders, "c")(ids, **IMAGES).logits)
+
+
+def test_frozen_parts_of_a_set_stay_in_evaluation_mode(folders):
+    """A frozen tower whose batch norms a switch thaws."""
+    model = freeze(own(folders, "a"), blocks=True).train()
+    for name in ("b", "c"):
+        model.load_cross_attention(folders / name, name)
+        freeze(model, blocks=True)
+    for name in ("default", "b", None, "c"):
+        model.set_cross_attention(name)
+        assert model.model.training and not model.model.vision_tower.training
+        assert not any(block.training for block in model.blocks)
 
 
 def test_copies_and_dtypes(folders):
