@@ -129,10 +129,16 @@ class XAttnSavingMixin(Model):
         pushed: Any = super()
         # Transformers saves into a folder that it uploads, with arguments of its own choice.
         vars(self)["save_pretrained"] = functools.partial(self.save_pretrained, **options)
+        before, is_unnamed = self.name_or_path, self._takes_name_of_folder()
         try:
-            return pushed.push_to_hub(repo_id, **kwargs)
+            result = pushed.push_to_hub(repo_id, **kwargs)
+            before = before or repo_id
+            return result
         finally:
             del vars(self)["save_pretrained"]
+            if is_unnamed:  # not the folder that was uploaded, which is gone
+                self.name_or_path = self.config.name_or_path = before
+                self._saved_as = before or None
 
     def _save_adapter(
         self, target: Path, is_main_process: bool, bases: dict[str, Any], with_code: bool, options: dict[str, Any]

@@ -89,6 +89,16 @@ def test_a_base_that_is_a_folder_is_refused(uploaded, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+def test_name_of_a_model_that_was_pushed(uploaded, tmp_path):
+    """An adapter (PEFT) that records a temporary folder as its base."""
+    model = make_model()
+    model.push_to_hub("somebody/whole")
+    assert model.name_or_path == model.config.name_or_path == "somebody/whole"
+    model.save_pretrained(tmp_path / "saved")
+    model.push_to_hub("somebody/whole")
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path / "saved")
+
+
 def test_whole(uploaded):
     """An argument of this package that transformers drops on the way."""
     model = make_model()
