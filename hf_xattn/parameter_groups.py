@@ -37,7 +37,8 @@ def parameter_groups(
 
     Raises:
         TypeError: for a model without blocks, or a rate that is no number.
-        ValueError: for a negative or infinite rate, an unknown part, a part that trains without a learning rate, or if nothing trains.
+        ValueError: for a negative or infinite rate, an unknown part, a part that trains without a learning rate, a weight that trains in
+            no part (the prompts of PEFT's prompt tuning), or if nothing trains.
     """
     rates, decays = _by_part("learning_rate", learning_rate), _by_part("weight_decay", weight_decay)
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {
@@ -46,6 +47,13 @@ def parameter_groups(
     for part, name, weight, owner in part_weights(model):
         if weight.requires_grad or (include_frozen and not is_quantized(weight)):
             groups[part, _decays(name, weight, owner)].append(weight)
+    known = {id(weight) for _, _, weight, _ in part_weights(model)}
+    others = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in known]
+    if others:
+        raise ValueError(
+            f"Expected each weight that trains to be in one of the parts {list(PARTS)}, got {others[0]} of PEFT's wrapper. Make groups "
+            "without `parameter_groups`."
+        )
     if not any(groups.values()):
         raise ValueError("`model` has no parameter that trains. Call `hf_xattn.freeze(model, ...)` first.")
     missing = sorted({part for (part, _), weights in groups.items() if weights} - rates.keys(), key=PARTS.index)

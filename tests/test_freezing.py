@@ -186,6 +186,15 @@ def test_adapters():
     assert layer.mlp.up_proj.training and not layer.input_layernorm.training
 
 
+def test_prompts_are_in_no_part():
+    """Prompts that PEFT trains, and an optimizer that never sees them."""
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(make_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    wrapped.get_base_model().model.connector.requires_grad_(True)
+    with pytest.raises(ValueError, match="got prompt_encoder.*of PEFT's wrapper"):
+        parameter_groups(wrapped, 1e-3)
+
+
 def test_a_frozen_run_gives_the_base_its_bits():
     """Text that a frozen base reads differently after training."""
     model = freeze(make_model(random=False), connector=True)
