@@ -229,6 +229,13 @@ class _Comparison:
 
 def _check_complete(model: Any, state_dict: dict[str, torch.Tensor]) -> None:
     names = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()}
+    for path, part in model.named_modules():
+        kept = part._buffers.keys() - part._non_persistent_buffers_set
+        names |= {
+            f"{path}.{name}".replace("_fsdp_wrapped_module.", "").lstrip(".")
+            for name in kept
+            if part._buffers[name] is not None
+        }
     lacking = sorted(name for name in names if name not in state_dict)
     if lacking:
         raise ValueError(

@@ -19,6 +19,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     MllamaVisionModel,
+    ResNetConfig,
 )
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
@@ -421,6 +422,18 @@ def test_models_that_cannot_be_saved_so(vision, tmp_path):
     with pytest.raises(ValueError, match="where there is no folder now. Pass `text_base=`"):
         model.save_pretrained(tmp_path / "new", adapter_only=True)
     assert not (tmp_path / "new").exists()
+
+
+def test_state_dict_without_buffers(tmp_path):
+    """Statistics of batch norms that a `state_dict` of parameters alone lacks: they load as they began."""
+    AutoModel.from_config(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])).save_pretrained(
+        tmp_path / "net"
+    )
+    model = make(tmp_path, tmp_path / "net")
+    with pytest.raises(ValueError, match="expected all weights of the model.*such as model.vision_tower.*num_batches"):
+        model.save_pretrained(tmp_path / "added", adapter_only=True, state_dict=dict(model.named_parameters()))
+    model.save_pretrained(tmp_path / "added", adapter_only=True, state_dict=model.state_dict())
+    same_model(model, AutoModelForImageTextToText.from_pretrained(tmp_path / "added"))
 
 
 def test_half_written_folders(vision, tmp_path):
