@@ -93,9 +93,10 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnSavingMixin, PreTrainedModel):
             peft_folder, source = _base_of_peft(pretrained_model_name_or_path, kwargs)
             adapter = Adapter.find(source, kwargs)
             if adapter is not None:
+                peft_name = kwargs.get("adapter_name") or "default"
                 loaded: Any = cls._from_adapter(adapter, model_args, config, kwargs)
                 if peft_folder is not None:
-                    (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(peft_folder)
+                    (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(peft_folder, peft_name)
                 return loaded
             for name in ("text_base", "vision_base"):
                 if kwargs.pop(name, None) is not None:

@@ -259,6 +259,8 @@ def test_lora_on_an_adapter_only_folder(tmp_path):
         model.save_pretrained(tmp_path / name)
         for loader in (XAttnForConditionalGeneration, AutoModelForImageTextToText):
             assert torch.equal(logits_of(loader.from_pretrained(tmp_path / name)), expected)
+    named = XAttnForConditionalGeneration.from_pretrained(tmp_path / "lora", adapter_name="mine")
+    assert named.active_adapters() == ["mine"]
     model.disable_adapters()
     assert torch.equal(logits_of(model), plain)
     with pytest.raises(ValueError, match="`with_code=True`: this model has an adapter"):
