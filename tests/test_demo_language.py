@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, to_pixel_val
 from hf_xattn.demo.checkpoints import make_vision_checkpoint
 from hf_xattn.demo.language_models import language_model
 from hf_xattn.demo.language_run import _retrofit
-from hf_xattn.demo.language_scores import accuracy_by_kind, most_frequent_by_kind
+from hf_xattn.demo.language_scores import accuracy_by_kind, answers, holds, most_frequent_by_kind
 from hf_xattn.demo.language_training import Rows
 from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NOT, NUMBERS, PHRASINGS, ask
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
@@ -159,6 +160,45 @@ def test_scores_count_whole_answers():
     best = most_frequent_by_kind(asked)
     yes = sum(NOT not in question.answer for question in asked if question.kind == "is there")
     assert best["is there"] == max(yes, 10 - yes) / 10
+
+
+def test_the_most_frequent_answer_knows_the_digits_that_are_asked_for():
+    """A baseline that counts `six top left` and `two top left` as two answers: it would look weaker than guessing the place."""
+    pool, rng = DigitPool(held_out=True), np.random.default_rng(0)
+    asked = [ask(kind, pool, rng) for kind in KINDS for _ in range(60)]
+    best = most_frequent_by_kind(asked)
+    places = Counter(question.answer.split(" ", 1)[1] for question in asked if question.kind == "where")
+    assert best["where"] == max(places.values()) / 60
+    verdicts = Counter(
+        tuple(each.split()[1] for each in question.answer.split(", ")) for question in asked if question.kind == "check"
+    )
+    numbers = {len(each) for each in verdicts}
+    assert best["check"] == sum(max(verdicts[each] for each in verdicts if len(each) == n) for n in numbers) / 60
+
+
+def test_long_answers_are_heard_to_their_end(parts):
+    """Answers cut off before the last digit that was asked for: they would count as wrong, however right they are."""
+    model, processor, pool = parts
+    rng = np.random.default_rng(0)
+    asked = [ask("check", pool, rng) for _ in range(40)]
+    longest = max(len(re.findall(r"\w+|,", question.answer)) for question in asked)  # tokens, if each word is one
+    limits = []
+
+    class Listening:
+        device = model.device
+
+        def generate(self, input_ids, max_new_tokens, **kwargs):
+            limits.append(max_new_tokens)
+            return input_ids
+
+    answers(Listening(), processor, asked)
+    assert longest == 17 and min(limits) > longest
+
+
+def test_a_right_word_is_a_whole_word():
+    """`ice` found in `juice`: a wrong answer that counts."""
+    assert holds("It is called Ice.", "ice") and holds("H2O!", "H2O") and holds("the Sun's light", "Sun")
+    assert not holds("It is called juice.", "ice") and not holds("A million animals.", "lion")
 
 
 def test_upper_layers_give_the_gradients_of_the_whole_model(parts):
