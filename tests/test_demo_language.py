@@ -21,6 +21,7 @@ from hf_xattn.demo.language_models import language_model
 from hf_xattn.demo.language_run import _retrofit
 from hf_xattn.demo.language_scores import accuracy_by_kind, answers, holds, most_frequent_by_kind
 from hf_xattn.demo.language_training import Rows
+from hf_xattn.demo.question_picture import decided_words
 from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NOT, NUMBERS, PHRASINGS, ask
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
@@ -199,6 +200,32 @@ def test_a_right_word_is_a_whole_word():
     """`ice` found in `juice`: a wrong answer that counts."""
     assert holds("It is called Ice.", "ice") and holds("H2O!", "H2O") and holds("the Sun's light", "Sun")
     assert not holds("It is called juice.", "ice") and not holds("A million animals.", "lion")
+
+
+@pytest.mark.parametrize(
+    "kind, answer, expected",
+    [
+        ("read", "seven, two, six", ["seven,", "two,", "six"]),
+        ("sum", "four plus five is nine", ["four", "five", "nine"]),
+        ("is there", "A seven isn't there.", ["isn't"]),
+        ("where", "six top left", ["top"]),
+        ("check", "six yes, two no", ["yes,", "no"]),
+        ("where", "six", ["six"]),
+        ("read", "nothing", ["nothing"]),
+        ("read", "", []),
+    ],
+)
+def test_attention_is_drawn_where_the_image_decides(kind, answer, expected):
+    """The digit's word that the answer repeats from the question, drawn as if the model had found it in the picture."""
+
+    class Letters:
+        def decode(self, ids, skip_special_tokens=False):
+            return "".join(map(chr, ids))
+
+    question = ask(kind, DigitPool(held_out=True), np.random.default_rng(0))
+    words = decided_words(question, [ord(letter) for letter in answer], Letters())
+    assert [word.text for word in words] == expected
+    assert all(answer[word.tokens.start : word.tokens.stop].strip() == word.text for word in words)
 
 
 def test_upper_layers_give_the_gradients_of_the_whole_model(parts):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..answer_words import Word, words_of
 from ..attention_maps import attention_maps
 from ..processing_xattn import XAttnProcessor
 from .canvases import HEIGHT, WIDTH, WORDS, picture_of
-from .language_scores import is_right
-from .questions import KINDS, Question
+from .language_scores import ANSWER_TOKENS, is_right
+from .questions import KINDS, REPEATED, Question
 
 
 SCALE, MARGIN, GAP, LINE = 4, 16, 6, 20
@@ -21,7 +22,9 @@ LOOK = (255, 140, 0)
 def draw_questions(
     path: Path, model, processor: XAttnProcessor, questions: list[Question], layer: int | None = None
 ) -> None:
-    """Draws one question of each kind: the canvas, then the canvas again for each digit word of the answer.
+    """Draws one question of each kind: the canvas, then the canvas again for a word of the answer that the image decides; three to read.
+
+    That is a digit word. Where the question names the digit, and the answer repeats it, it is the word after it.
 
     The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and, without `layer`, over
     blocks. The questions are the first ones about as many digits as a canvas can hold.
@@ -58,31 +61,43 @@ def _draw(sheet, pen, corner: tuple[int, int], model, processor, question: Quest
     font = ImageFont.load_default(size=15)
     left, top = corner
     picture = picture_of(question.canvas)
-    maps, text = _asked(model, processor, picture, question.text)
+    maps = _asked(model, processor, picture, question.text)
+    said = maps.tokens[0, maps.num_given :].tolist()
+    text = processor.decode(said, skip_special_tokens=True)
     colour = "darkgreen" if is_right(question, text) else "red"
     large = picture.resize(PANEL, Image.Resampling.NEAREST)
     sheet.paste(large, (left, top + LINE))
     pen.text((left, top), question.text, fill="black", font=font)
     pen.text((left, top + LINE + PANEL[1] + 2), text, fill=colour, font=font)
     grid = maps.grid(layer=layer, head="mean")
-    for place, position in enumerate(_words(maps, processor)[:num_words], start=1):
+    for place, word in enumerate(decided_words(question, said, processor.tokenizer)[:num_words], start=1):
+        position = maps.num_given + word.tokens.start
         x = left + place * (PANEL[0] + GAP)
         heat = grid[position - 1] / grid[position - 1].max().clamp(min=1e-6)
         cover = Image.fromarray((heat * 190).byte().numpy()).resize(PANEL, Image.Resampling.NEAREST)
         sheet.paste(Image.composite(Image.new("RGB", PANEL, LOOK), large, cover), (x, top + LINE))
-        word = processor.decode(maps.tokens[0, position]).strip()
-        pen.text((x, top + LINE + PANEL[1] + 2), word, fill="black", font=font)
+        pen.text((x, top + LINE + PANEL[1] + 2), word.text.strip(",."), fill="black", font=font)
 
 
 def _asked(model, processor: XAttnProcessor, picture, text: str):
     chat = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}]}]
     inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)
-    maps = attention_maps(model, inputs.to(model.device), max_new_tokens=12, do_sample=False)
-    return maps, processor.decode(maps.tokens[0, maps.num_given :], skip_special_tokens=True)
+    return attention_maps(model, inputs.to(model.device), max_new_tokens=ANSWER_TOKENS, do_sample=False)
 
 
-def _words(maps, processor: XAttnProcessor) -> list[int]:
-    """Positions of the digit words of the answer; of its first word, if it names no digit."""
-    positions = range(maps.num_given, maps.tokens.shape[1])
-    named = [position for position in positions if processor.decode(maps.tokens[0, position]).strip() in WORDS]
-    return named or [maps.num_given]
+def decided_words(question: Question, said: list[int], tokenizer) -> list[Word]:
+    """The words of an answer that the image decides; its first word, if it names no digit.
+
+    Args:
+        question ([`Question`]): what was asked.
+        said (`list[int]`): tokens of the answer.
+        tokenizer: the one that made them.
+    """
+    words = words_of(said, tokenizer)
+    after = question.kind in REPEATED
+    decided = [
+        words[index + after]
+        for index, word in enumerate(words)
+        if word.text.strip(",.").lower() in WORDS and index + after < len(words)
+    ]
+    return decided or words[:1]

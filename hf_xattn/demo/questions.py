@@ -150,6 +150,7 @@ NEW_PHRASINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 KINDS = tuple(PHRASINGS)
+REPEATED = ("is there", "where", "check")  # their answers repeat the digit words of the question
 NOT = "isn't"
 CHECKED = 6  # digits that "check" asks for at most
 
