@@ -22,7 +22,7 @@ from gradio_client.exceptions import AppError
 from web_server import nobody_answers, served, slow
 
 from hf_xattn.commands.main import main
-from hf_xattn.web.page import STATIC
+from hf_xattn.web.page import MAX_REQUEST, STATIC
 
 
 TEXT = "what is in the picture ?"
@@ -174,6 +174,24 @@ def test_the_page_and_its_files(server):
             answer = httpx.get(f"{address}/{file.name}")
             assert answer.status_code == 200 and answer.text == text
             assert answer.headers["content-type"].startswith(("text/css", "text/javascript"))
+
+
+def test_what_a_browser_may_send(server, client):
+    """A request that fills the memory of the server; a file that stays on its disk."""
+    api = f"{server[0]}/gradio_api"
+    for path in ("upload", "upload/"):
+        answer = httpx.post(f"{api}/{path}", files={"files": ("a.txt", b"text")})
+        assert answer.status_code == 404 and "no uploads" in answer.text
+    body = json.dumps({"data": ["a" * MAX_REQUEST]}).encode()
+    json_type = {"content-type": "application/json"}
+    answer = httpx.post(f"{api}/run/stop", content=body, headers=json_type)
+    assert answer.status_code == 413 and "too large" in answer.json()["error"]
+    parts = (body[start : start + 2**20] for start in range(0, len(body), 2**20))  # without a length
+    try:
+        assert httpx.post(f"{api}/run/visit", content=parts, headers=json_type).status_code >= 400
+    except httpx.TransportError:
+        pass
+    assert client.predict(api_name="/visit")
 
 
 def test_wrong_command_lines(folder, tmp_path, capsys):

@@ -85,6 +85,9 @@ def test_too_much(visitor, monkeypatch):
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 200, 3), dtype=np.uint8))
     with pytest.raises(ValueError, match="too large"):
         visitor.add(data_url(noise), "noise.png")
+    monkeypatch.setattr(module, "MAX_PIXELS", 256 * 128)
+    with pytest.raises(ValueError, match="megapixels"):
+        visitor.add(data_url(Image.new("RGB", (257, 128))), "bomb.png")
     monkeypatch.setattr(module, "MAX_SIDE", 64)
     visitor.add(data_url(Image.new("RGB", (256, 128), "red")), "wide.png")
     assert visitor.waiting[0].size == (64, 32)

@@ -22,6 +22,7 @@ from ..modeling_xattn import XAttnForConditionalGeneration
 from ..tensor_checks import type_name
 from .drawing import Drawing, drawing_for
 from .gaze import Look
+from .limits import RequestLimits
 from .visitors import MAX_BYTES, Visitor, Visitors
 
 
@@ -34,6 +35,7 @@ logger = logging.get_logger(__name__)
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 THUMBNAIL = 240  # pixels
+MAX_REQUEST = MAX_BYTES * 4 // 3 + 2**16  # bytes: a picture in base64, and what is around it
 # Nothing on the page comes from another host, and browsers keep it so.
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; object-src 'none'"
 
@@ -79,6 +81,7 @@ def build_page(
     image_processor = getattr(processor, "image_processor", None)
     drawing = None if image_processor is None else drawing_for(model.config, image_processor, canvas, ink, paper)
     server = gradio.Server(title=title, docs_url=None, redoc_url=None)
+    server.add_middleware(RequestLimits, most=MAX_REQUEST)
     _add_files(server, title, {"questions": questions or [], "maxBytes": MAX_BYTES, "drawing": _settings(drawing)})
     _add_api(server, gradio.Error, visitors)
     return server

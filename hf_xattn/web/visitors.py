@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import threading
+from base64 import b64decode
 from collections import OrderedDict
 from collections.abc import Iterator
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from ..chat_session import ChatSession
@@ -23,6 +25,7 @@ MAX_VISITORS = 256  # conversations that are kept
 MAX_CACHES = 8  # conversations whose cache of the text is kept
 MAX_WAITING = 8  # pictures of one message
 MAX_BYTES = 20 * 2**20  # of a picture's file
+MAX_PIXELS = 64 * 2**20  # a small file may unpack to gigabytes
 MAX_SIDE = 2048  # larger pictures are scaled down: no model reads more, and they are kept while the conversation lasts
 
 
@@ -65,9 +68,12 @@ class Visitor:
         if len(self.waiting) >= MAX_WAITING:
             raise ValueError(f"A message may have {MAX_WAITING} pictures.")
         try:
-            picture = read_image(source, "picture")
+            pixels = _num_pixels(source)
+            picture = read_image(source, "picture") if pixels <= MAX_PIXELS else None
         except Exception as error:  # decoders raise errors of many kinds
             raise ValueError(f"{name} cannot be read as a picture. Try a PNG or JPEG file.") from error
+        if picture is None:
+            raise ValueError(f"{name} is too large: a picture may have {MAX_PIXELS // 10**6} megapixels.")
         picture.thumbnail((MAX_SIDE, MAX_SIDE))
         self.waiting.append(picture)
 
@@ -130,6 +136,14 @@ class Visitor:
         session = self.session
         self.session = ChatSession(session.model, session.processor, session.system, **session.options)
         self.waiting, self._gaze = [], None
+
+
+def _num_pixels(source: str) -> int:
+    """Reads the size of the picture in a data URL, but not its pixels."""
+    from PIL import Image
+
+    with Image.open(BytesIO(b64decode(source.partition(",")[2]))) as picture:
+        return picture.width * picture.height
 
 
 class Visitors:
