@@ -36,12 +36,15 @@ def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
         # An incomplete character is decoded as a replacement character. The token that completes it adds it.
         known = tokenizer.decode(ids[: index + 1], skip_special_tokens=True).rstrip("\ufffd")
         ends.append(max(_common_length(known, text), ends[-1] if ends else 0))
+    special = set(getattr(tokenizer, "all_special_ids", ()))
     words = []
     for match in re.finditer(r"\S+", text):
         before = max((end for end in ends if end <= match.start()), default=0)
         # Tokens that add nothing belong to the character that they begin.
         first = ends.index(before) + 1 if before else 0
         last = next((index for index, end in enumerate(ends) if end >= match.end()), len(ids) - 1)
+        while first < last and ids[first] in special:
+            first += 1
         words.append(Word(match.group(), match.start(), range(first, last + 1)))
     return words
 

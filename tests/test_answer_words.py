@@ -38,7 +38,8 @@ def words_tokenizer():
 def test_words_have_the_tokens_that_spell_them(make):
     """A word that gets the tokens of its neighbour, so that its picture shows where the model looked for another one."""
     tokenizer = make()
-    ids = [*tokenizer("a red circle.")["input_ids"], tokenizer.eos_token_id]
+    eos = tokenizer.eos_token_id
+    ids = [eos, *tokenizer("a red circle.")["input_ids"], eos]
     text = tokenizer.decode(ids, skip_special_tokens=True)
     words = words_of(ids, tokenizer)
     assert [word.text for word in words] == text.split()
@@ -46,7 +47,7 @@ def test_words_have_the_tokens_that_spell_them(make):
         assert text[word.start :].startswith(word.text)
         spelt = tokenizer.decode([ids[index] for index in word.tokens])
         assert spelt.strip() == word.text
-    assert all(ids.index(tokenizer.eos_token_id) not in word.tokens for word in words)
+    assert all(ids[index] != eos for word in words for index in word.tokens)
 
 
 def test_characters_of_several_tokens():
