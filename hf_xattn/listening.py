@@ -5,6 +5,11 @@ from __future__ import annotations
 import socket
 
 
+def address_of(host: str, port: int) -> str:
+    """The web address of a host. An IPv6 address stands in brackets: `http://[::1]:8000`."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Binds a port; 0 takes a free one.
 

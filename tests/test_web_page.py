@@ -22,6 +22,7 @@ from gradio_client.exceptions import AppError
 from web_server import nobody_answers, served, slow
 
 from hf_xattn.commands.main import main
+from hf_xattn.listening import address_of
 from hf_xattn.web.page import MAX_REQUEST, STATIC
 
 
@@ -192,6 +193,11 @@ def test_what_a_browser_may_send(server, client):
     except httpx.TransportError:
         pass
     assert client.predict(api_name="/visit")
+
+
+def test_addresses_of_hosts():
+    """An address that no browser opens."""
+    assert address_of("localhost", 80) == "http://localhost:80" and address_of("::1", 80) == "http://[::1]:80"
 
 
 def test_wrong_command_lines(folder, tmp_path, capsys):

@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'hf_xattn[serve]'`.")
-    from ..listening import bind
+    from ..listening import address_of, bind
     from ..serving import Server, build_app, check_answers
 
     with bind(arguments.host, arguments.port) as listener:
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_answers(name, model, processor)
         if arguments.image_store:
             model.enable_image_store(arguments.image_store * 2**20)
-        address = f"http://{arguments.host}:{listener.getsockname()[1]}/v1"
+        address = f"{address_of(arguments.host, listener.getsockname()[1])}/v1"
 
         def ready() -> None:
             print(f"Ready: {address} serves {name}. Stop with Ctrl-C.\n{_question(address, name)}", flush=True)

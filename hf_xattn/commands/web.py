@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     options = answer_options(arguments)
     from transformers import set_seed
 
-    from ..listening import bind
+    from ..listening import address_of, bind
     from ..web.page import build_page, load_gradio
 
     load_gradio()
@@ -68,5 +68,5 @@ def run(arguments: argparse.Namespace) -> None:
         )
         port = listener.getsockname()[1]
     page.launch(server_name=arguments.host, server_port=port, quiet=True, prevent_thread_lock=True)
-    print(f"Ready: http://{arguments.host}:{port} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
+    print(f"Ready: {address_of(arguments.host, port)} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
     page.get_blocks().block_thread()
