@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "garments"))
 import make_rows
 from pictures import GARMENTS, patch_labels, place_things, read_source
 from questions import PHRASINGS, TEXT, ask
-from score import is_right, same_verdict
+from score import _exchanged, is_right, same_verdict
 
 
 LABELS = ["bag", "ankle boot", "coat"]
@@ -115,3 +115,9 @@ def test_answers_are_right_only_as_a_whole():
     assert is_right(f" {asked.answer.lower()}\n", asked.answer)
     assert not is_right("A bag.", asked.answer) and not is_right("", asked.answer)
     assert same_verdict("A coat, so YES.\n", "A bag, so yes.") and not same_verdict("", "yes.")
+
+
+def test_another_picture_is_another_one():
+    """The only question of its kind, asked with its own picture: right answers where there should be none."""
+    pictures, kinds = ["a.png", "b.png", "a.png"], ["caption", "is there", "caption"]
+    assert _exchanged(pictures, [({}, {"kind": kind}) for kind in kinds]) == ["b.png", "a.png", "b.png"]

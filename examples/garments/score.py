@@ -101,13 +101,14 @@ def score(model, processor, folder: Path, limit: int | None) -> dict[str, dict[s
     return table
 
 
-def _exchanged(pictures: list[str], asked: list[tuple[dict, dict]]) -> list[str]:
-    """For each question, the picture of another question of its kind."""
-    others = list(pictures)
+def _exchanged(pictures: list[str], asked: list[tuple[dict, dict]]) -> list[str | None]:
+    """For each question, the picture of another question of its kind; where that is its own, of any question."""
+    others: list[str | None] = list(pictures)
     for kind in {each["kind"] for _, each in asked}:
         places = [index for index, (_, each) in enumerate(asked) if each["kind"] == kind]
-        for place, other in zip(places, [*places[1:], places[0]]):
-            others[place] = pictures[other]
+        for index, place in enumerate(places):
+            order = [*places[index + 1 :], *places[:index], *range(len(pictures))]
+            others[place] = next((pictures[other] for other in order if pictures[other] != pictures[place]), None)
     return others
 
 
