@@ -237,7 +237,8 @@ def test_the_command_and_the_space(what, folder, monkeypatch):
         page = httpx.get(address)
         assert page.status_code == 200 and "a ?" in page.text
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) in (0, -signal.SIGINT)
+        status = process.wait(30)
+        assert what == "space" or status in (0, -signal.SIGINT)  # Gradio decides how a Space's script ends
     finally:
         process.kill()
 
