@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 import transformers
+from adapter_models import make, make_base, make_vision
 from conftest import pixels, randomize, token_ids
 from quantized_bases import METHODS, quantization
 from quantized_bases import folder as quantized_folder
-from test_adapters import make, make_base, vision  # noqa: F401  # a fixture
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
@@ -27,7 +27,12 @@ def logits_of(model, **images):
 
 
 @pytest.fixture
-def folders(tmp_path, vision):  # noqa: F811
+def vision(tmp_path):
+    return make_vision(tmp_path / "vision")
+
+
+@pytest.fixture
+def folders(tmp_path, vision):
     """A (every kind of block like B), B, and C: other layers, sizes, connector and a tower that was trained too."""
     for seed, name in enumerate("ab"):
         make(tmp_path, vision, seed=seed).save_pretrained(tmp_path / name, adapter_only=True)
@@ -320,7 +325,7 @@ def test_sets_on_a_quantized_base(method, tmp_path, caplog):
     assert "was not checked" in caplog.text
 
 
-def test_where_the_tower_of_a_set_is(folders, vision):  # noqa: F811
+def test_where_the_tower_of_a_set_is(folders, vision):
     """A tower in a subfolder that is looked for above it when the model is saved again."""
     (folders / "towers").mkdir()
     vision.rename(folders / "towers" / "v")
