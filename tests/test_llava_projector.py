@@ -86,9 +86,7 @@ def test_training_gives_the_loss_of_the_whole_model(parts):
     questions = [ask(kind, pool, rng) for kind in ("read", "is there", "how many")]
     rows = Rows(processor, pool.canvas(rng))
     chats = LlavaChats(processor, IMAGE_TOKENS)
-    training = LlavaTraining(llava, chats, rows)
-    training.dtype = torch.float32
-    training.beginning = type(training.beginning)(llava.model.language_model, rows.beginning, torch.float32)
+    training = LlavaTraining(llava, chats, rows, torch.float32)
     examples = [rows.example(question.text, question.answer) for question in questions]
     examples.append(rows.example("Hello!", "Hello.", False))
     pixel_values = torch.stack([to_pixel_values(question.canvas) for question in [*questions, questions[0]]])

@@ -16,7 +16,7 @@ from transformers import BatchFeature, LlavaConfig, LlavaForConditionalGeneratio
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.demo.checkpoints import optimize
-from hf_xattn.demo.language_training import Batch, Rows, training_dtype
+from hf_xattn.demo.language_training import Batch, Rows, round_frozen, training_dtype
 from hf_xattn.demo.upper_layers import Beginning, autocast
 
 
@@ -98,11 +98,15 @@ class LlavaTraining:
         model ([`LlavaForConditionalGeneration`]): the one to train.
         chats ([`LlavaChats`]): knows the image tokens.
         rows ([`Rows`]): of the demo.
+        dtype (`torch.dtype`, *optional*): of the training; the frozen decoder layers are rounded to it. Default: the demo's.
     """
 
-    def __init__(self, model: LlavaForConditionalGeneration, chats: LlavaChats, rows: Rows):
+    def __init__(
+        self, model: LlavaForConditionalGeneration, chats: LlavaChats, rows: Rows, dtype: torch.dtype | None = None
+    ):
         self.model, self.chats = model, chats
-        self.dtype = training_dtype(model.device)
+        self.dtype = dtype or training_dtype(model.device)
+        round_frozen(model.model.language_model.layers, self.dtype)
         self.beginning = Beginning(model.model.language_model, rows.beginning, self.dtype)
 
     def loss(self, batch: Batch) -> torch.Tensor:

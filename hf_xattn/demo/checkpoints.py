@@ -19,11 +19,25 @@ from transformers import (
 from .canvases import CHAT_TEMPLATE, HEIGHT, PATCH, WIDTH, DigitPool, patch_labels, sentence, to_pixel_values
 
 
-def optimize(parameters, steps: int, rate: float, loss_of_step, name: str, clip: float | None = None) -> float:
-    """AdamW with warm-up and a progress bar. Returns the last loss."""
+WHERE_SHARE = (
+    0.1  # of "which patch is this" in the tower's loss: with 1 it reads 92 % of the held-out digits, with 0.1 98 %
+)
+NOISE = 0.5  # of pixels in [-1, 1], its largest standard deviation
+
+
+def optimize(
+    parameters,
+    steps: int,
+    rate: float,
+    loss_of_step,
+    name: str,
+    clip: float | None = None,
+    warmup: float = 0.1,
+) -> float:
+    """AdamW with warm-up in a share of the steps, and a progress bar. Returns the last loss."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=warmup)
     bar = tqdm(range(steps), desc=name)
     loss = torch.tensor(float("nan"))
     for step in bar:
@@ -93,8 +107,8 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
 def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int, where: bool = False) -> None:
     """Trains a small ViT to predict, for each patch, the digit and the digit's place. The classifier heads are not saved.
 
-    With `where` it also predicts which patch of the canvas each one is. Otherwise its last layer tells the order of the digits, but no
-    longer where they stand.
+    With `where` it also predicts which patch of the canvas each one is, from noisy canvases. Otherwise its last layer tells the order of
+    the digits, but no longer where they stand.
     """
     torch.manual_seed(seed + 1)
     config = ViTConfig(
@@ -111,16 +125,20 @@ def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int,
     heads = torch.nn.ModuleList([torch.nn.Linear(config.hidden_size, count) for count in classes])
     # Most patches are background.
     weights = [torch.tensor([1.0] * (count - 1) + [0.2]) for count in classes[:2]] + [None]
+    generator = torch.Generator().manual_seed(seed)
 
     def loss_of_step(step: int) -> torch.Tensor:
         canvases = [pool.canvas(np.random.default_rng((seed, 2, step, row))) for row in range(64)]
         pixel_values = torch.cat([to_pixel_values(canvas) for canvas in canvases])
         labels = [*torch.stack([patch_labels(canvas) for canvas in canvases], dim=1)]
-        labels += [torch.arange(num_patches).expand(len(canvases), -1)] * where
+        if where:
+            labels.append(torch.arange(num_patches).expand(len(canvases), -1))
+            noise = torch.randn(pixel_values[:, :1].shape, generator=generator)  # the same in the three channels
+            pixel_values = pixel_values + NOISE * torch.rand(len(canvases), 1, 1, 1, generator=generator) * noise
         patches = tower(pixel_values=pixel_values).last_hidden_state[:, 1:].flatten(0, 1)  # without the class token
         losses = [
-            torch.nn.functional.cross_entropy(head(patches), label.flatten(), weight=weight)
-            for head, label, weight in zip(heads, labels, weights)
+            share * torch.nn.functional.cross_entropy(head(patches), label.flatten(), weight=weight)
+            for head, label, weight, share in zip(heads, labels, weights, (1, 1, WHERE_SHARE))
         ]
         return torch.stack(losses).sum()
 

@@ -21,6 +21,7 @@ from .. import XAttnProcessor, freeze_base, retrofit
 from ..model_card import write_model_card
 from .canvases import DigitPool, picture_of
 from .checkpoints import make_vision_checkpoint
+from .connector_start import start_connector
 from .language_models import language_model
 from .language_scores import (
     accuracy_by_kind,
@@ -31,6 +32,7 @@ from .language_scores import (
     most_frequent_by_kind,
     own_answers,
     same_logits,
+    verdicts_right,
 )
 from .language_training import Recipe, block_layers, train, training_dtype
 from .question_picture import draw_questions
@@ -79,13 +81,14 @@ def run_language(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors of the tower are too small for more
     try:
-        make_vision_checkpoint(output / "vision", pools[0], steps=30 if quick else 700, seed=seed, where=True)
+        make_vision_checkpoint(output / "vision", pools[0], steps=30 if quick else 1000, seed=seed, where=True)
     finally:
         torch.set_num_threads(threads)
 
     say("3/5 Retrofit, and training of what was added")
     model, processor = _retrofit(text, output / "vision")
     base = AutoModelForCausalLM.from_pretrained(text).eval()
+    start_connector(model, base, processor, pools[0], seed)
     same_before = same_logits(model.eval(), base, processor)
     recipe = Recipe(steps=steps or (4 if quick else Recipe().steps), **({"batch_size": 6} if quick else {}))
     prompts = TRAINING_PROMPTS[:3] if quick else TRAINING_PROMPTS
@@ -116,6 +119,8 @@ def run_language(
     say("5/5 Questions that no picture concerns")
     results = {
         "accuracy": by_kind,
+        "is there, yes or no alone right, known phrasings": verdicts_right(known, said[0]),
+        "is there, yes or no alone right, new phrasings": verdicts_right(new, said[1]),
         "questions of each kind": count,
         **compare_texts(model, base, processor, pools[1], seed),
         "text-only logits bit-identical before training": same_before,

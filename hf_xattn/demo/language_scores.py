@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ..processing_xattn import XAttnProcessor
-from .canvases import WORDS, DigitPool, picture_of
+from .canvases import DigitPool, picture_of
 from .questions import KINDS, Question, ask
 from .text_prompts import TEST_PROMPTS
 
 
 AT_ONCE = 50
-ANSWER_TOKENS = 32  # generated for an answer about a canvas; the longest right one has 17 in SmolLM2
+ANSWER_TOKENS = 16  # generated for an answer about a canvas; the longest right one has 8 in SmolLM2
 TEXT_TOKENS = 24  # generated for a question that no picture concerns
 
 
@@ -43,15 +43,22 @@ def accuracy_by_kind(questions: list[Question], said: list[str]) -> dict[str, fl
 
 
 def most_frequent_by_kind(questions: list[Question]) -> dict[str, float]:
-    """Returns the accuracy of always giving the most frequent answer, with the digit words that the question names, to as many words."""
+    """Returns the accuracy of always giving the most frequent answer, with the digit word that the question names in its place."""
     shares = {}
     for kind in KINDS:
-        forms = Counter(_form(question) for question in questions if question.kind == kind)
-        best: dict[int, int] = {}  # for each number of words that the question names
-        for form, count in forms.items():
-            best[form.count("...")] = max(count, best.get(form.count("..."), 0))
-        shares[kind] = sum(best.values()) / forms.total()
+        forms = Counter(
+            question.answer.replace(question.asked, "...") if question.asked else question.answer
+            for question in questions
+            if question.kind == kind
+        )
+        shares[kind] = max(forms.values()) / forms.total()
     return shares
+
+
+def verdicts_right(questions: list[Question], said: list[str]) -> float:
+    """Returns the share of the answers to "is there" that say yes where yes is right, and no where no is."""
+    asked = [(question.answer, answer) for question, answer in zip(questions, said) if question.kind == "is there"]
+    return sum(holds(right, "yes") == holds(answer, "yes") for right, answer in asked) / len(asked)
 
 
 def is_right(question: Question, answer: str) -> bool:
@@ -61,14 +68,6 @@ def is_right(question: Question, answer: str) -> bool:
 
 def _normal(answer: str) -> str:
     return answer.strip().lower().removesuffix(".")
-
-
-def _form(question: Question) -> str:
-    """The answer without the digit words that the question names."""
-    named = WORDS if question.kind == "check" else [question.asked] if question.asked else []
-    if not named:
-        return question.answer
-    return re.sub(rf"\b({'|'.join(named)})\b", "...", question.answer).replace("An ", "A ")
 
 
 def holds(answer: str, word: str) -> bool:
@@ -88,17 +87,18 @@ def compare_texts(
     prompts = [prompt for prompt, _ in TEST_PROMPTS]
     rng = np.random.default_rng((seed, 6))
     pictures = [picture_of(pool.canvas(rng)) for _ in prompts]
-    of_base = _generate(base, processor, prompts, None, TEXT_TOKENS)
-    alone = _generate(model, processor, prompts, None, TEXT_TOKENS)
-    beside = _generate(model, processor, prompts, pictures, TEXT_TOKENS)
+    of_base = _tokens(base, processor, prompts, None, TEXT_TOKENS)
+    alone = _tokens(model, processor, prompts, None, TEXT_TOKENS)
+    beside = _tokens(model, processor, prompts, pictures, TEXT_TOKENS)
 
-    def right(said: list[str]) -> int:
+    def right(tokens: list[list[int]]) -> int:
+        said = processor.batch_decode(tokens, skip_special_tokens=True)
         return sum(holds(answer, word) for answer, (_, word) in zip(said, TEST_PROMPTS))
 
     return {
         "text-only questions": len(prompts),
-        "answered token for token as the base": sum(map(str.__eq__, alone, of_base)),
-        "the same, beside a picture that does not matter": sum(map(str.__eq__, beside, of_base)),
+        "answered token for token as the base": sum(map(list.__eq__, alone, of_base)),
+        "the same, beside a picture that does not matter": sum(map(list.__eq__, beside, of_base)),
         "right, base": right(of_base),
         "right, with sight": right(alone),
         "right, with sight, beside a picture": right(beside),
@@ -132,13 +132,25 @@ def images_a_second(model, processor: XAttnProcessor, questions: list[Question])
 def _generate(
     model, processor: XAttnProcessor, texts: list[str], pictures: list | None, max_new_tokens: int
 ) -> list[str]:
-    said: list[str] = []
+    tokens = _tokens(model, processor, texts, pictures, max_new_tokens)
+    return processor.batch_decode(tokens, skip_special_tokens=True)
+
+
+def _tokens(
+    model, processor: XAttnProcessor, texts: list[str], pictures: list | None, max_new_tokens: int
+) -> list[list[int]]:
+    """The tokens of the answers, without the padding behind the shorter ones."""
+    last = model.generation_config.eos_token_id
+    ending = set(last if isinstance(last, list) else [last])
+    answers: list[list[int]] = []
     for start in range(0, len(texts), AT_ONCE):
         part = slice(start, start + AT_ONCE)
         inputs = _inputs(processor, texts[part], None if pictures is None else pictures[part]).to(model.device)
         tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        said += processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return said
+        for row in tokens[:, inputs["input_ids"].shape[1] :].tolist():
+            end = next((place for place, token in enumerate(row) if token in ending), len(row))
+            answers.append(row[: end + 1])
+    return answers
 
 
 def _inputs(processor: XAttnProcessor, texts: list[str], pictures: list | None):

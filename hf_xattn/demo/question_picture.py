@@ -9,7 +9,7 @@ from ..attention_maps import attention_maps
 from ..processing_xattn import XAttnProcessor
 from .canvases import HEIGHT, WIDTH, WORDS, picture_of
 from .language_scores import ANSWER_TOKENS, is_right
-from .questions import KINDS, REPEATED, Question
+from .questions import KINDS, Question
 
 
 SCALE, MARGIN, GAP, LINE = 4, 16, 6, 20
@@ -24,7 +24,7 @@ def draw_questions(
 ) -> None:
     """Draws one question of each kind: the canvas, then the canvas again for a word of the answer that the image decides; three to read.
 
-    That is a digit word. Where the question names the digit, and the answer repeats it, it is the word after it.
+    That is a digit word; in the answer to "where", which repeats the digit of the question, it is the word after it.
 
     The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and, without `layer`, over
     blocks. The questions are the first ones about as many digits as a canvas can hold.
@@ -94,7 +94,7 @@ def decided_words(question: Question, said: list[int], tokenizer) -> list[Word]:
         tokenizer: the one that made them.
     """
     words = words_of(said, tokenizer)
-    after = question.kind in REPEATED
+    after = question.kind == "where"
     decided = [
         words[index + after]
         for index, word in enumerate(words)

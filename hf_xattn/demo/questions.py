@@ -1,13 +1,13 @@
-"""Questions about a canvas of digits, and their answers: nine kinds, each in several phrasings.
+"""Questions about a canvas of digits, and their answers: eight kinds, each in several phrasings.
 
 The phrasings for training and the held-out phrasings are separate lists. An answer is one word or a short sentence, so it is right or wrong
 as a whole.
 
-The answer to a question about one digit repeats the digit's word. A block sees the image from one text position at a time, and at the
-position where an answer starts, a frozen language model holds next to nothing of the word that was asked for: in SmolLM2-135M 0 to 2 % of
-the hidden state, against 11 to 23 % at the word itself. Where the word stands, it can steer where the block looks, so the word that the image
-decides comes right after it: `seven top left`, `A seven is` or `A seven isn't`. "check" asks about several digits at once, which gives that
-many decisions for little more text: whether a digit is there takes several times the decisions to learn that its place takes.
+A question about one digit needs the word that was asked for where the answer is decided. At the position where an answer starts, a frozen
+language model holds next to nothing of it: in SmolLM2-135M 0 to 2 % of the hidden state, against 11 to 23 % at the word itself. So "where"
+repeats the word, which then steers where the block looks: `seven top left`. And "is there" reads the digits and says for each one if it is
+the digit that was asked for: `two no, seven yes`. The comparison is then one of words, which a language model can make, as in the sum, whose
+answer names its digits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from .canvases import HEIGHT, WIDTH, WORDS, Canvas
 
 
+ROWS, COLUMNS = ("top", "bottom"), ("left", "middle", "right")
 NUMBERS = (*WORDS, "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen")
 
 PHRASINGS: dict[str, tuple[str, ...]] = {
@@ -94,12 +95,6 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "What is the place of the {digit}?",
         "Locate the {digit}.",
     ),
-    "check": (
-        "Which of these are there: {digits}?",
-        "Check these digits: {digits}.",
-        "Say for each of these if it is there: {digits}.",
-        "Go through {digits}.",
-    ),
 }
 
 NEW_PHRASINGS: dict[str, tuple[str, ...]] = {
@@ -143,16 +138,8 @@ NEW_PHRASINGS: dict[str, tuple[str, ...]] = {
         "Can you tell me where the {digit} is?",
         "Show me where the {digit} stands.",
     ),
-    "check": (
-        "Which of these do you see: {digits}?",
-        "Tell me for each one if the picture has it: {digits}.",
-        "Are these there: {digits}?",
-    ),
 }
 KINDS = tuple(PHRASINGS)
-REPEATED = ("is there", "where", "check")  # their answers repeat the digit words of the question
-NOT = "isn't"
-CHECKED = 6  # digits that "check" asks for at most
 
 
 class Question(NamedTuple):
@@ -162,7 +149,7 @@ class Question(NamedTuple):
         kind (`str`): one of `KINDS`.
         canvas ([`Canvas`]): what it is about.
         text (`str`): the question.
-        answer (`str`): the right answer, such as `seven, two`, `three`, `four plus five is nine` or `six top left`.
+        answer (`str`): the right answer, such as `seven, two`, `three`, `two no, seven yes`, `four plus five is nine` or `six top left`.
         asked (`str`): the digit word that the question is about, or "".
     """
 
@@ -194,19 +181,13 @@ def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -
         present = bool(rng.integers(2))
         choices = sorted(set(digits)) if present else [digit for digit in range(10) if digit not in digits]
         digit = choices[rng.integers(len(choices))]
-        answer = f"A {{digit}} {'is' if present else NOT} there."
-        return Question(kind, canvas, _about(text, digit), _about(answer, digit), WORDS[digit])
+        answer = ", ".join(f"{WORDS[each]} {'yes' if each == digit else 'no'}" for each in digits)
+        return Question(kind, canvas, _about(text, digit), answer, WORDS[digit])
     if kind == "where":
         places = [place for place, digit in enumerate(digits) if digits.count(digit) == 1]
         place = places[rng.integers(len(places))]
         word = WORDS[digits[place]]
-        return Question(kind, canvas, _about(text, digits[place]), f"{word} {_region(*canvas.corners[place])}", word)
-    if kind == "check":
-        asked = rng.permutation(10)[: rng.integers(2, CHECKED + 1)].tolist()
-        if not set(asked) & set(digits):
-            asked[rng.integers(len(asked))] = digits[0]
-        answer = ", ".join(f"{WORDS[digit]} {'yes' if digit in digits else 'no'}" for digit in asked)
-        return Question(kind, canvas, text.format(digits=", ".join(WORDS[digit] for digit in asked)), answer)
+        return Question(kind, canvas, _about(text, digits[place]), f"{word} {region(*canvas.corners[place])}", word)
     words = [WORDS[digit] for digit in digits]
     answers = {
         "read": ", ".join(words),
@@ -222,7 +203,7 @@ def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -
 def _about(phrasing: str, digit: int) -> str:
     word = WORDS[digit]
     if word == "eight":
-        phrasing = phrasing.replace("a {digit}", "an {digit}").replace("A {digit}", "An {digit}")
+        phrasing = phrasing.replace("a {digit}", "an {digit}")
     return phrasing.format(digit=word)
 
 
@@ -232,6 +213,6 @@ def _suits(kind: str, digits: list[int]) -> bool:
     return kind != "where" or any(digits.count(digit) == 1 for digit in digits)
 
 
-def _region(row: int, column: int) -> str:
+def region(row: int, column: int) -> str:
     """Names the sixth of the canvas that a digit's upper left corner lies in."""
-    return ("top", "bottom")[2 * row // HEIGHT] + " " + ("left", "middle", "right")[3 * column // WIDTH]
+    return f"{ROWS[len(ROWS) * row // HEIGHT]} {COLUMNS[len(COLUMNS) * column // WIDTH]}"

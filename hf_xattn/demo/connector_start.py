@@ -1,0 +1,109 @@
+"""Starts the connector with the map from a patch's features to the hidden states of the words for it: `seven`, `top`, `left`.
+
+A block's queries come from text and its keys from the picture, through random projections at first. So it takes long until the word `seven`
+looks at the patch with a seven. It takes half the steps if both are near each other before the projections: the connector's first weights
+are the ridge regression from the features of a patch to the language model's hidden states at the words for the patch. It needs no
+gradient, one pass of the language model over a few words and one of the tower over some canvases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..modeling_xattn import XAttnForConditionalGeneration
+from ..processing_xattn import XAttnProcessor
+from .canvases import HEIGHT, PATCH, WIDTH, WORDS, DigitPool, patch_labels, to_pixel_values
+from .questions import COLUMNS, PHRASINGS, ROWS, region
+
+
+CANVASES = 1000
+BACKGROUND = 0.2  # share of the patches without a digit that count, as they are the most
+RANDOM = 0.05  # standard deviation of what is added: what no word names must pass too, such as how many digits stand left of a patch
+PENALTY = 1.0
+
+
+@torch.no_grad()
+def start_connector(
+    model: XAttnForConditionalGeneration, base: PreTrainedModel, processor: XAttnProcessor, pool: DigitPool, seed: int
+) -> None:
+    """Sets the weights of a linear connector, in place.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): has a tower that was trained on digits, and a `"linear"` connector.
+        base ([`PreTrainedModel`]): its language model before the retrofit.
+        processor ([`XAttnProcessor`]): its tokenizer renders the chats that the words come from.
+        pool ([`DigitPool`]): the digit images for training.
+        seed (`int`): seed of the canvases and of the random part.
+    """
+    rng = np.random.default_rng((seed, 7))
+    canvases = [pool.canvas(rng) for _ in range(CANVASES)]
+    pixel_values = torch.cat([to_pixel_values(canvas) for canvas in canvases]).to(model.device)
+    tower: Any = model.model.vision_tower
+    connector: Any = model.model.connector
+    features = tower(pixel_values=pixel_values).last_hidden_state[:, 1:].flatten(0, 1).cpu()  # without the class token
+    digits = torch.cat([patch_labels(canvas)[0] for canvas in canvases])
+    kept = (digits < len(WORDS)) | torch.from_numpy(rng.random(len(digits)) < BACKGROUND)
+    first = min(model.config.cross_attention_layers)
+    of_digit = word_states(base, processor, first, WORDS)
+    targets = torch.cat([of_digit, torch.zeros_like(of_digit[:1])])[digits]  # zeros for background
+    for place in patch_places(base, processor, first):
+        targets = targets + place.repeat(CANVASES, 1) * (digits < len(WORDS))[:, None]
+    weight, bias = ridge(features[kept], targets[kept])
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * RANDOM
+    connector.layers[0].weight.copy_(weight + noise)
+    connector.layers[0].bias.copy_(bias)
+
+
+def patch_places(base: PreTrainedModel, processor: XAttnProcessor, layer: int) -> list[torch.Tensor]:
+    """Returns the states of the words for the row of each patch of a canvas, and for its column, both `(12, hidden_size)`."""
+    corners = [(row, column) for row in range(0, HEIGHT, PATCH) for column in range(0, WIDTH, PATCH)]
+    words = [region(*corner).split() for corner in corners]
+    return [
+        word_states(base, processor, layer, names)[[names.index(each[part]) for each in words]]
+        for part, names in enumerate((ROWS, COLUMNS))
+    ]
+
+
+@torch.no_grad()
+def word_states(base: PreTrainedModel, processor: XAttnProcessor, layer: int, words: tuple[str, ...]) -> torch.Tensor:
+    """Returns what tells the hidden states of some words apart, `(words, hidden_size)`: minus their mean, with a mean square of 1.
+
+    Args:
+        base ([`PreTrainedModel`]): a causal language model.
+        processor ([`XAttnProcessor`]): its tokenizer has a chat template.
+        layer (`int`): the decoder layer that takes the hidden states.
+        words (`tuple[str, ...]`): at least two.
+    """
+    tokenizer: Any = processor.tokenizer
+    states = []
+    for word in words:
+        of_word = []
+        for phrasing in PHRASINGS["read"]:
+            chat = [{"role": "user", "content": phrasing}]
+            asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(asked + word, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            output: Any = base(input_ids=ids.to(base.device), output_hidden_states=True)
+            of_word.append(output.hidden_states[layer][0, -1].float().cpu())
+        states.append(torch.stack(of_word).mean(0))
+    different = torch.stack(states) - torch.stack(states).mean(0)
+    return different / different.square().mean(-1, keepdim=True).sqrt()
+
+
+def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Solves `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`.
+
+    Args:
+        features (`torch.Tensor`): `(count, inputs)`.
+        targets (`torch.Tensor`): `(count, outputs)`.
+
+    Returns:
+        The weight `(outputs, inputs)` and the bias `(outputs,)`, float32.
+    """
+    inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1).double()
+    penalty = PENALTY * torch.eye(inputs.shape[1], dtype=inputs.dtype)
+    solved = torch.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ targets.double()).float()
+    return solved[:-1].T, solved[-1]
