@@ -113,6 +113,9 @@ def test_figures_have_a_source():
     card = (ROOT / "model_cards" / "hf-xattn-demo.md").read_text()
     rows = [line for line in README.splitlines() if line.startswith(("| digits right", "| text-only logits"))]
     assert len(rows) == 3 and all(row in card for row in rows)
+    over_smollm2 = (ROOT / "model_cards" / "hf-xattn-demo-smollm2.md").read_text()
+    said = re.findall(r'"(how many|is there|where)[^"]*" (\d+ %) and (\d+ %)', README)
+    assert len(said) == 3 and all(f"| {kind} | {known} | {new} |" in over_smollm2 for kind, known, new in said)
     table = re.search(r"<!-- speed -->\n(.*?)<!-- /speed -->", README, re.DOTALL)
     assert table is not None
     measured = (ROOT / "examples" / "benchmarks" / "README.md").read_text().replace("*", "")
@@ -123,7 +126,7 @@ def test_figures_have_a_source():
 def test_picture():
     """A picture that is missing or too large for a repository."""
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
-    assert pictures == ["model_cards/demo.png"]
+    assert pictures == ["model_cards/smollm2-questions.png"]
     assert (ROOT / pictures[0]).stat().st_size < 60_000
 
 
