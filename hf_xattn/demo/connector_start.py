@@ -1,7 +1,7 @@
 """Starts the connector with the map from a patch's features to the hidden states of the words for it: `seven`, `top`, `left`.
 
 A block's queries come from text and its keys from the picture, through random projections at first. So it takes long until the word `seven`
-looks at the patch with a seven. It takes half the steps if both are near each other before the projections: the connector's first weights
+looks at the patch with a seven. It takes fewer steps if both are near each other before the projections: the connector's first weights
 are the ridge regression from the features of a patch to the language model's hidden states at the words for the patch. It needs no
 gradient, one pass of the language model over a few words and one of the tower over some canvases.
 """

@@ -3,11 +3,10 @@
 The phrasings for training and the held-out phrasings are separate lists. An answer is one word or a short sentence, so it is right or wrong
 as a whole.
 
-A question about one digit needs the word that was asked for where the answer is decided. At the position where an answer starts, a frozen
-language model holds next to nothing of it: in SmolLM2-135M 0 to 2 % of the hidden state, against 11 to 23 % at the word itself. So "where"
-repeats the word, which then steers where the block looks: `seven top left`. And "is there" reads the digits and says for each one if it is
-the digit that was asked for: `two no, seven yes`. The comparison is then one of words, which a language model can make, as in the sum, whose
-answer names its digits.
+A question about one digit needs the word that was asked for at the position where the answer is decided. Where an answer starts, a frozen
+language model holds next to nothing of that word; it holds it where the word itself stands. So the answer to "where" repeats the word, which
+then steers where the block looks: `seven top left`. The answer to "is there" reads the digits, and says for each one if it is the digit
+that was asked for: `two no, seven yes`. This compares words, which a language model can do; the sum names its digits for the same reason.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from ..modeling_xattn import XAttnForConditionalGeneration
 
 
-TEXTS_AT_ONCE = 12  # of like length: with more, a third of the tokens are padding
+TEXTS_AT_ONCE = 12  # of like length, so that few tokens are padding
 
 
 class Example(NamedTuple):
