@@ -15,15 +15,23 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from hf_xattn import demo
 from hf_xattn.commands.main import main
-from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, patch_labels, to_pixel_values
+from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
 from hf_xattn.demo.checkpoints import make_vision_checkpoint
 from hf_xattn.demo.connector_start import ridge, start_connector, word_states
 from hf_xattn.demo.language_models import language_model
 from hf_xattn.demo.language_run import _retrofit
-from hf_xattn.demo.language_scores import accuracy_by_kind, answers, holds, most_frequent_by_kind, verdicts_right
+from hf_xattn.demo.language_scores import (
+    Turn,
+    accuracy_by_kind,
+    answers,
+    holds,
+    most_frequent_by_kind,
+    second_right,
+    verdicts_right,
+)
 from hf_xattn.demo.language_training import Batch, Rows, parts_by_length
 from hf_xattn.demo.question_picture import decided_words
-from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask
+from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask, kinds_of
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
 
@@ -337,13 +345,77 @@ def test_the_connector_starts_where_the_words_are(source, tmp_path):
     assert right > 0.25  # by chance 0.1; this tower was hardly trained
 
 
+def test_a_second_question_is_a_turn_of_the_same_chat(parts):
+    """An answer of an earlier turn that is not trained; a second picture; a question about another canvas."""
+    _, processor, pool = parts
+    rng = np.random.default_rng(4)
+    canvas = pool.canvas(rng)
+    assert {"sum"} == set(KINDS) - set(kinds_of(canvas)) or len(canvas.digits) == 2
+    first, second = (ask(kind, pool, rng, canvas=canvas) for kind in ("read", "is there"))
+    assert first.canvas is canvas and second.canvas is canvas
+    rows = Rows(processor, canvas)
+    example = rows.example(second.text, second.answer, before=((first.text, first.answer),))
+    chat = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": picture_of(canvas)}, {"type": "text", "text": first.text}],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": first.answer}]},
+        {"role": "user", "content": [{"type": "text", "text": second.text}]},
+        {"role": "assistant", "content": [{"type": "text", "text": second.answer}]},
+    ]
+    ids = processor.apply_chat_template(chat, tokenize=True)[0].tolist()
+    assert ids[: len(rows.beginning) + len(example.ids)] == [*rows.beginning, *example.ids]
+    assert example.ids.count(processor.image_token_id) == 1
+    trained = processor.decode([label for label in example.labels if label != -100], skip_special_tokens=True)
+    said = first.answer + second.answer
+    assert re.findall(r"[a-z]", trained) == re.findall(r"[a-z]", said)
+
+
+def test_a_second_question_follows_the_models_own_answer(parts):
+    """The right answer put into the model's mouth, or a second question that is asked alone."""
+    model, processor, pool = parts
+    rng = np.random.default_rng(5)
+    asked = [ask("leftmost", pool, rng) for _ in range(2)]
+    prompts = []
+
+    class Listening:
+        device, generation_config = model.device, model.generation_config
+
+        def generate(self, input_ids, attention_mask, **kwargs):
+            prompts.append([row[mask.bool()] for row, mask in zip(input_ids, attention_mask)])
+            return model.generate(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+    answers(Listening(), processor, asked, earlier=[Turn("Hello!", "Hello."), Turn("Count.", "one")])
+    chat = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": picture_of(asked[0].canvas)}, {"type": "text", "text": "Hello!"}],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]},
+        {"role": "user", "content": [{"type": "text", "text": asked[0].text}]},
+    ]
+    inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)
+    assert torch.equal(prompts[0][0], inputs["input_ids"][0])
+    prompts.clear()
+    share = second_right(Listening(), processor, asked * 5, seed=0)
+    first, second = prompts
+    assert 0 <= share <= 1 and len(second) == 2
+    for earlier, later in zip(first, second):  # the second prompt goes on from the first one
+        assert torch.equal(later[: len(earlier)], earlier) and len(later) > len(earlier) + 16
+
+
 def test_a_batch_in_parts_is_the_batch(parts):
     """A row that is lost, twice, or beside another row's picture."""
     _, processor, pool = parts
     rng = np.random.default_rng(3)
     rows = Rows(processor, pool.canvas(rng))
-    asked = [ask(kind, pool, rng) for kind in ("leftmost", "where", "leftmost", "where", "how many", "leftmost")]
-    examples = [rows.example(question.text, question.answer) for question in asked]
+    asked = [ask(kind, pool, rng) for kind in ("leftmost", "how many", "leftmost", "how many", "how many", "leftmost")]
+    earlier = (("What is this?", "A picture of digits."),) * 3
+    examples = [
+        rows.example(question.text, question.answer, before=earlier if row in (1, 3) else ())
+        for row, question in enumerate(asked)
+    ]
     pixel_values = torch.stack([to_pixel_values(question.canvas) for question in asked])
     image_mask = torch.tensor([[True], [True], [False], [False], [True], [True]])
     split = parts_by_length(Batch(examples, pixel_values, image_mask))

@@ -32,6 +32,7 @@ from .language_scores import (
     most_frequent_by_kind,
     own_answers,
     same_logits,
+    second_right,
     verdicts_right,
 )
 from .language_training import Recipe, block_layers, train, training_dtype
@@ -121,6 +122,7 @@ def run_language(
         "accuracy": by_kind,
         "is there, yes or no alone right, known phrasings": verdicts_right(known, said[0]),
         "is there, yes or no alone right, new phrasings": verdicts_right(new, said[1]),
+        "right as the second question of a chat": second_right(model, processor, known, seed),
         "questions of each kind": count,
         **compare_texts(model, base, processor, pools[1], seed),
         "text-only logits bit-identical before training": same_before,

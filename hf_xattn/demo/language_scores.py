@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..processing_xattn import XAttnProcessor
 from .canvases import DigitPool, picture_of
-from .questions import KINDS, Question, ask
+from .questions import KINDS, Question, ask, kinds_of
 from .text_prompts import TEST_PROMPTS
 
 
@@ -22,16 +22,48 @@ ANSWER_TOKENS = 16  # generated for an answer about a canvas; the longest right 
 TEXT_TOKENS = 24  # generated for a question that no picture concerns
 
 
+class Turn(NamedTuple):
+    """A question of a chat and what was answered."""
+
+    question: str
+    answer: str
+
+
 def held_out_questions(pool: DigitPool, count: int, new_phrasing: bool, seed: int) -> list[Question]:
     """Draws `count` questions of each kind about canvases of held-out digits."""
     rng = np.random.default_rng((seed, 5, new_phrasing))
     return [ask(kind, pool, rng, new_phrasing) for kind in KINDS for _ in range(count)]
 
 
-def answers(model, processor: XAttnProcessor, questions: list[Question], see: bool = True) -> list[str]:
-    """Generates the answers to questions, greedily, with or without their pictures."""
+def answers(
+    model, processor: XAttnProcessor, questions: list[Question], see: bool = True, earlier: list[Turn] | None = None
+) -> list[str]:
+    """Generates the answers to questions, greedily, with or without their pictures.
+
+    Args:
+        model ([`PreTrainedModel`]): generates the answers.
+        processor ([`XAttnProcessor`]): renders the chats.
+        questions (`list[Question]`): what is asked.
+        see (`bool`): whether the chats begin with the picture.
+        earlier (`list[Turn]`, *optional*): a question and its answer that come before, for each question.
+    """
     pictures = [picture_of(question.canvas) for question in questions] if see else None
-    return _generate(model, processor, [question.text for question in questions], pictures, ANSWER_TOKENS)
+    return _generate(model, processor, [question.text for question in questions], pictures, ANSWER_TOKENS, earlier)
+
+
+def second_right(model, processor: XAttnProcessor, questions: list[Question], seed: int) -> float:
+    """Asks every fifth question again, after another one about the same canvas. Returns the share of whole answers that are right.
+
+    The earlier answer is the model's own.
+    """
+    rng = np.random.default_rng((seed, 8))
+    asked, first = questions[::5], []
+    for question in asked:
+        allowed = kinds_of(question.canvas)
+        first.append(ask(allowed[rng.integers(len(allowed))], None, rng, canvas=question.canvas))
+    earlier = [Turn(each.text, answer) for each, answer in zip(first, answers(model, processor, first))]
+    second = answers(model, processor, asked, earlier=earlier)
+    return sum(is_right(question, answer) for question, answer in zip(asked, second)) / len(asked)
 
 
 def accuracy_by_kind(questions: list[Question], said: list[str]) -> dict[str, float]:
@@ -130,14 +162,24 @@ def images_a_second(model, processor: XAttnProcessor, questions: list[Question])
 
 
 def _generate(
-    model, processor: XAttnProcessor, texts: list[str], pictures: list | None, max_new_tokens: int
+    model,
+    processor: XAttnProcessor,
+    texts: list[str],
+    pictures: list | None,
+    max_new_tokens: int,
+    earlier: list[Turn] | None = None,
 ) -> list[str]:
-    tokens = _tokens(model, processor, texts, pictures, max_new_tokens)
+    tokens = _tokens(model, processor, texts, pictures, max_new_tokens, earlier)
     return processor.batch_decode(tokens, skip_special_tokens=True)
 
 
 def _tokens(
-    model, processor: XAttnProcessor, texts: list[str], pictures: list | None, max_new_tokens: int
+    model,
+    processor: XAttnProcessor,
+    texts: list[str],
+    pictures: list | None,
+    max_new_tokens: int,
+    earlier: list[Turn] | None = None,
 ) -> list[list[int]]:
     """The tokens of the answers, without the padding behind the shorter ones."""
     last = model.generation_config.eos_token_id
@@ -145,7 +187,8 @@ def _tokens(
     answers: list[list[int]] = []
     for start in range(0, len(texts), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        inputs = _inputs(processor, texts[part], None if pictures is None else pictures[part]).to(model.device)
+        inputs = _inputs(processor, texts[part], pictures and pictures[part], earlier and earlier[part])
+        inputs = inputs.to(model.device)
         tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         for row in tokens[:, inputs["input_ids"].shape[1] :].tolist():
             end = next((place for place, token in enumerate(row) if token in ending), len(row))
@@ -153,19 +196,16 @@ def _tokens(
     return answers
 
 
-def _inputs(processor: XAttnProcessor, texts: list[str], pictures: list | None):
-    chats = [
-        [
-            {
-                "role": "user",
-                "content": [
-                    *([] if pictures is None else [{"type": "image", "image": pictures[index]}]),
-                    {"type": "text", "text": text},
-                ],
-            }
-        ]
-        for index, text in enumerate(texts)
-    ]
+def _inputs(processor: XAttnProcessor, texts: list[str], pictures: list | None, earlier: list[Turn] | None = None):
+    chats = []
+    for index, text in enumerate(texts):
+        turns = [] if earlier is None else [*earlier[index]]
+        contents: list[list[dict[str, Any]]] = [[{"type": "text", "text": said}] for said in [*turns, text]]
+        if pictures is not None:
+            contents[0].insert(0, {"type": "image", "image": pictures[index]})
+        chats.append(
+            [{"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(contents)]
+        )
     return processor.apply_chat_template(
         chats, tokenize=True, return_dict=True, add_generation_prompt=True, processor_kwargs={"padding": True}
     )

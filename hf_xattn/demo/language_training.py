@@ -14,22 +14,23 @@ from ..processing_xattn import XAttnProcessor
 from ..projection import multiplies_natively
 from .canvases import DigitPool, picture_of, to_pixel_values
 from .checkpoints import optimize
-from .questions import ask
+from .questions import ask, kinds_of
 from .text_prompts import TRAINING_PROMPTS
 from .upper_layers import Example, UpperLayers
 
 
 # How often each kind of question is asked. The hard kinds come more often.
 SHARES = {
-    "read": 2,
+    "read": 3,
     "how many": 1,
     "leftmost": 2,
-    "largest": 2,
-    "smallest": 2,
-    "is there": 3,
-    "sum": 2,
-    "where": 5,
+    "largest": 3,
+    "smallest": 3,
+    "is there": 2,
+    "sum": 3,
+    "where": 4,
 }
+SECOND = 0.15  # share of the questions that come after another one about the same canvas
 TEXT_EVERY = 12  # one step in so many is on questions that the picture does not concern
 WARMUP_STEPS = 20
 TEXT_TOKENS = 24  # of an answer to such a question
@@ -61,18 +62,26 @@ class Rows:
     def __init__(self, processor: XAttnProcessor, canvas):
         self._collator = XAttnDataCollator(processor, padding_side="right")
         self._picture = picture_of(canvas)  # the text is the same for every picture
-        self._known: dict[tuple[str, str, bool], Example] = {}
-        ids, _ = self._tokens("?", "!", True)
+        self._known: dict[tuple[tuple[tuple[str, str], ...], bool], Example] = {}
+        ids, _ = self._tokens((("?", "!"),), True)
         marker: Any = processor.image_token_id
         self.beginning = ids[: ids.index(marker)]
 
-    def example(self, question: str, answer: str, with_image: bool = True) -> Example:
-        """Returns the tokens of a chat with one question and its answer, after the common beginning.
+    def example(
+        self, question: str, answer: str, with_image: bool = True, before: tuple[tuple[str, str], ...] = ()
+    ) -> Example:
+        """Returns the tokens of a chat, after the common beginning.
+
+        Args:
+            question (`str`): the last question.
+            answer (`str`): its answer.
+            with_image (`bool`): whether the chat begins with the picture.
+            before (`tuple[tuple[str, str], ...]`): earlier questions and answers, which are trained too.
 
         Raises:
             ValueError: if the chat does not begin as the others do.
         """
-        key = question, answer, with_image
+        key = (*before, (question, answer)), with_image
         if key not in self._known:
             ids, labels = self._tokens(*key)
             start = len(self.beginning)
@@ -83,9 +92,14 @@ class Rows:
             self._known[key] = Example(tuple(ids[start:]), tuple(labels[start:]))
         return self._known[key]
 
-    def _tokens(self, question: str, answer: str, with_image: bool) -> tuple[list[int], list[int]]:
-        asked = [{"type": "image", "image": self._picture}] * with_image + [{"type": "text", "text": question}]
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    def _tokens(self, turns: tuple[tuple[str, str], ...], with_image: bool) -> tuple[list[int], list[int]]:
+        messages: list[dict[str, Any]] = []
+        for question, answer in turns:
+            seen = [{"type": "image", "image": self._picture}] * (with_image and not messages)
+            messages += [
+                {"role": "user", "content": [*seen, {"type": "text", "text": question}]},
+                {"role": "assistant", "content": answer},
+            ]
         batch = self._collator([{"messages": messages}])
         return batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
 
@@ -125,7 +139,14 @@ def batch_of_step(
         kinds, shares = list(SHARES), np.array(list(SHARES.values())) / sum(SHARES.values())
         asked = [ask(kinds[rng.choice(len(kinds), p=shares)], pool, rng) for _ in range(batch_size)]
         canvases = [question.canvas for question in asked]
-        examples = [rows.example(question.text, question.answer) for question in asked]
+        examples = []
+        for question in asked:
+            before: tuple[tuple[str, str], ...] = ()
+            if rng.random() < SECOND:
+                allowed = kinds_of(question.canvas)
+                first = ask(allowed[rng.integers(len(allowed))], pool, rng, canvas=question.canvas)
+                before = ((first.text, first.answer),)
+            examples.append(rows.example(question.text, question.answer, before=before))
     return Batch(examples, torch.stack([to_pixel_values(canvas) for canvas in canvases]), image_mask)
 
 

@@ -31,6 +31,12 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "Tell me every digit you see.",
         "What digits are written here?",
         "Please read out the digits in order.",
+        "What are the numbers in this image?",
+        "Write down the digits.",
+        "Name all digits in order.",
+        "Give me the digits from left to right.",
+        "Which digits can you see?",
+        "What is written in the picture?",
     ),
     "how many": (
         "How many digits are there?",
@@ -47,6 +53,9 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "Name the leftmost digit.",
         "What is the digit at the left end?",
         "Tell me the digit that is furthest to the left.",
+        "Start on the left: which digit is it?",
+        "What is the digit furthest left?",
+        "Say the first digit.",
     ),
     "largest": (
         "Which is the largest digit?",
@@ -56,6 +65,10 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "Find the highest digit in the picture.",
         "Which of the digits has the largest value?",
         "What is the maximum of the digits?",
+        "Which number is the greatest?",
+        "Say the highest digit.",
+        "Which digit is greater than the others?",
+        "What is the highest number you see?",
     ),
     "smallest": (
         "Which is the smallest digit?",
@@ -65,6 +78,10 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "Find the lowest digit in the picture.",
         "Which of the digits has the smallest value?",
         "What is the minimum of the digits?",
+        "Which number is the least?",
+        "Say the lowest digit.",
+        "Which digit is less than the others?",
+        "What is the lowest number you see?",
     ),
     "is there": (
         "Is there a {digit}?",
@@ -83,6 +100,12 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "What is the total of the digits?",
         "Add up both digits.",
         "Sum up the digits, please.",
+        "What do you get if you add the digits?",
+        "Add the two numbers.",
+        "How much do the two digits make?",
+        "What is the first digit plus the second?",
+        "Give the sum.",
+        "Work out the total of both digits.",
     ),
     "where": (
         "Where is the {digit}?",
@@ -93,6 +116,10 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "Where does the {digit} stand?",
         "What is the place of the {digit}?",
         "Locate the {digit}.",
+        "At which place is the {digit}?",
+        "Tell me the position of the {digit}.",
+        "Where can I find the {digit}?",
+        "Point out the {digit}.",
     ),
 }
 
@@ -159,7 +186,9 @@ class Question(NamedTuple):
     asked: str = ""
 
 
-def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -> Question:
+def ask(
+    kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False, canvas: Canvas | None = None
+) -> Question:
     """Draws a canvas, and a question of a kind that the canvas allows.
 
     The digit that "is there" asks for is on half of the canvases.
@@ -169,12 +198,14 @@ def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -
         pool ([`DigitPool`]): the digit images.
         rng (`np.random.Generator`): makes the choices.
         new_phrasing (`bool`): use a phrasing that training never holds.
+        canvas ([`Canvas`], *optional*): ask about this one. It must allow the kind (see [`kinds_of`]).
     """
     phrasings = (NEW_PHRASINGS if new_phrasing else PHRASINGS)[kind]
     text = phrasings[rng.integers(len(phrasings))]
-    canvas = pool.canvas(rng)
-    while not _suits(kind, canvas.digits):
+    if canvas is None:
         canvas = pool.canvas(rng)
+        while not _suits(kind, canvas.digits):
+            canvas = pool.canvas(rng)
     digits = canvas.digits
     if kind == "is there":
         present = bool(rng.integers(2))
@@ -197,6 +228,11 @@ def ask(kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False) -
         "sum": f"{' plus '.join(words[:2])} is {NUMBERS[sum(digits[:2])]}",
     }
     return Question(kind, canvas, text, answers[kind])
+
+
+def kinds_of(canvas: Canvas) -> list[str]:
+    """The kinds of question that a canvas allows."""
+    return [kind for kind in KINDS if _suits(kind, canvas.digits)]
 
 
 def _about(phrasing: str, digit: int) -> str:
