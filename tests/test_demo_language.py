@@ -19,7 +19,7 @@ from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, patch_labels
 from hf_xattn.demo.checkpoints import make_vision_checkpoint
 from hf_xattn.demo.connector_start import ridge, start_connector, word_states
 from hf_xattn.demo.language_models import language_model
-from hf_xattn.demo.language_run import _retrofit
+from hf_xattn.demo.language_run import retrofitted
 from hf_xattn.demo.language_scores import (
     Turn,
     accuracy_by_kind,
@@ -37,6 +37,7 @@ from hf_xattn.demo.upper_layers import UpperLayers
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+import demo_choices
 import llava_projector
 
 
@@ -57,7 +58,7 @@ def parts(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     pool = DigitPool(held_out=False)
     make_vision_checkpoint(folder / "vision", pool, steps=1, seed=0, where=True)
-    model, processor = _retrofit(language_model(source, folder), folder / "vision")
+    model, processor = retrofitted(language_model(source, folder), folder / "vision")
     return randomize(model).eval(), processor, pool
 
 
@@ -101,6 +102,26 @@ def test_the_comparison_with_llava(finished):
     assert tokens["Llava"] - tokens["blocks"] == 12 and tokens["blocks"] - tokens["base, without a picture"] == 1
     lines = llava_projector.table(compared).splitlines()
     assert all(any(line.startswith(f"| {kind} |") for line in lines) for kind in KINDS)
+
+
+def test_trials_of_choices(finished, tmp_path, monkeypatch):
+    """A choice that changes nothing, or a trial of what the demo does not make."""
+    folder, _ = finished
+    made = []
+    start = demo_choices.start_connector
+    monkeypatch.setattr(demo_choices, "start_connector", lambda *given: made.append(given) or start(*given))
+    monkeypatch.setattr(
+        demo_choices, "CHOICES", demo_choices.CHOICES | {"6 a step": {"batch_size": 6, "layers": range(3, 4)}}
+    )
+    results = demo_choices.compare(folder, 1, 0, ["connector from random weights", "6 a step"], count=1)
+    assert len(made) == 1 and made[0][0].config.cross_attention_layers == [1]
+    assert json.loads((folder / "choices.json").read_text()) == results
+    assert all(set(KINDS) | {"minutes"} == set(result) for result in results.values())
+    assert demo_choices.table(results).count("|\n") == 3
+    with pytest.raises(ValueError, match="`--choice` must be of"):
+        demo_choices.compare(folder, 1, 0, ["red"])
+    with pytest.raises(ValueError, match="finished"):
+        demo_choices.compare(tmp_path, 1, 0, [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -308,7 +329,7 @@ def test_the_connector_starts_where_the_words_are(source, tmp_path):
     """Hidden states of another layer or another token; a patch that starts at another digit's word."""
     pool = DigitPool(held_out=False)
     make_vision_checkpoint(tmp_path / "vision", pool, steps=60, seed=0, where=True)
-    model, processor = _retrofit(language_model(source, tmp_path), tmp_path / "vision")
+    model, processor = retrofitted(language_model(source, tmp_path), tmp_path / "vision")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     first = min(model.config.cross_attention_layers)
     words = word_states(base, processor, first, WORDS)

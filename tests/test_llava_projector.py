@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlavaProcessor
 from hf_xattn.demo.canvases import DigitPool, picture_of, to_pixel_values
 from hf_xattn.demo.checkpoints import make_vision_checkpoint
 from hf_xattn.demo.language_models import language_model
-from hf_xattn.demo.language_run import _retrofit
+from hf_xattn.demo.language_run import retrofitted
 from hf_xattn.demo.language_scores import same_logits
 from hf_xattn.demo.language_training import Batch, Rows
 from hf_xattn.demo.questions import ask
@@ -33,7 +33,7 @@ def parts(tmp_path_factory):
     pool = DigitPool(held_out=False)
     make_vision_checkpoint(folder / "vision", pool, steps=1, seed=0, where=True)
     text = language_model(write_gguf(folder / "tiny.gguf"), folder)
-    processor = _retrofit(text, folder / "vision")[1]
+    processor = retrofitted(text, folder / "vision")[1]
     tower = AutoModel.from_pretrained(folder / "vision").eval()
     torch.manual_seed(0)
     llava = llava_of(AutoModelForCausalLM.from_pretrained(text).eval(), tower, processor.image_token_id)

@@ -87,7 +87,7 @@ def run_language(
         torch.set_num_threads(threads)
 
     say("3/5 Retrofit, and training of what was added")
-    model, processor = _retrofit(text, output / "vision")
+    model, processor = retrofitted(text, output / "vision")
     base = AutoModelForCausalLM.from_pretrained(text).eval()
     start_connector(model, base, processor, pools[0], seed)
     same_before = same_logits(model.eval(), base, processor)
@@ -147,7 +147,18 @@ def run_language(
     return results
 
 
-def _retrofit(text: Path, vision: Path):
+def retrofitted(text: Path, vision: Path, layers: list[int] | None = None, block: dict[str, Any] = BLOCK):
+    """Puts fresh blocks into a language model with a chat template.
+
+    Args:
+        text (`Path`): checkpoint of the language model, with its tokenizer.
+        vision (`Path`): checkpoint of the tower, with its image processor.
+        layers (`list[int]`, *optional*): layers that get a block in front. Default: those of [`block_layers`].
+        block (`dict`): options of the blocks.
+
+    Returns:
+        The model, whose language model and tower are frozen, and its processor.
+    """
     tokenizer = AutoTokenizer.from_pretrained(text, padding_side="left")
     tokenizer.add_tokens([IMAGE_TOKEN], special_tokens=True)
     marker: Any = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
@@ -157,8 +168,8 @@ def _retrofit(text: Path, vision: Path):
     model = retrofit(
         base,
         vision,
-        cross_attention_layers=block_layers(base.config.get_text_config().num_hidden_layers),
-        cross_attention=BLOCK,
+        cross_attention_layers=layers or block_layers(base.config.get_text_config().num_hidden_layers),
+        cross_attention=block,
         connector_type="linear",
         image_token_id=marker,
         image_visibility="previous",
