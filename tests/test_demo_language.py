@@ -26,6 +26,7 @@ from hf_xattn.demo.language_scores import (
     answers,
     holds,
     most_frequent_by_kind,
+    places_right,
     second_right,
     verdicts_right,
 )
@@ -111,7 +112,7 @@ def test_trials_of_choices(finished, tmp_path, monkeypatch):
     start = demo_choices.start_connector
     monkeypatch.setattr(demo_choices, "start_connector", lambda *given: made.append(given) or start(*given))
     monkeypatch.setattr(
-        demo_choices, "CHOICES", demo_choices.CHOICES | {"6 a step": {"batch_size": 6, "layers": range(3, 4)}}
+        demo_choices, "CHOICES", demo_choices.CHOICES | {"6 a step": {"batch_size": 6, "layers": (0.25,)}}
     )
     results = demo_choices.compare(folder, 1, 0, ["connector from random weights", "6 a step"], count=1)
     assert len(made) == 1 and made[0][0].config.cross_attention_layers == [1]
@@ -143,9 +144,12 @@ def test_answers_are_right(kind):
             assert ("an eight" in text) == (named[0] == "eight" and "digit eight" not in text and "any" not in text)
         elif kind == "where":
             row, column = canvas.corners[canvas.digits.index(WORDS.index(named[0]))]
-            start, _, place = question.answer.partition(" ")
+            *others, last = question.answer.split(", ")
+            before = [pair.split() for pair in others]
+            assert [WORDS.index(word) for word, _ in before] == canvas.digits[: len(before)]
+            assert all(verdict == "no" and word != named[0] for word, verdict in before)
+            start, vertical, horizontal = last.split()
             assert start == named[0]
-            vertical, horizontal = place.split()
             assert (vertical == "bottom") == (row >= HEIGHT // 2)
             assert horizontal == ("left" if column < WIDTH / 3 else "right" if column >= 2 * WIDTH / 3 else "middle")
             assert canvas.digits.count(WORDS.index(named[0])) == 1
@@ -198,12 +202,24 @@ def test_a_verdict_counts_alone():
     assert verdicts_right(asked, [f"one no, two {other[each]}" for each in verdict] + [""]) == 0
 
 
+def test_a_place_counts_alone():
+    """A place that is wrong in one of its two words; a right one behind a digit misread."""
+    pool, rng = DigitPool(held_out=True), np.random.default_rng(0)
+    asked = [ask("where", pool, rng) for _ in range(4)] + [ask("read", pool, rng)]
+    places = [question.answer.split()[-2:] for question in asked]
+    assert places_right(asked, [f"one no, two {row} {column}." for row, column in places]) == 1
+    other = {"top": "bottom", "bottom": "top"}
+    assert places_right(asked[:2], [f"two {other[row]} {column}" for row, column in places[:2]]) == 0
+    assert places_right(asked[:2], ["", places[1][1]]) == 0
+
+
 def test_the_most_frequent_answer_knows_the_digits_that_are_asked_for():
     """A baseline that counts `six top left` and `two top left` as two answers: it would look weaker than guessing the place."""
     pool, rng = DigitPool(held_out=True), np.random.default_rng(0)
     asked = [ask(kind, pool, rng) for kind in KINDS for _ in range(60)]
     best = most_frequent_by_kind(asked)
-    places = Counter(question.answer.split(" ", 1)[1] for question in asked if question.kind == "where")
+    rest = (question.answer.split() for question in asked if question.kind == "where")
+    places = Counter(" ".join([*words[:-3], *words[-2:]]) for words in rest)  # without the digit that was asked for
     assert best["where"] == max(places.values()) / 60
 
 
@@ -239,6 +255,7 @@ def test_a_right_word_is_a_whole_word():
         ("sum", "four plus five is nine", ["four", "five", "nine"]),
         ("is there", "two no, seven yes", ["two", "seven"]),
         ("where", "six top left", ["top"]),
+        ("where", "two no, six top left", ["top"]),
         ("where", "six", ["six"]),
         ("read", "nothing", ["nothing"]),
         ("read", "", []),

@@ -20,6 +20,7 @@ from .canvases import CHAT_TEMPLATE, HEIGHT, PATCH, WIDTH, DigitPool, patch_labe
 
 
 WHERE_SHARE = 0.1  # of "which patch is this" in the tower's loss: a large share costs digits
+FULL_CANVASES = 48  # of the 64 of a step: with one to three digits, few of the patches teach what a digit is
 NOISE = 0.5  # of pixels in [-1, 1], its largest standard deviation
 
 
@@ -105,8 +106,8 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
 def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int, where: bool = False) -> None:
     """Trains a small ViT to predict, for each patch, the digit and the digit's place. The classifier heads are not saved.
 
-    With `where` it also predicts which patch of the canvas each one is, from noisy canvases. Otherwise its last layer tells the order of
-    the digits, but no longer where they stand.
+    With `where` it also predicts which patch of the canvas each one is, from noisy canvases, most of which hold a digit in each column.
+    Otherwise its last layer tells the order of the digits, but no longer where they stand.
     """
     torch.manual_seed(seed + 1)
     config = ViTConfig(
@@ -124,9 +125,13 @@ def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int,
     # Most patches are background.
     weights = [torch.tensor([1.0] * (count - 1) + [0.2]) for count in classes[:2]] + [None]
     generator = torch.Generator().manual_seed(seed)
+    full = FULL_CANVASES if where else 0
 
     def loss_of_step(step: int) -> torch.Tensor:
-        canvases = [pool.canvas(np.random.default_rng((seed, 2, step, row))) for row in range(64)]
+        canvases = [
+            pool.canvas(np.random.default_rng((seed, 2, step, row)), WIDTH // PATCH if row < full else None)
+            for row in range(64)
+        ]
         pixel_values = torch.cat([to_pixel_values(canvas) for canvas in canvases])
         labels = [*torch.stack([patch_labels(canvas) for canvas in canvases], dim=1)]
         if where:

@@ -93,6 +93,12 @@ def verdicts_right(questions: list[Question], said: list[str]) -> float:
     return sum(holds(right, "yes") == holds(answer, "yes") for right, answer in asked) / len(asked)
 
 
+def places_right(questions: list[Question], said: list[str]) -> float:
+    """Returns the share of the answers to "where" that end with the right place, whatever digits they name."""
+    asked = [(question.answer, answer) for question, answer in zip(questions, said) if question.kind == "where"]
+    return sum(_normal(answer).split()[-2:] == right.split()[-2:] for right, answer in asked) / len(asked)
+
+
 def is_right(question: Question, answer: str) -> bool:
     """Whether a whole answer is right. Capitals, outer spaces and a last full stop do not count."""
     return _normal(answer) == _normal(question.answer)

@@ -24,7 +24,7 @@ def draw_questions(
 ) -> None:
     """Draws one question of each kind: the canvas, then the canvas again for a word of the answer that the image decides; three to read.
 
-    That is a digit word; in the answer to "where", which repeats the digit of the question, it is the word after it.
+    That is a digit word; in the answer to "where" it is the word after the digit that was asked for.
 
     The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and, without `layer`, over
     blocks. The questions are the first ones about as many digits as a canvas can hold.
@@ -94,10 +94,7 @@ def decided_words(question: Question, said: list[int], tokenizer) -> list[Word]:
         tokenizer: the one that made them.
     """
     words = words_of(said, tokenizer)
-    after = question.kind == "where"
-    decided = [
-        words[index + after]
-        for index, word in enumerate(words)
-        if word.text.strip(",.").lower() in WORDS and index + after < len(words)
-    ]
-    return decided or words[:1]
+    digits = [index for index, word in enumerate(words) if word.text.strip(",.").lower() in WORDS]
+    if question.kind == "where":
+        digits = [index + 1 for index in digits[-1:] if index + 1 < len(words)]
+    return [words[index] for index in digits] or words[:1]

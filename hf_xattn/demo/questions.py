@@ -4,9 +4,10 @@ The phrasings for training and the held-out phrasings are separate lists. An ans
 as a whole.
 
 A question about one digit needs the word that was asked for at the position where the answer is decided. Where an answer starts, a frozen
-language model holds next to nothing of that word; it holds it where the word itself stands. So the answer to "where" repeats the word, which
-then steers where the block looks: `seven top left`. The answer to "is there" reads the digits, and says for each one if it is the digit
-that was asked for: `two no, seven yes`. This compares words, which a language model can do; the sum names its digits for the same reason.
+language model holds next to nothing of that word; it holds it where the word itself stands. So the answer to "is there" reads the digits,
+and says for each one if it is the digit that was asked for: `two no, seven yes`. This compares words, which a language model can do; the
+sum names its digits for the same reason. The answer to "where" reads up to the digit that was asked for, and says its place, which the
+block sees where it looks at that moment: `two no, seven top left`.
 """
 
 from __future__ import annotations
@@ -120,6 +121,9 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
         "Tell me the position of the {digit}.",
         "Where can I find the {digit}?",
         "Point out the {digit}.",
+        "Could you say where the {digit} is?",
+        "Do you know where the {digit} is?",
+        "Can you find the place of the {digit}?",
     ),
 }
 
@@ -175,7 +179,8 @@ class Question(NamedTuple):
         kind (`str`): one of `KINDS`.
         canvas ([`Canvas`]): what it is about.
         text (`str`): the question.
-        answer (`str`): the right answer, such as `seven, two`, `three`, `two no, seven yes`, `four plus five is nine` or `six top left`.
+        answer (`str`): the right answer, such as `seven, two`, `three`, `two no, seven yes`, `four plus five is nine` or
+            `two no, six top left`.
         asked (`str`): the digit word that the question is about, or "".
     """
 
@@ -217,7 +222,10 @@ def ask(
         places = [place for place, digit in enumerate(digits) if digits.count(digit) == 1]
         place = places[rng.integers(len(places))]
         word = WORDS[digits[place]]
-        return Question(kind, canvas, _about(text, digits[place]), f"{word} {region(*canvas.corners[place])}", word)
+        answer = ", ".join(
+            [*(f"{WORDS[each]} no" for each in digits[:place]), f"{word} {region(*canvas.corners[place])}"]
+        )
+        return Question(kind, canvas, _about(text, digits[place]), answer, word)
     words = [WORDS[digit] for digit in digits]
     answers = {
         "read": ", ".join(words),
