@@ -62,7 +62,7 @@ def trial(
     if start:
         start_connector(model, base, processor, pool, seed)
     recipe = Recipe(steps * Recipe().batch_size // batch_size, batch_size, learning_rate)
-    begun = time.process_time()  # of the processor: trials may share the machine
+    begun = time.process_time()  # of the processor, because trials may share the machine
     train(model, processor, pool, text_answers, recipe, seed)
     minutes = (time.process_time() - begun) / 60
     questions = held_out_questions(pool, count, True, seed + 1)
