@@ -90,6 +90,8 @@ class GatedCrossAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        # Of this process: under tensor parallelism a rank holds some of the heads (see `tensor_parallel.py`).
+        self.num_key_value_heads = config.num_key_value_heads
         self.num_groups = config.num_attention_heads // config.num_key_value_heads
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5
@@ -204,6 +206,8 @@ class GatedCrossAttention(nn.Module):
         num_tokens = key.shape[2] - self.quiet_softmax
         repeats = text_rows // rows
         mask, visible = context.folded_mask
+        if mask is not None:
+            mask = self._mask_of_rank(mask, text_rows // rows * text_len)
         output_attentions = bool(context.output_attentions)
         dropout = self.attention_dropout if self.training else 0.0
         if num_tokens == 1 and not (self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()):
@@ -243,6 +247,13 @@ class GatedCrossAttention(nn.Module):
         if visible is not None:
             weights = torch.where(visible[:, None], weights, 0)
         return output, weights
+
+    def _mask_of_rank(self, mask: torch.Tensor, positions: int) -> torch.Tensor:
+        """Takes the entries of this rank's heads from a mask `(R, 1, r * T * G, N)`. All heads of a text position see the same."""
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        if group == self.num_groups or mask.shape[2] != positions * group:
+            return mask
+        return mask.unflatten(2, (positions, group))[:, :, :, : self.num_groups].flatten(2, 3)
 
     def _call_kernel(
         self,

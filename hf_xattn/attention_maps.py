@@ -258,13 +258,18 @@ def attention_maps(
 
     Raises:
         TypeError: for a model without blocks, inputs that are not a mapping, or arguments of `generate` without `max_new_tokens`.
-        ValueError: without `input_ids` or images, or for a cache that holds text.
+        ValueError: without `input_ids` or images, for a cache that holds text, or for a model that is split over ranks.
     """
     outer: Any = model
     inner = outer.get_base_model() if hasattr(outer, "get_base_model") else outer  # PEFT's wrapper
     if not isinstance(inner, (XAttnModel, XAttnForConditionalGeneration)):
         raise TypeError(
             f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}. `retrofit` makes such a model."
+        )
+    if inner.tp_size not in (None, 1):
+        raise ValueError(
+            f"Expected `model` to be whole, got one that is split over ranks (tensor parallelism, {inner.tp_size} ranks): a rank knows only "
+            "the attention of its heads."
         )
     if not isinstance(inputs, Mapping):
         raise TypeError(

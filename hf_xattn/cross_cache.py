@@ -175,8 +175,7 @@ def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, hea
             "Another model encoded them."
         )
     _, heads, _, width = cache.layers[0].keys.shape
-    # Under tensor parallelism a rank holds only some of the heads.
-    if num_key_value_heads % heads or width != head_dim:
+    if heads != num_key_value_heads or width != head_dim:
         raise ValueError(
             f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `past_key_values`, got {heads} of width {width}. "
             "Another model encoded the images."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,9 +18,9 @@ def is_distributed() -> bool:
 
 
 def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
-    """The whole weights of a model that `fully_shard` (FSDP2) has sharded, on the CPU of the first process; empty on the others.
+    """The whole weights of a model that is sharded (FSDP2, tensor parallelism), on the CPU of the first process; empty on the others.
 
-    All processes must call this. Models that transformers has sharded gather their weights themselves.
+    All processes must call this.
 
     Returns:
         `dict`, or None for a model whose weights are whole.
@@ -26,7 +28,7 @@ def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
     Raises:
         ValueError: for a model in FSDP's wrapper (`FullyShardedDataParallel`), which alone can gather them.
     """
-    if not torch.distributed.is_available() or getattr(model.config, "distributed_config", None) is not None:
+    if not torch.distributed.is_available():
         return None
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
@@ -43,3 +45,22 @@ def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
 
     weights: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return weights
+
+
+def is_sharded_by_transformers(model: Any) -> bool:
+    """Whether the model was loaded with a `distributed_config`. transformers then gathers its weights when it saves it."""
+    return getattr(model.config, "distributed_config", None) is not None
+
+
+@contextlib.contextmanager
+def saved_by_one(model: Any) -> Iterator[None]:
+    """Inside, transformers writes the weights that it is given: it gathers nothing and waits for no other process."""
+    if not is_sharded_by_transformers(model):
+        yield
+        return
+    config = model.config
+    known, config.distributed_config = config.distributed_config, None
+    try:
+        yield
+    finally:
+        config.distributed_config = known

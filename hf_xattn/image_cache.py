@@ -111,6 +111,15 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     return image_cache_of(combined, _empty_like(caches[0].self_attention_cache))
 
 
+def _check_whole(model: _Model) -> None:
+    heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
+    if held != heads:
+        raise ValueError(
+            f"Expected `model` to hold all {heads} K/V heads, got {held}: it is split over ranks (tensor parallelism), and a file of a "
+            "rank's heads fits no other number of ranks. Save and load image caches with a model that is not split."
+        )
+
+
 def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None:
     """Writes encoded images to a safetensors file.
 
@@ -126,6 +135,7 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     cross, layout = _filled("cache", cache)
     check_path("path", path)
     _check_model(model)
+    _check_whole(model)
     identity = model.image_identity()
     if cross.made_by not in (None, identity):
         raise ValueError(
@@ -163,6 +173,7 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
     """
     check_path("path", path)
     _check_model(model)
+    _check_whole(model)
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, got {path}, which does not exist.")
     try:
@@ -204,10 +215,8 @@ def _cross_of_file(
         device = device_of(layer.attn.k_proj)
         pair = []
         for name in (f"layers.{index}.keys", f"layers.{index}.values"):
-            heads = tensors[name].shape[1]  # under tensor parallelism a rank holds only some of the heads
+            heads = block.num_key_value_heads
             _check_tensor(tensors, name, (rows, heads, count + block.quiet_softmax, block.head_dim), None)
-            if not heads or block.num_key_value_heads % heads:
-                raise ValueError(f"expected {block.num_key_value_heads} K/V heads in {name}, got {heads}")
             pair.append(tensors[name].to(device))
         keys_values.append((pair[0], pair[1]))
     device = keys_values[0][0].device

@@ -301,7 +301,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
         """Raises a `ValueError` where encoded images are of another model, or of this one with other weights."""
         block = self.config.cross_attention_config
         if cross.layers:
-            check_fits(cross, len(self.config.cross_attention_layers), block.num_key_value_heads, block.head_dim)
+            check_fits(
+                cross, len(self.config.cross_attention_layers), self.blocks[0].attn.num_key_value_heads, block.head_dim
+            )
         if cross.made_by is None or torch.compiler.is_compiling():
             return
         current = self.image_identity()

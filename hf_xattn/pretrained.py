@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .insertion import BLOCKS
 from .quantization import finish_quantized, keep_added_precise
 from .saving import XAttnSavingMixin
 from .stub import NamesItsStub
+from .tensor_parallel import block_plan
 
 
 class XAttnPreTrainedModel(NamesItsStub, XAttnSavingMixin, PreTrainedModel):
@@ -62,6 +64,15 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnSavingMixin, PreTrainedModel):
         super()._set_gradient_checkpointing(*args, **kwargs)
         if self.training:
             self.train()  # frozen layers that are checkpointed train, see `frozen_modes.py`
+
+    def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
+        """transformers' plans, and rows for the blocks in the tensor-parallel one."""
+        if distributed_config.tp_size > 1:
+            rows = block_plan(self.config.cross_attention_config, distributed_config.tp_size)
+            places = {re.sub(r"\.\d+\.", ".*.", name) for name, _ in self.named_modules() if name.endswith(BLOCKS)}
+            added = {f"{place}.{name}": style for place in places for name, style in rows.items()}
+            self._tp_plan = added | (self._tp_plan or {})  # a plan that was given has the last word
+        return super()._resolve_parallel_plans(distributed_config)
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
         """`PreTrainedModel.set_attn_implementation`.

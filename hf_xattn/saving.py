@@ -11,7 +11,7 @@ import torch
 
 from .adapter_saving import SAVE_OR_MERGE, check_bases, check_target, forget_adapter, save_adapter
 from .custom_code import save_code
-from .distributed import gathered_weights
+from .distributed import gathered_weights, is_sharded_by_transformers, saved_by_one
 from .keywords import refuse_unknown, suggestion
 from .model_card import FILE, is_blank, write_model_card
 from .peft_layers import refuse_adapter_layers
@@ -158,7 +158,7 @@ class XAttnSavingMixin(Model):
         if is_main_process:
 
             def save(folder: Path, weights: dict[str, torch.Tensor], keeps_quantization: bool) -> None:
-                with without_quantizer(self, keeps_quantization):
+                with without_quantizer(self, keeps_quantization), saved_by_one(self):
                     self._write(folder, True, (), with_code, {**options, "state_dict": weights})
 
             save_adapter(self, target, save, bases, state_dict)
@@ -186,7 +186,8 @@ class XAttnSavingMixin(Model):
                     "`state_dict` does not work with a quantized model: transformers saves the weights that the model holds. Leave it "
                     "out."
                 )
-            gathered = None if given is not None else gathered_weights(self)
+            whole = given is not None or is_sharded_by_transformers(self)
+            gathered = None if whole else gathered_weights(self)
             if gathered is not None:
                 options, args = {**options, "state_dict": gathered}, args[1:]
         is_unnamed = self._takes_name_of_folder()

@@ -1,0 +1,130 @@
+"""Tensor parallelism: blocks split over real ranks, each a process of `torchrun`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_text, pixels, randomize, vision_config
+from tensor_parallel_ranks import train_without_dropout
+from transformers import AutoModel, AutoModelForImageTextToText
+
+from hf_xattn import CrossAttentionConfig, retrofit
+from hf_xattn.tensor_parallel import block_plan
+
+
+RANKS = Path(__file__).parent / "tensor_parallel_ranks.py"
+CASES = {
+    "split": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True, "attention_bias": True},
+    "auto": {"num_attention_heads": 4, "num_key_value_heads": 4, "quiet_softmax": True},
+    "shared": {"num_attention_heads": 4, "num_key_value_heads": 1, "qk_norm": True, "mlp_bias": True},
+    "whole": {"num_attention_heads": 3, "num_key_value_heads": 1, "mlp_type": "plain"},
+    "gpt2": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "position_bias": True},
+}
+
+
+def make(folder, cross_attention, name="llama"):
+    bases = folder.parents[1] / name
+    if not bases.exists():
+        make_text(name).save_pretrained(bases / "text")
+        AutoModel.from_config(vision_config()).save_pretrained(bases / "vision")
+    model = randomize(retrofit(bases / "text", bases / "vision", every=2, cross_attention=cross_attention))
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 90, (2, 7), generator=generator)
+    text, images = {"input_ids": ids, "labels": ids}, {"pixel_values": pixels()[:2]}
+    mask = torch.rand(2, 7, 16, generator=generator) > 0.4
+    mask[0, 2] = False  # a text token that sees nothing
+    key = torch.randn(2, 1, model.config.cross_attention_config.context_size, generator=generator)
+    expected = {"text": text, **images, "mask": mask, "key": key}
+    with torch.no_grad():
+        expected["logits"] = model(**text, **images).logits
+        expected["masked"] = model(input_ids=ids, **images, cross_attention_mask=mask).logits
+        expected["one key"] = model(input_ids=ids, cross_attention_states=key).logits
+    expected["tokens"] = model.generate(
+        ids, attention_mask=torch.ones_like(ids), **images, max_new_tokens=6, do_sample=False
+    )
+    train_without_dropout(model)
+    model(**text, **images).loss.backward()
+    expected["gradients"] = {n: weight.grad for n, weight in model.named_parameters() if weight.grad is not None}
+    torch.save(expected, folder / "expected.pt")
+
+
+def run_ranks(folder, ranks):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*command, RANKS, folder], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {
+        case.name: [json.loads((case / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+        for case in folder.iterdir()
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What two ranks found, for each case."""
+    folder = tmp_path_factory.mktemp("split") / "cases"
+    for name, cross_attention in CASES.items():
+        make(folder / name, cross_attention, "gpt2" if name == "gpt2" else "llama")
+    return folder, run_ranks(folder, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_compute_what_one_process_computes(case, found):
+    """Heads beside the wrong keys, a sum over ranks that is missing or made twice, masks of other heads."""
+    folder, of_rank = found
+    for rank in of_rank[case]:
+        assert max(rank["logits"], rank["masked"], rank["one key"], rank["added"]) < 1e-5
+        assert rank["generated"] and rank["from a cache"]
+        assert rank["without gradient"] == [] and rank["gradients"] < 1e-3
+    whole = AutoModelForImageTextToText.from_pretrained(folder / case)
+    for saved in ("saved", "adapter"):
+        again = AutoModelForImageTextToText.from_pretrained(folder / case / saved).state_dict()
+        assert all(torch.equal(weight, again[name]) for name, weight in whole.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "case, heads, rows", [("split", 1, 16), ("auto", 2, 16), ("shared", 1, 16), ("whole", 1, None)]
+)
+def test_a_rank_holds_its_heads(case, heads, rows, found):
+    """A model that every rank holds whole."""
+    for rank in found[1][case]:
+        assert rank["cached heads"] == heads
+        if rows is not None:
+            assert rank["rows of q_proj"] == rows
+
+
+def test_what_a_rank_cannot_do(found):
+    """A file with the heads of one rank, that another model loads as if they were all; maps of half the heads."""
+    for rank in found[1]["split"]:
+        assert "Expected `model` to hold all 2 K/V heads, got 1" in rank["saving images"]
+        assert "split over ranks" in rank["maps"]
+    assert all(rank["loaded images"] for rank in found[1]["shared"])
+
+
+def test_plans():
+    """A head that two ranks share; a rule for a module that is not there."""
+
+    def plan(ranks, **fields):
+        return block_plan(CrossAttentionConfig(hidden_size=32, head_dim=8, **fields), ranks)
+
+    assert plan(2, num_attention_heads=4, num_key_value_heads=2)["attn.k_proj"] == "colwise"
+    shared = plan(4, num_attention_heads=8, num_key_value_heads=2)
+    assert shared["attn.q_proj"] == "colwise" and "attn.k_proj" not in shared
+    assert not any("attn" in name for name in plan(4, num_attention_heads=12, num_key_value_heads=6))
+    assert not any("attn" in name for name in plan(3, num_attention_heads=4, num_key_value_heads=4))
+    assert "attn.q_norm" not in shared and "mlp.gate_proj" in shared
+    assert "mlp.gate_proj" not in plan(2, num_attention_heads=4, num_key_value_heads=4, mlp_type="plain")
+
+
+@pytest.mark.slow
+def test_more_ranks_than_heads(tmp_path):
+    """Four ranks and two K/V heads: the second rank's queries read the first head, the third rank's the second."""
+    make(tmp_path / "cases" / "shared", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8})
+    for rank in run_ranks(tmp_path / "cases", 4)["shared"]:
+        assert max(rank["logits"], rank["masked"], rank["one key"]) < 1e-5 and rank["gradients"] < 1e-3
+        assert rank["generated"] and rank["from a cache"] and rank["cached heads"] == 1
+        assert "Expected `model` to hold all 2 K/V heads, got 1" in rank["saving images"]
