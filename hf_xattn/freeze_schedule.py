@@ -135,6 +135,8 @@ def _checked(stages: Any) -> dict[int | float, dict[str, Any]]:
         given = [at for at, _ in pairs if isinstance(at, kind)]
         if sorted(set(given)) != given:
             raise ValueError(f"`stages`: expected beginnings that increase, got {[at for at, _ in pairs]}.")
+    if len(dict(pairs)) < len(pairs):  # 0 and 0.0
+        raise ValueError(f"`stages`: expected one stage for each beginning, got {[at for at, _ in pairs]}.")
     return dict(pairs)
 
 

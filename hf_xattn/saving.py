@@ -189,7 +189,10 @@ class XAttnSavingMixin(Model):
             whole = given is not None or is_sharded_by_transformers(self)
             gathered = None if whole else gathered_weights(self)
             if gathered is not None:
-                options, args = {**options, "state_dict": gathered}, args[1:]
+                if args:  # the first one is `state_dict`
+                    args = (gathered, *args[1:])
+                else:
+                    options = {**options, "state_dict": gathered}
         is_unnamed = self._takes_name_of_folder()
         self._write(target, is_main_process, args, with_code, options)
         if is_unnamed:

@@ -39,6 +39,7 @@ def _work(rank, folder):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.save_pretrained(folder / "whole")
+    model.save_pretrained(folder / "whole-in-shards", rank == 0, None, False, "20KB")
     model.save_pretrained(folder / "added", adapter_only=True)
     # As `Trainer.save_model` does: the weights are gathered already, and complete in the first process alone.
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -79,13 +80,14 @@ def test_sharded_weights(tmp_path):
     mp.spawn(_work, (str(tmp_path),), nprocs=WORLD_SIZE)
     with torch.no_grad():
         expected = _model(tmp_path)(token_ids(), pixel_values=pixels()).logits
-        for name in ("whole", "added", "given-whole", "given-added", "fsdp-whole", "fsdp-added"):
+        for name in ("whole", "whole-in-shards", "added", "given-whole", "given-added", "fsdp-whole", "fsdp-added"):
             loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / name)
             assert torch.equal(loaded(token_ids(), pixel_values=pixels()).logits, expected), name
             added = tmp_path / name / "cross_attention.safetensors"
             assert added.exists() == name.endswith("added")
             if added.exists():
                 assert added.stat().st_size == (tmp_path / "added" / added.name).stat().st_size
+    assert len(list((tmp_path / "whole-in-shards").glob("model-*.safetensors"))) > 1
     for message in torch.load(tmp_path / "messages.pt"):
         assert "`FullyShardedDataParallel`" in message and "state_dict=accelerator.get_state_dict(model)" in message
     assert not (tmp_path / "no").exists()

@@ -108,6 +108,7 @@ def test_stages_are_checked_before_a_step(tmp_path):
     for stages, error in (
         ({1: {}}, "first stage at 0"),
         ({0: {}, 0.7: {}, 0.2: {}}, "increase"),
+        ([(0, {}), (0.0, {"text": False})], "one stage for each beginning"),
         ({0: {"test": True}}, r"arguments of `freeze`.*\['test'\]"),
         ({0: {}, 1.5: {}}, "got 1.5"),
     ):
