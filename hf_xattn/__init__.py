@@ -16,6 +16,7 @@ from .parameter_groups import parameter_groups
 from .processing_xattn import XAttnProcessor
 from .registration import register_classes, register_names
 from .retrofit import freeze_base, retrofit
+from .sharding import sharding_units
 from .version import __version__
 
 
@@ -54,5 +55,6 @@ __all__ = [
     "lora_targets",
     "parameter_groups",
     "retrofit",
+    "sharding_units",
     "training_table",
 ]

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, check_context, plain_context
 from .cross_cache import KeyValue
+from .distributed import is_split
 from .image_layout import rows_to
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
 from .projection import ImageLinear, to_dtype_of
@@ -131,7 +132,7 @@ class GatedCrossAttention(nn.Module):
 
         Returns:
             `(output, weights)`: `(batch, text_len, hidden_size)`, and `(batch, num_attention_heads, text_len,
-            num_image_tokens)` or None.
+            num_image_tokens)` or None. Without `hidden_states`, the keys and the values.
 
         Raises:
             TypeError: for a mask that is not boolean or states that are not floating point.
@@ -151,8 +152,21 @@ class GatedCrossAttention(nn.Module):
             check_context(cross_attention)
         key, value = self._keys_values(cross_attention)
         if hidden_states is None:
-            return None, None
-        return self._attend(hidden_states, key, value, cross_attention)
+            return key, value  # FSDP reads a module's outputs to know when its weights are needed again
+        output, weights = self._attend(hidden_states, key, value, cross_attention)
+        if cross_attention.unused is not None:
+            output = output + self._unused(cross_attention.unused, cross_attention).to(output.dtype)
+        return output, weights
+
+    def _unused(self, zero: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
+        """A zero that depends on the weights which this call does not use, but may use in other processes."""
+        if context.cross_attention_states is None:
+            for weight in (*self.k_proj.parameters(), *self.v_proj.parameters()):
+                if weight.requires_grad and not is_split(
+                    weight
+                ):  # under tensor parallelism, no process has other images
+                    zero = zero + weight.flatten()[:0].sum()
+        return zero
 
     def _keys_values(self, context: CrossAttentionContext) -> KeyValue:
         """Returns keys and values of all images: projects new images, and reads the others from the cache."""

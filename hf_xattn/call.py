@@ -25,6 +25,7 @@ from .folded_mask import fold_mask
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout
+from .stand_in import run_beside, stand_in_images
 from .tensor_checks import type_name
 from .text_progress import TextProgress
 from .visibility import look
@@ -184,12 +185,17 @@ def prepare_blocks(
     images = _images_of(call, encoder, trains)
     cross = None if call.cache is None else call.cache.cross_attention_cache
     progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
-    stands_in = images.layout is None
+    stands_in, unused = images.layout is None, None
+    starts = call.cache is None or call.cache.text_rows is None
     if stands_in:
-        if not trains or not (is_distributed() or (not _embeddings_learn(call) and only_images_learn())):
+        waited_for = is_distributed() and torch.is_grad_enabled()
+        if not waited_for and not (trains and not _embeddings_learn(call) and only_images_learn()):
+            run_beside(encoder, starts)
             return BlockInputs()
-        nobodys = encoder.placeholder(call.rows)
+        nobodys = stand_in_images(encoder, call.rows)
         images, cross = ImagesOfCall(nobodys, nobodys.layout, None), None
+    elif images.new is None or not _passes_tower(call.images):
+        unused = run_beside(encoder, starts)
     new, layout, mask = images.new, images.layout, images.mask
     assert layout is not None
     block = config.cross_attention_config
@@ -234,6 +240,7 @@ def prepare_blocks(
         output_attentions=call.output_attentions or None,
         keep_keys_values=keeps or None,
         recorder=Recorder(),
+        unused=unused,
     )
     shown = layout if cross is not None and new is None else None
     return BlockInputs(context, new if keeps else None, shown, after)
@@ -329,6 +336,10 @@ def _query_positions(call: Call) -> torch.Tensor:
         )  # 3-D positions have one row for each axis of an image
     past = 0 if call.cache is None else call.cache.get_seq_length()
     return torch.arange(call.length, device=call.device)[None] + past
+
+
+def _passes_tower(images: ImageInputs | PreparedImages) -> bool:
+    return isinstance(images, ImageInputs) and images.pixel_values is not None
 
 
 def _embeddings_learn(call: Call) -> bool:

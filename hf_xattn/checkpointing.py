@@ -78,6 +78,9 @@ def _tensors_of(
     states, cache = context.cross_attention_states, context.cache
     with_states = states is not None and states.requires_grad
     given = [states] if states is not None and states.requires_grad else []
+    with_unused = context.unused is not None and context.unused.requires_grad
+    if context.unused is not None and with_unused:
+        given.append(context.unused)
     learning: list[int] = []
     for block in blocks:
         keys_values = context.cached(block.layer_idx)
@@ -89,6 +92,8 @@ def _tensors_of(
         changes: dict[str, Any] = {}
         if with_states:
             changes["cross_attention_states"], tensors = tensors[0], tensors[1:]
+        if with_unused:
+            changes["unused"], tensors = tensors[0], tensors[1:]
         if learning and cache is not None:
             changes["cache"] = shared = cache.shared()
             for place, index in enumerate(learning):

@@ -83,6 +83,8 @@ class CrossAttentionContext(ModelOutput):
         keep_keys_values (`bool`, *optional*): blocks record keys and values for a cache.
         encode_only (`bool`, *optional*): blocks record keys and values and do nothing else.
         recorder ([`Recorder`], *optional*): the object that blocks record to.
+        unused (`torch.Tensor`, *optional*): a zero, which a block adds to its output. It gives a gradient of zero to weights that
+            other processes use and this call does not (see `stand_in.py`).
     """
 
     cross_attention_states: torch.Tensor | None = None
@@ -95,6 +97,7 @@ class CrossAttentionContext(ModelOutput):
     keep_keys_values: bool | None = None
     encode_only: bool | None = None
     recorder: Recorder | None = None
+    unused: torch.Tensor | None = None
 
     @property
     def folded_mask(self) -> FoldedMask:

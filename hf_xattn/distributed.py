@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def is_distributed() -> bool:
@@ -15,6 +20,59 @@ def is_distributed() -> bool:
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     )
+
+
+def has_units(module: nn.Module | None) -> bool:
+    """Whether FSDP gathers the weights of parts of a module when these parts run. All processes must then run them."""
+    if module is None or not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in module.modules())
+
+
+def fsdp_forward(method: Method) -> Method:
+    """A decorator for methods of a model that compute with its weights: FSDP gathers these, as it does for `forward`."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_distributed() and name not in self.__dict__:
+            from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+            if isinstance(self, FSDPModule):
+                register_fsdp_forward_method(self, name)
+                return getattr(self, name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return cast(Method, call)
+
+
+def check_callable(name: str, module: nn.Module) -> None:
+    """Raises a `ValueError` if the weights of a module are sharded, and calling the module does not gather them."""
+    weight = next(module.parameters(), None)
+    if weight is None or not is_split(weight):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        raise ValueError(
+            f"Expected `{name}` to be a unit of FSDP of its own, because `generate` and `encode_images` call it outside of the model's "
+            "`forward`, got weights that are sharded with the rest. Call `fully_shard` on each of `hf_xattn.sharding_units(model)`."
+        )
+
+
+def is_split(weight: torch.Tensor) -> bool:
+    """Whether this process holds a part of a weight (FSDP2, tensor parallelism)."""
+    return getattr(weight, "device_mesh", None) is not None
+
+
+def compute_device(weight: torch.Tensor) -> torch.device:
+    """The device that a weight is used on. The shard of a weight may wait on the CPU."""
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None or mesh.device_type == "cpu":
+        return weight.device
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:

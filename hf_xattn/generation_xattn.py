@@ -19,10 +19,12 @@ from transformers.masking_utils import create_masks_for_generate
 
 from .configuration_xattn import XAttnConfig
 from .conversation import PreparedImages, TextOfCall, read_images
+from .distributed import fsdp_forward
 from .image_cache import ImageCache
 from .image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .outputs import StepAttentions
+from .stand_in import run_beside
 from .text_inputs import check_embeds, check_ids, check_in_vocabulary
 from .xattn_cache import XAttnCache
 
@@ -48,6 +50,7 @@ class XAttnGenerationMixin:
     config: XAttnConfig
     model: XAttnImagesMixin
 
+    @fsdp_forward
     def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
         """`GenerationMixin.generate`, after a check that text, images, masks and cache belong together.
 
@@ -132,6 +135,8 @@ class XAttnGenerationMixin:
             return
         encoder = self.model.image_encoder
         images = read_images(encoder, request.inputs, None, request.text, record_content=False)
+        if images.new is None or request.inputs.pixel_values is None:
+            run_beside(encoder, starts=True)
         if images.new is not None:
             model_kwargs["image_inputs"] = PreparedImages(images.new, images.mask)
 

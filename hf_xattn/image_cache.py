@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from .block import GatedCrossAttentionBlock
 from .cross_cache import CrossCache
 from .digests import Digests
+from .distributed import is_split
 from .image_layout import ImageLayout, rows_to
 from .paths import check_path
 from .tensor_checks import check_integers, type_name
@@ -117,6 +118,11 @@ def _check_whole(model: _Model) -> None:
         raise ValueError(
             f"Expected `model` to hold all {heads} K/V heads, got {held}: it is split over ranks (tensor parallelism), and a file of a "
             "rank's heads fits no other number of ranks. Save and load image caches with a model that is not split."
+        )
+    if is_split(model.blocks[0].attn.k_proj.weight):
+        raise ValueError(
+            "Expected `model` to hold its whole weights, got weights that are sharded over ranks (FSDP), so it cannot be told which "
+            "weights a file belongs to. Save and load image caches with a model that is not sharded."
         )
 
 

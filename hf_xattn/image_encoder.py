@@ -16,12 +16,13 @@ from transformers.modeling_outputs import BaseModelOutput
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .digests import Digests, digests_of
+from .distributed import check_callable, is_distributed
 from .image_inputs import ImageAxis, ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .pytrees import dataclass_node
-from .vision import Tiles, blank_image, connect, run_tower, token_mask_of
+from .vision import Tiles, connect, run_tower, token_mask_of
 
 
 @dataclass_node
@@ -82,7 +83,7 @@ class ImageEncoder:
         self.config = config
         self.vision_tower = vision_tower
         self.connector = connector
-        self._find_like = find_like
+        self.find_like = find_like
 
     def features(self, pixel_values: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
         """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
@@ -93,6 +94,9 @@ class ImageEncoder:
     ) -> tuple[BaseModelOutput, torch.Tensor]:
         """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features."""
         assert self.vision_tower is not None and self.connector is not None
+        if is_distributed():
+            check_callable("vision_tower", self.vision_tower)
+            check_callable("connector", self.connector)
         output = run_tower(self.vision_tower, pixel_values, tiles, **returns)
         drop_first = self.config.vision_feature_select_strategy == "default"
         assert output.last_hidden_state is not None
@@ -176,25 +180,13 @@ class ImageEncoder:
         """The dtype that the model turns pixels or features into."""
         assert inputs.images is not None
         tower = self.vision_tower if inputs.pixel_values is not None else None
-        dtype = self._find_like().dtype if tower is None else tower.dtype
+        dtype = self.find_like().dtype if tower is None else tower.dtype
         # A quantized projection computes in the dtype of its input.
         return dtype if dtype.is_floating_point else inputs.images.dtype
 
     def learns(self) -> bool:
         """Whether any weight between pixels and keys and values requires a gradient."""
         parts = [part for part in (self.vision_tower, self.connector) if part is not None]
-        return self._find_like().requires_grad or any(
+        return self.find_like().requires_grad or any(
             weight.requires_grad for part in parts for weight in part.parameters()
         )
-
-    def placeholder(self, batch_size: int) -> NewImages:
-        """Makes a stand-in image that no text sees. With it, a rank without images runs the same modules as the other ranks, so
-        that collectives match and all gradients exist."""
-        like = self._find_like()
-        if self.vision_tower is None or self.config.vision_config is None:
-            states = like.new_zeros(batch_size, 1, self.config.cross_attention_config.context_size)
-        else:
-            blank = blank_image(self.config.vision_config, like)
-            states = self.features(*blank).flatten(1, 2).expand(batch_size, -1, -1)
-        nothing = torch.zeros(states.shape[:2], dtype=torch.bool, device=states.device)
-        return NewImages(states, ImageLayout.of((states.shape[1],), states.device, token_mask=nothing))

@@ -22,12 +22,13 @@ from .conversation import ImagesOfCall, TextOfCall, read_images
 from .cross_cache import CrossCache, KeyValue, check_fits
 from .decoder import find_decoder
 from .device_errors import name_wrong_states
-from .distributed import is_distributed
+from .distributed import has_units, is_distributed
 from .image_cache import ImageCache, device_of
 from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
 from .image_store import ImageStore, StoreReader
 from .model_identity import ModelIdentity
+from .stand_in import run_beside, stand_in_images
 from .xattn_cache import XAttnCache
 
 
@@ -241,12 +242,20 @@ class XAttnImagesMixin(XAttnSetsMixin):
             self._check_set(cross)
         store = None if self._image_store is None or inputs.images is None else self._read_store(made_by)
         images = read_images(self.image_encoder, inputs, cache, text, record_content=True, store=store)
+        zero = None
+        nothing_new = images.new is None and images.stored is None
+        if nothing_new and is_distributed() and has_units(self.text_model):
+            # FSDP gathers the weights of all that reads images, on all ranks.
+            self._project(stand_in_images(self.image_encoder, 1).states, CrossCache())
+        elif nothing_new or inputs.pixel_values is None:
+            zero = run_beside(self.image_encoder, starts=True)
         if images.stored is not None:
             keys_values = images.stored.grid.keys_values(cross, self.config.cross_attention_config.quiet_softmax)
             cross.fill(images.stored.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
         elif images.new is not None:
-            keys_values = self._project(images.new.states, cross)
+            states = images.new.states
+            keys_values = self._project(states if zero is None else states + zero.to(states.dtype), cross)
             cross.fill(images.new.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
         elif images.layout is not None:

@@ -20,7 +20,7 @@ def tokens_per_image(model: Any) -> int | None:
     vision, tower = model.config.vision_config, model.base_model.vision_tower
     if vision is None or tower is None:
         return None
-    blank = blank_image(vision, torch.zeros((), dtype=tower.dtype, device=tower.device))
+    blank = blank_image(vision, tower.device, tower.dtype)
     with torch.no_grad():
         return model.base_model.image_encoder.features(*blank).shape[2]
 

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
 )
 
+from .activation_wrappers import recomputes_layers
 from .block import GatedCrossAttentionBlock
 from .call import keep, prepare_blocks, read_call
 from .configuration_xattn import XAttnConfig
@@ -29,6 +30,7 @@ from .conversation import PreparedImages, given_images
 from .custom_code import build_part
 from .decoder import DecoderInterface, find_decoder, headless, may_skip_layers
 from .device_errors import name_wrong_device
+from .distributed import fsdp_forward
 from .frozen_modes import keep_frozen_in_eval
 from .generation_xattn import XAttnGenerationMixin
 from .gradients import give_gradient, only_images_learn
@@ -138,7 +140,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder with the images as one keyword argument. `runner` is the decoder with or without its head."""
         check_text(text, past_key_values is None, self.get_input_embeddings)
-        recomputes = bool(self.training and self.is_activation_checkpointing)
+        recomputes = recomputes_layers(self, self._interface.receives_keywords)
         skips = may_skip_layers(self.text_model)
         call = read_call(self.config, text, images, past_key_values, use_cache, output_attentions, recomputes, skips)
         if call.cache is not None and call.takes_up_images:
@@ -325,10 +327,12 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         """The decoder's head. transformers' exporters look for this name."""
         return self.get_output_embeddings()
 
+    @fsdp_forward
     def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling | tuple:
         """See [`XAttnModel.get_image_features`]."""
         return self.model.get_image_features(*args, **kwargs)
 
+    @fsdp_forward
     def encode_images(self, *args, **kwargs) -> XAttnCache:
         """See [`XAttnModel.encode_images`]."""
         return self.model.encode_images(*args, **kwargs)

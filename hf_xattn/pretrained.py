@@ -19,13 +19,14 @@ from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, trusting
 from .insertion import BLOCKS
+from .no_split import XAttnUnitsMixin, fsdp_plan
 from .quantization import finish_quantized, keep_added_precise
 from .saving import XAttnSavingMixin
 from .stub import NamesItsStub
 from .tensor_parallel import block_plan
 
 
-class XAttnPreTrainedModel(NamesItsStub, XAttnSavingMixin, PreTrainedModel):
+class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreTrainedModel):
     """What both models share with transformers' loading, saving and dispatching."""
 
     config_class = XAttnConfig
@@ -66,12 +67,15 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnSavingMixin, PreTrainedModel):
             self.train()  # frozen layers that are checkpointed train, see `frozen_modes.py`
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
-        """transformers' plans, and rows for the blocks in the tensor-parallel one."""
+        """transformers' plans, and rows for the blocks in those of tensor parallelism and FSDP."""
+        places = {re.sub(r"\.\d+\.", ".*.", name) for name, _ in self.named_modules() if name.endswith(BLOCKS)}
+        # A plan that was given has the last word.
         if distributed_config.tp_size > 1:
             rows = block_plan(self.config.cross_attention_config, distributed_config.tp_size)
-            places = {re.sub(r"\.\d+\.", ".*.", name) for name, _ in self.named_modules() if name.endswith(BLOCKS)}
             added = {f"{place}.{name}": style for place in places for name, style in rows.items()}
-            self._tp_plan = added | (self._tp_plan or {})  # a plan that was given has the last word
+            self._tp_plan = added | (self._tp_plan or {})
+        if distributed_config.dp_size > 1:
+            self._fsdp_plan = fsdp_plan(self, places) | (self._fsdp_plan or {})
         return super()._resolve_parallel_plans(distributed_config)
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:

@@ -268,14 +268,16 @@ def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: 
     return mask.flatten(1).repeat_interleave(tokens // mask.shape[2], dim=1)
 
 
-def blank_image(config: PreTrainedConfig, like: torch.Tensor) -> tuple[torch.Tensor, Tiles | None]:
-    """Makes one black image for one row, on the device and in the dtype of `like`."""
+def blank_image(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, Tiles | None]:
+    """Makes one black image for one row."""
     size = getattr(config, "image_size", 224)
     size = (size, size) if isinstance(size, int) else tuple(size)
-    pixels = like.new_zeros(1, 1, getattr(config, "num_channels", 3), *size)
+    pixels = torch.zeros(1, 1, getattr(config, "num_channels", 3), *size, device=device, dtype=dtype)
     if not is_tiled(config):
         return pixels, None
     count = config.max_num_tiles
-    mask = torch.ones(1, 1, count, dtype=torch.long, device=like.device)
-    ids = torch.ones(1, 1, dtype=torch.long, device=like.device)
+    mask = torch.ones(1, 1, count, dtype=torch.long, device=device)
+    ids = torch.ones(1, 1, dtype=torch.long, device=device)
     return pixels[:, :, None].expand(-1, -1, count, -1, -1, -1), Tiles(ids, mask)

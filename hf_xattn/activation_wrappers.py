@@ -1,0 +1,63 @@
+"""Decoder layers in torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`), which accelerate's FSDP options put around them.
+
+A checkpoint wrapper calls the layer again in the backward pass. transformers does not know of it, so two things are done here:
+
+- The layer must not write into a cache, or it would write twice. [`recomputes_layers`] tells the model.
+- Some decoders do not pass the images to their layers (see `channel.py`). The wrapper gets the images as an argument and keeps it for
+  the second call. At that time, the channel is empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .channel import carried_context
+from .context import KEYWORD
+from .decoder import find_decoder
+
+
+WRAPPED = "_checkpoint_wrapped_module"  # torch's name of the module inside
+_READS = "_reads_cross_attention_context"
+
+
+def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
+    """Whether a backward pass will run the decoder's layers a second time, by transformers' checkpointing or in a wrapper.
+
+    Args:
+        model ([`XAttnModel`]): its layers in wrappers are prepared for that.
+        receives_keywords (`bool`): whether the decoder passes keyword arguments to its layers.
+    """
+    if model.training and model.is_activation_checkpointing:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    _, layers = find_decoder(model.text_model)
+    wrapped = [layer for layer in layers if WRAPPED in layer._modules]
+    if not receives_keywords:
+        for layer in wrapped:
+            _read_channel_outside(layer)
+    return bool(wrapped)
+
+
+def unwrapped(module: Any) -> nn.Module:
+    """The module inside activation wrappers, or `module`."""
+    while WRAPPED in module._modules:
+        module = module._modules[WRAPPED]
+    return module
+
+
+def _read_channel_outside(wrapper: nn.Module) -> None:
+    """Lets a wrapper read the channel, before it calls its layer."""
+    if not wrapper.__dict__.get(_READS):
+        wrapper.__dict__[_READS] = True
+        wrapper.register_forward_pre_hook(_add_context, with_kwargs=True)
+
+
+def _add_context(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    context = carried_context()  # of this thread and this call
+    if context is None or KEYWORD in kwargs:
+        return None
+    return args, {**kwargs, KEYWORD: context}

@@ -1,0 +1,61 @@
+"""FSDP2 and DDP on two real ranks: losses, weights and tokens are those of one process. The ranks may bring different images."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sharded_ranks import CASES, STEPS, batch, build, evaluate, kinds_of
+
+
+RANKS = Path(__file__).parent / "sharded_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What two ranks found, for each case."""
+    folder = tmp_path_factory.mktemp("sharded")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, RANKS, folder, *CASES], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {case: [torch.load(folder / f"{case} {rank}.pt") for rank in range(2)] for case in CASES}
+
+
+def reference(case):
+    """One process that goes through the batches of both ranks."""
+    decoder, frozen, _, images, options = CASES[case]
+    kinds, accumulation = kinds_of(decoder, images), options.get("accumulation", 1)
+    model = build(decoder, frozen, **options)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    losses = [[], []]
+    for step in range(STEPS):
+        for rank in range(2):
+            for part in range(accumulation):
+                loss = model(**batch(model, kinds, rank, step * accumulation + part)).loss / accumulation
+                (loss / 2).backward()
+                losses[rank].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    return losses, weights, [evaluate(model, model, kinds, rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_learn_what_one_process_learns(case, found):
+    """A rank that waits for ever for a collective, a gradient that is lost or averaged wrongly, images that a wrapper drops."""
+    losses, weights, evaluated = reference(case)
+    half = "bfloat16" in case
+    close = {"rtol": 2e-2, "atol": 2e-2} if half else {"rtol": 1e-4, "atol": 1e-5}
+    for rank in range(2):
+        result = found[case][rank]
+        assert result["losses"] == pytest.approx(losses[rank], rel=1e-2 if half else 1e-5)
+        assert result["evaluated"] == pytest.approx(evaluated[rank][0], rel=1e-2 if half else 1e-5)
+        if not half:
+            assert all(map(torch.equal, result["tokens"], evaluated[rank][1]))
+        if result["weights"]:  # the whole weights are in the first process alone
+            assert result["weights"].keys() == weights.keys()
+            for name, weight in weights.items():
+                torch.testing.assert_close(result["weights"][name], weight, **close, msg=name)
+    assert found[case][0]["weights"]

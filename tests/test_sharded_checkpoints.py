@@ -1,0 +1,60 @@
+"""Checkpoints of sharded models: saved by two ranks and loaded by one and by three, weights that one rank reads, and `Trainer`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_text, vision_config
+from transformers import AutoModel, AutoModelForImageTextToText
+
+
+RANKS = Path(__file__).parent / "checkpoint_ranks.py"
+
+
+def run(ranks, folder, what):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    done = subprocess.run(
+        [sys.executable, *launcher, RANKS, folder, what], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_saved_by_two_ranks_and_loaded_by_others(tmp_path):
+    """A checkpoint that only the same number of ranks can read, or that loses the optimizer's moments."""
+    run(2, tmp_path, "save")
+    expected = torch.load(tmp_path / "expected.pt")
+    for ranks in (1, 3):
+        run(ranks, tmp_path, "load")
+        found = torch.load(tmp_path / "found.pt")
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert found["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_one_rank_reads_the_weights(tmp_path):
+    """As many copies of a large base in the memory of a machine as it has ranks, or ranks with weights of their own."""
+    make_text().save_pretrained(tmp_path / "text")
+    torch.manual_seed(7)
+    AutoModel.from_config(vision_config()).save_pretrained(tmp_path / "vision")
+    run(2, tmp_path, "load once")
+    first, second = (torch.load(tmp_path / f"found-{rank}.pt") for rank in range(2))
+    base = "model.text_model.model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(first["read"][base], make_text().state_dict()["model.layers.0.mlp.up_proj.weight"])
+    assert not torch.equal(second["read"][base], first["read"][base])
+    assert first["whole"].keys() == first["read"].keys()
+    for name, weight in first["whole"].items():
+        assert torch.equal(weight, first["read"][name]), name
+
+
+def test_trainer(tmp_path):
+    """`Trainer` under FSDP2: other weights than in one process, or a saved folder with half of them."""
+    run(1, tmp_path, "train")
+    run(2, tmp_path, "train")
+    one, ranks = (AutoModelForImageTextToText.from_pretrained(tmp_path / name) for name in ("one", "ranks"))
+    for (name, weight), other in zip(one.state_dict().items(), ranks.state_dict().values(), strict=True):
+        torch.testing.assert_close(other, weight, rtol=1e-4, atol=1e-5, msg=name)
