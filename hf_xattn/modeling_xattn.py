@@ -38,16 +38,15 @@ from .image_inputs import ImageInputs
 from .image_store import ImageStore
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
-from .loss import IGNORED, LabelMask, LossInputs, loss_over_all_logits
+from .labels_xattn import XAttnLabelsMixin
+from .loss import IGNORED, LossInputs, loss_over_all_logits
 from .model_identity import ModelIdentity
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .pretrained import XAttnPreTrainedModel, keep_weights
 from .quantization import adopt_quantizer, share_quantizer
 from .rollback import whole_or_not_at_all
-from .tensor_checks import check_integers, check_tensor
 from .text_inputs import check_labels, check_text
 from .tower import check_tower_class
-from .trainer_labels import mask_labels_in_trainer
 from .vision import build_tower, follow_tower, is_tiled
 from .vocabulary import extend_vocabulary
 from .xattn_cache import XAttnCache
@@ -284,7 +283,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return result if return_dict else result.to_tuple()
 
 
-class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, GenerationMixin):
+class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnLabelsMixin, XAttnGenerationMixin, GenerationMixin):
     """[`XAttnModel`] with the decoder's head, a loss and `generate`.
 
     Args:
@@ -471,32 +470,6 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnGenerationMixin, 
         if return_dict is None:
             return_dict = self.config.return_dict
         return result if return_dict else result.to_tuple()
-
-    def _label_mask(self) -> LabelMask:
-        without_rows = self.config.additional_vocab_size and not self.config.additional_vocab_in_head
-        vocab_size: Any = self.get_input_embeddings().num_embeddings if without_rows else None
-        return LabelMask(self.config.image_token_id, vocab_size)
-
-    def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns labels with -100 in place of image markers and of ids without a row in the head. The loss ignores these.
-
-        `forward` also does this. In your own training loop, call it before you count the labels for `num_items_in_batch`.
-
-        Args:
-            labels (`torch.LongTensor`): of any shape. The tensor is not changed.
-
-        Raises:
-            TypeError: for anything but a tensor of 64-bit integers.
-        """
-        check_tensor("labels", labels)
-        check_integers("labels", labels, (torch.int64,))
-        return self._label_mask()(labels)
-
-    @property
-    def accepts_loss_kwargs(self) -> bool:
-        """True: `forward` takes `num_items_in_batch`. `Trainer` reads this when it is created, so this also corrects its counting."""
-        mask_labels_in_trainer()
-        return True
 
 
 __all__ = ["XAttnForConditionalGeneration", "XAttnModel", "XAttnPreTrainedModel"]
