@@ -210,7 +210,7 @@ class GatedCrossAttention(nn.Module):
 
         Args:
             hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
-                row `i`.
+                row `i`. If `context.slots` is given, text rows of any number and order: their queries go to their slots.
             key, value (`torch.Tensor`): `(R, num_key_value_heads, N, head_dim)`; with the null key `N + 1`
                 tokens.
             context ([`CrossAttentionContext`]): masks in the folded layout, positions, and whether to return weights.
@@ -218,16 +218,20 @@ class GatedCrossAttention(nn.Module):
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads = key.shape[:2]
         num_tokens = key.shape[2] - self.quiet_softmax
-        repeats = text_rows // rows
+        slots, places = context.slots, context.places
+        repeats = (text_rows if slots is None else slots.shape[0]) // rows
         mask, visible = context.folded_mask
         if mask is not None:
-            mask = self._mask_of_rank(mask, text_rows // rows * text_len)
+            mask = self._mask_of_rank(mask, repeats * text_len)
         output_attentions = bool(context.output_attentions)
         dropout = self.attention_dropout if self.training else 0.0
         if num_tokens == 1 and not (self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()):
             # The softmax over one key is 1, so the output is the value, whatever the query.
             heads = value.repeat_interleave(self.num_groups, dim=1)
-            output = heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1).reshape(text_rows, text_len, -1)
+            output = (
+                heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1).reshape(rows * repeats, text_len, -1)
+            )
+            output = _rows_at(output, places)
             if visible is not None:
                 output = torch.where(visible, output, 0)
             return self.o_proj(output), None
@@ -237,11 +241,12 @@ class GatedCrossAttention(nn.Module):
             query = self.k_norm(self.q_norm(query.to(at_least_float32(query.dtype)))).to(query.dtype)
         num_heads = query.shape[2]
         group = num_heads // kv_heads
-        query = fold_queries(query, rows, kv_heads)
+        query = fold_queries(_rows_at(query, slots), rows, kv_heads)
 
         position_bias = None
         if self.relative_attention_bias is not None:
             position_bias = self._position_bias(context, text_rows, text_len, num_tokens, key.device)
+            position_bias = _rows_at(position_bias, slots)
             # (R * r, K * G, T, N) -> (R, K, r * T * G, N)
             position_bias = position_bias.view(rows, repeats, kv_heads, group, text_len, num_tokens)
             position_bias = position_bias.permute(0, 2, 1, 4, 3, 5).reshape(rows, kv_heads, -1, num_tokens)
@@ -250,14 +255,15 @@ class GatedCrossAttention(nn.Module):
                 position_bias = nn.functional.pad(position_bias, (1, 0))
 
         output, weights = self._call_kernel(query, key, value, mask, position_bias, group, dropout, output_attentions)
-        output = unfold_output(output, repeats, text_len)
+        output = _rows_at(unfold_output(output, repeats, text_len), places)
         if visible is not None:
             output = torch.where(visible, output, 0)
         output = self.o_proj(output)
         if weights is None:
             return output, None
         weights = weights.view(rows, kv_heads, repeats, text_len, group, -1)[..., -num_tokens:]
-        weights = weights.permute(0, 2, 1, 4, 3, 5).reshape(text_rows, num_heads, text_len, num_tokens)
+        weights = weights.permute(0, 2, 1, 4, 3, 5).reshape(rows * repeats, num_heads, text_len, num_tokens)
+        weights = _rows_at(weights, places)
         if visible is not None:
             weights = torch.where(visible[:, None], weights, 0)
         return output, weights
@@ -381,6 +387,11 @@ def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
         return states.contiguous()
     rows, heads, _, width = states.shape
     return torch.cat([states.new_zeros(rows, heads, 1, width), states], dim=2)
+
+
+def _rows_at(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """The rows of a tensor at `rows`; the same tensor for None."""
+    return tensor if rows is None else tensor[rows]
 
 
 def _flex_reads_masks(device: torch.device) -> bool:

@@ -23,6 +23,7 @@ from .call import OF_BLOCKS
 from .configuration_xattn import XAttnConfig
 from .image_cache import ImageCache
 from .image_inputs import IMAGE_ARGUMENTS
+from .image_rows import refuse_to_cache
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .patch_grid import PatchGrid, patch_grid
 from .tensor_checks import check_tensor, type_name
@@ -279,6 +280,8 @@ def attention_maps(
     if "input_ids" not in given:
         raise ValueError(f"Expected `inputs` with `input_ids`, got {sorted(given)}.")
     check_tensor('inputs["input_ids"]', given["input_ids"])
+    if "image_rows" in given:
+        refuse_to_cache("`attention_maps`")
     num_given = given["input_ids"].shape[-1]
     cache = given.pop("past_key_values", None)
     if cache is not None and (not isinstance(cache, ImageCache) or cache.text_rows is not None):

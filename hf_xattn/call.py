@@ -24,7 +24,8 @@ from .distributed import is_distributed
 from .folded_mask import fold_mask
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
-from .image_layout import ImageLayout
+from .image_layout import ImageLayout, rows_to
+from .image_rows import ImageRows, refuse_to_cache
 from .stand_in import run_beside, stand_in_images
 from .tensor_checks import type_name
 from .text_progress import TextProgress
@@ -126,6 +127,11 @@ def read_call(
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
     continues = past_key_values is not None or bool(use_cache)
+    shares_images = isinstance(images, ImageInputs) and images.image_rows is not None
+    if shares_images and continues:
+        refuse_to_cache("`use_cache=True`" if past_key_values is None else "`past_key_values`")
+    if shares_images:
+        use_cache = False
     if use_cache is None:
         use_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
     uncached = RECOMPUTES if recomputes else SKIPS_LAYERS if skips_layers else None
@@ -196,7 +202,7 @@ def prepare_blocks(
         images, cross = ImagesOfCall(nobodys, nobodys.layout, None), None
     elif images.new is None or not _passes_tower(call.images):
         unused = run_beside(encoder, starts)
-    new, layout, mask = images.new, images.layout, images.mask
+    new, layout, mask, rows = images.new, images.layout, images.mask, images.rows
     assert layout is not None
     block = config.cross_attention_config
     image_rows = call.rows if new is None else new.states.shape[0]
@@ -213,30 +219,34 @@ def prepare_blocks(
         image_rows = cross.rows
     if cross is not None and cross.layers and trains:
         _warn_of_constant_images(cross, encoder)
-    sees, after = layout.token_mask, None
+    sees, after, by_image = layout.token_mask, None, False
     if stands_in and sees is not None:
         sees = sees[:, None]  # no text sees the stand-in image, and there is no progress to keep
     else:
-        markers = _markers(config, call, decided=mask is not None and mask.decides(call.length, layout.num_tokens))
+        decided = mask is not None and mask.decides(call.length, layout.num_tokens)
+        markers = _markers(config, call, decided)
         if markers is not None and mask is None:
-            _check_markers_of_images(config, call, markers)
-        sees, after = look(config.image_visibility, layout, progress, markers, mask, call.rows, call.length)
-    folded, visible = fold_mask(
-        sees,
-        image_rows=image_rows,
-        text_rows=call.rows,
-        text_len=call.length,
-        group=block.num_attention_heads // block.num_key_value_heads,
-        null_key=block.quiet_softmax,
-    )
+            _check_markers_of_images(config, call, markers, rows)
+        # Where padding alone hides images, its mask has the rows of the images, and is smaller.
+        by_image = config.image_visibility == "all" and mask is None
+        of_text = layout if rows is None or by_image else rows.layout_of_text(layout)
+        sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length)
+    group = block.num_attention_heads // block.num_key_value_heads
+    shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
+    if rows is None:
+        folded, visible = fold_mask(sees, image_rows=image_rows, text_rows=call.rows, **shape)
+    else:
+        folded, visible = rows.fold(sees, by_image=by_image, **shape)
     keeps = cross is not None and new is not None and call.uncached is None
     context = CrossAttentionContext(
         cross_attention_states=None if new is None else new.states,
         cache=cross,
         mask=folded,
         visible=visible,
+        slots=None if rows is None else rows.slots,
+        places=None if rows is None else rows.places,
         query_positions=_query_positions(call) if block.position_bias else None,
-        key_positions=layout.token_positions if block.position_bias else None,
+        key_positions=_key_positions(layout, rows) if block.position_bias else None,
         output_attentions=call.output_attentions or None,
         keep_keys_values=keeps or None,
         recorder=Recorder(),
@@ -293,7 +303,7 @@ def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor | N
     return torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
 
 
-def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor) -> None:
+def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor, rows: ImageRows | None) -> None:
     """Raises a `ValueError` if no text token can see an image: its row has too few markers, and no text will follow.
 
     Training on such rows would change nothing, because the gradient of every block is zero.
@@ -305,14 +315,14 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
         or torch.compiler.is_compiling()
     ):
         return
-    real = call.images.real_images
-    total = call.images.images.shape[1] if real is None else real.sum(dim=-1).to(markers.device)
-    found = markers.sum(dim=-1)
+    images, real = call.images.images, call.images.real_images
+    of_images = images.new_full(images.shape[:1], images.shape[1], dtype=torch.long) if real is None else real.sum(-1)
+    total = rows_to(of_images, call.rows) if rows is None else rows.counts_of_text(of_images)
+    total, found = total.to(markers.device), markers.sum(dim=-1)
     if bool((found < total).any()):
-        wanted = total.tolist() if isinstance(total, torch.Tensor) else [total] * call.rows
         raise ValueError(
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image, because of "
-            f"`image_visibility={config.image_visibility!r}`: {wanted} images a row, got {found.tolist()} markers. If the rest of the "
+            f"`image_visibility={config.image_visibility!r}`: {total.tolist()} images a row, got {found.tolist()} markers. If the rest of the "
             "text follows in another call, pass `use_cache=True`."
         )
 
@@ -340,6 +350,11 @@ def _query_positions(call: Call) -> torch.Tensor:
 
 def _passes_tower(images: ImageInputs | PreparedImages) -> bool:
     return isinstance(images, ImageInputs) and images.pixel_values is not None
+
+
+def _key_positions(layout: ImageLayout, rows: ImageRows | None) -> torch.Tensor | None:
+    """Returns the positions of the image tokens, `(rows, N)`, with rows that divide those of the text."""
+    return (layout if rows is None else rows.layout_of_text(layout)).token_positions
 
 
 def _embeddings_learn(call: Call) -> bool:

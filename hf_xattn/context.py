@@ -77,6 +77,7 @@ class CrossAttentionContext(ModelOutput):
         cross_attention_states (`torch.Tensor`, *optional*): `(R, N, context_size)`, the new images.
         cache ([`CrossCache`], *optional*): images of earlier forwards. Blocks only read it.
         mask, visible (`torch.BoolTensor`, *optional*): see [`FoldedMask`].
+        slots, places (`torch.LongTensor`, *optional*): see [`ImageRows`]; None if image rows are shared in equal numbers, in order.
         query_positions (`torch.LongTensor`, *optional*): `(B or 1, T)`, for a relative position bias.
         key_positions (`torch.LongTensor`, *optional*): `(rows, N)`, likewise; None stands for 0 ... N - 1.
         output_attentions (`bool`, *optional*): blocks record their attention weights.
@@ -91,6 +92,8 @@ class CrossAttentionContext(ModelOutput):
     cache: CrossCache | None = None
     mask: torch.Tensor | None = None
     visible: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     query_positions: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
     output_attentions: bool | None = None

@@ -16,6 +16,7 @@ from .configuration_xattn import XAttnConfig
 from .image_encoder import ImageEncoder, NewImages, StoredImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
+from .image_rows import ImageRows
 from .image_store import StoreReader
 from .placement import check_known_mask
 from .pytrees import dataclass_node
@@ -47,12 +48,14 @@ class ImagesOfCall(NamedTuple):
         layout ([`ImageLayout`], *optional*): of all images, the cached ones first; None if there are no images.
         mask ([`CallersMask`], *optional*): the caller's decision for the text that follows.
         stored ([`StoredImages`], *optional*): in place of `new`, where a call has a store.
+        rows ([`ImageRows`], *optional*): which image row each text row looks at; None if they are shared in equal numbers, in order.
     """
 
     new: NewImages | None
     layout: ImageLayout | None
     mask: CallersMask | None
     stored: StoredImages | None = None
+    rows: ImageRows | None = None
 
 
 def read_images(
@@ -73,8 +76,11 @@ def read_images(
     if inputs.is_empty:
         return ImagesOfCall(None, cached, None)
     inputs.check_rows(text.rows, 0 if cross is None else cross.rows)
+    rows = None
     if inputs.images is not None:
         inputs.check_device(inputs.images.device, "images")
+        if inputs.image_rows is not None:
+            rows = ImageRows.of(inputs.image_rows, inputs.images.shape[0])
     new, axes = encoder.read(inputs, cached, record_content, store)
     layout = cached
     if cached is not None and inputs.images is None:
@@ -87,7 +93,7 @@ def read_images(
         mask = _of_new_text(mask, inputs.text_mask_name, cache, encoder.config.image_visibility, text)
     if isinstance(new, StoredImages):
         return ImagesOfCall(None, layout, mask, new)
-    return ImagesOfCall(new, layout, mask)
+    return ImagesOfCall(new, layout, mask, rows=rows)
 
 
 def _narrowed(cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:

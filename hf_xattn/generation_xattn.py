@@ -22,6 +22,7 @@ from .conversation import PreparedImages, TextOfCall, read_images
 from .distributed import fsdp_forward
 from .image_cache import ImageCache
 from .image_inputs import ImageInputs
+from .image_rows import refuse_to_cache
 from .images_xattn import XAttnImagesMixin
 from .outputs import StepAttentions
 from .stand_in import run_beside
@@ -64,6 +65,8 @@ class XAttnGenerationMixin:
                 do not fit together.
         """
         images = ImageInputs.take_from(self.config, kwargs)
+        if images.image_rows is not None:
+            refuse_to_cache("`generate`")
         cache = kwargs.get("past_key_values")
         if isinstance(cache, EncoderDecoderCache):
             cache = kwargs["past_key_values"] = XAttnCache.adopt(cache)

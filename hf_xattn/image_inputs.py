@@ -28,6 +28,7 @@ import torch
 
 from .configuration_xattn import XAttnConfig
 from .image_layout import rows_to
+from .image_rows import check_image_rows
 from .tensor_checks import check_bool, check_states, check_tensor
 from .text_progress import CallersMask
 from .vision import Tiles, check_pixels
@@ -41,6 +42,7 @@ IMAGE_ARGUMENTS = (
     "aspect_ratio_ids",
     "aspect_ratio_mask",
     "image_attention_mask",
+    "image_rows",
 )
 
 
@@ -88,6 +90,7 @@ class ImageInputs:
         token_mask (`torch.BoolTensor`, *optional*): `(rows, N)`.
         text_mask (`torch.BoolTensor`, *optional*): `(B, T, N)` or `(B, T, n, tiles)`.
         text_mask_name (`str`): name of the argument with `text_mask`.
+        image_rows (`torch.LongTensor`, *optional*): `(B,)`, which of the `R` image rows each text row looks at.
     """
 
     name: str | None = None
@@ -98,6 +101,7 @@ class ImageInputs:
     token_mask: torch.Tensor | None = None
     text_mask: torch.Tensor | None = None
     text_mask_name: str = "cross_attention_mask"
+    image_rows: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -111,6 +115,7 @@ class ImageInputs:
         aspect_ratio_ids: torch.Tensor | None = None,
         aspect_ratio_mask: torch.Tensor | None = None,
         image_attention_mask: torch.Tensor | None = None,
+        image_rows: torch.Tensor | None = None,
     ) -> ImageInputs:
         """Makes the checks that need neither the text nor a cache.
 
@@ -126,6 +131,7 @@ class ImageInputs:
             aspect_ratio_ids,
             aspect_ratio_mask,
             image_attention_mask,
+            image_rows,
         )
         count = 0
         for argument, value in zip(IMAGE_ARGUMENTS, given):
@@ -181,7 +187,7 @@ class ImageInputs:
                     token_mask = cross_attention_mask
                 else:
                     text_mask = cross_attention_mask
-        return cls(name, pixel_values, tiles, states, image_mask, token_mask, text_mask, text_mask_name)
+        return cls(name, pixel_values, tiles, states, image_mask, token_mask, text_mask, text_mask_name, image_rows)
 
     @classmethod
     def take_from(cls, config: XAttnConfig, kwargs: dict[str, Any]) -> ImageInputs:
@@ -210,7 +216,8 @@ class ImageInputs:
     @property
     def is_empty(self) -> bool:
         """Whether the call has neither images nor masks."""
-        return self.name is None and self.image_mask is None and self.token_mask is None and self.text_mask is None
+        given = (self.name, self.image_mask, self.token_mask, self.text_mask, self.image_rows)
+        return all(each is None for each in given)
 
     @property
     def images(self) -> torch.Tensor | None:
@@ -230,6 +237,7 @@ class ImageInputs:
             ("image_mask", self.image_mask),
             ("cross_attention_mask", self.token_mask),
             (self.text_mask_name, self.text_mask),
+            ("image_rows", self.image_rows),
         ):
             if value is not None and value.device != device:
                 raise ValueError(
@@ -244,6 +252,8 @@ class ImageInputs:
             cached_rows (`int`): number of image rows in the cache; 0 if it holds no images.
         """
         images = self.images
+        if self.image_rows is not None:
+            check_image_rows(self.image_rows, images is not None, text_rows, cached_rows)
         if images is None and not cached_rows:
             for argument, mask in (
                 ("image_mask", self.image_mask),
@@ -257,12 +267,16 @@ class ImageInputs:
                     )
             return
         image_rows = cached_rows or text_rows
+        if images is not None and self.image_rows is not None:
+            image_rows = images.shape[0]
         if images is not None and image_rows is not None and images.shape[0] != image_rows:
             raise ValueError(
                 f"Expected `{self.name}` of batch {image_rows}, got batch {images.shape[0]}. To ask many questions about one image, "
-                "encode it once with `encode_images` and pass the cache."
+                "encode it once with `encode_images` and pass the cache, or in training name each text row's image in `image_rows`."
             )
         allowed = {rows for rows in (text_rows, cached_rows, None if images is None else images.shape[0]) if rows}
+        if images is not None and self.image_rows is not None:
+            allowed = {images.shape[0]}  # a mask over image tokens alone belongs to the images
         for argument, mask in (("image_mask", self.image_mask), ("cross_attention_mask", self.token_mask)):
             if mask is not None and mask.shape[0] not in allowed:
                 raise ValueError(f"Expected `{argument}` of batch {_either(allowed)}, got batch {mask.shape[0]}.")

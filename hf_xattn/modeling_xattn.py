@@ -200,6 +200,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         image_inputs: PreparedImages | None = None,
+        image_rows: torch.LongTensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
         """
@@ -231,6 +232,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 implementation returns them. None: as in `config.output_attentions`.
             return_dict (`bool`, *optional*): False = return a tuple. None: as in `config.return_dict`.
             image_inputs (`PreparedImages`, *optional*): images that `generate` has encoded, in place of all image arguments.
+            image_rows (`torch.LongTensor`, *optional*): `(batch,)`, the row of the images that each text row looks at, -1 for none. The
+                images, `image_mask` and a mask of their tokens then have a batch of their own. For training, without a cache.
 
         Raises:
             TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and pixels
@@ -250,6 +253,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             aspect_ratio_ids=aspect_ratio_ids,
             aspect_ratio_mask=aspect_ratio_mask,
             image_attention_mask=image_attention_mask,
+            image_rows=image_rows,
         )
         outputs, cache, cross_attentions = self._run(
             headless(self.text_model),
@@ -400,6 +404,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnLabelsMixin, XAtt
         logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
         image_inputs: PreparedImages | None = None,
+        image_rows: torch.LongTensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
@@ -427,6 +432,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnLabelsMixin, XAtt
             aspect_ratio_ids=aspect_ratio_ids,
             aspect_ratio_mask=aspect_ratio_mask,
             image_attention_mask=image_attention_mask,
+            image_rows=image_rows,
         )
         text_model = self.model.text_model
         for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids, vision_config
+from conftest import TEXT_CONFIGS, make_model, make_text, token_ids, vision_config
 from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_misspelt, needs, switch, tensor, value
 from surface_adapters import SURFACES as ADAPTERS
+from surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
 from surface_maps import SURFACES as MAPS
 from surface_processor import processor_surfaces
 from surface_saving import SURFACES as SAVING
@@ -46,9 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 
 
-IDS, PIXELS, STATES = token_ids(), pixels(), torch.randn(2, 5, 32)
-MASK, IMAGE_MASK = torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 1, dtype=torch.bool)
-RATIO_IDS, RATIO_MASK = torch.ones(1, 1, dtype=torch.long), torch.ones(1, 1, 4, dtype=torch.long)
+IDS = token_ids()
 
 
 # --- what the functions work on, made once
@@ -103,6 +102,8 @@ def beside(given):
     if names & {"aspect_ratio_ids", "aspect_ratio_mask"}:
         shapes = {"aspect_ratio_ids": RATIO_IDS, "aspect_ratio_mask": RATIO_MASK}
         return needs(given, pixel_values=torch.randn(1, 1, 4, 3, 28, 28), **shapes)
+    if names & {"image_rows"}:
+        return needs(given, pixel_values=PIXELS if given["image_rows"] is None else PIXELS[:1])
     if names & {"cross_attention_mask"}:
         return needs(given, cross_attention_states=STATES)
     if names & {"image_mask", "image_attention_mask", "past_key_values"}:
@@ -122,41 +123,6 @@ def call_of(method, of_body=False, **needed):
         return getattr(served, method)(**needs(given, **extra))
 
     return torch.no_grad()(call)
-
-
-def image_rows(masks=True, **more):
-    """The image arguments, wherever they are taken."""
-    rows = {
-        "pixel_values": tensor(
-            PIXELS,
-            device=True,
-            none=Fine(None),
-            size=torch.zeros(2, 1, 3, 33, 32),
-            dtype=torch.zeros(2, 1, 3, 32, 32, dtype=torch.uint8),
-        ),
-        "image_mask": tensor(
-            IMAGE_MASK, device=True, none=Fine(None), size=torch.ones(2, 3, dtype=torch.bool), dtype=IMAGE_MASK.float()
-        ),
-        "cross_attention_states": tensor(
-            STATES, device=True, none=Fine(None), size=STATES[..., 1:], dtype=STATES.long()
-        ),
-        "cross_attention_mask": tensor(
-            MASK, device=True, none=Fine(None), size=torch.ones(2, 6, dtype=torch.bool), dtype=MASK.float()
-        ),
-        "aspect_ratio_ids": tensor(
-            RATIO_IDS, none=Wrong(None, "required"), size=RATIO_IDS.repeat(1, 2), dtype=RATIO_IDS * 1.0
-        ),
-        "aspect_ratio_mask": tensor(
-            RATIO_MASK, none=Wrong(None, "required"), size=RATIO_MASK[..., 1:], dtype=Fine(RATIO_MASK * 1.0)
-        ),
-        "image_attention_mask": tensor(
-            torch.ones(2, 7, 1),
-            none=Fine(None),
-            size=torch.ones(2, 7, 3),
-            dtype=Fine(torch.ones(2, 7, 1, dtype=torch.long)),
-        ),
-    }
-    return {**rows, **more}
 
 
 CACHE = value(none=Fine(None), kind=((STATES, STATES),))
@@ -322,6 +288,7 @@ SURFACES = {
                 torch.zeros(2, 7, 32), none=NOTHING, size=torch.zeros(2, 7, 31), dtype=torch.zeros(2, 7, 32).long()
             ),
             past_key_values=value(none=Fine(None), kind=Wrong(((STATES, STATES),), "tuple")),
+            image_rows=value(none=Fine(None), kind=ROWS.numpy(), size=Wrong(ROWS, "generate")),
         ),
         misspelt=(ValueError, TypeError),
         fields={*IMAGE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "past_key_values"},
@@ -330,7 +297,7 @@ SURFACES = {
         XAttnModel.encode_images,
         call_of("encode_images", of_body=True),
         {
-            **{name: cases for name, cases in image_rows().items() if name != "image_attention_mask"},
+            **{n: cases for n, cases in image_rows().items() if n not in ("image_attention_mask", "image_rows")},
             "pixel_values": {**image_rows()["pixel_values"], "none": Wrong(None, "needs")},
             "cross_attention_states": {
                 **image_rows()["cross_attention_states"],
