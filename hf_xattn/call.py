@@ -20,12 +20,14 @@ from .configuration_xattn import XAttnConfig
 from .context import CrossAttentionContext, Recorder
 from .conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .cross_cache import CrossCache
+from .decoder import DecoderInterface
 from .distributed import is_distributed
 from .folded_mask import fold_mask
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .image_rows import ImageRows, refuse_to_cache
+from .packed_rows import check_packed_images, find_samples
 from .stand_in import run_beside, stand_in_images
 from .tensor_checks import type_name
 from .text_progress import TextProgress
@@ -57,6 +59,7 @@ class Call:
         use_cache, output_attentions (`bool`): as in `forward`.
         uncached (`str`, *optional*): why this forward must not write into a cache; None if it may.
         continues (`bool`): whether the caller passed a cache or asked for one, so more text may follow.
+        samples (`torch.BoolTensor`, *optional*): `(rows, length)`, True where a sample of a packed row starts; None if no row is packed.
     """
 
     text: dict[str, Any]
@@ -70,6 +73,7 @@ class Call:
     output_attentions: bool
     uncached: str | None
     continues: bool
+    samples: torch.Tensor | None = None
 
     @property
     def takes_up_images(self) -> bool:
@@ -98,6 +102,7 @@ class BlockInputs:
 
 def read_call(
     config: XAttnConfig,
+    decoder: DecoderInterface,
     text: dict[str, Any],
     images: ImageInputs | PreparedImages,
     past_key_values: Cache | None,
@@ -109,7 +114,7 @@ def read_call(
     """Finds the cache of a call. `text_inputs.py` has checked the text. Arguments that are None follow the configuration.
 
     Args:
-        config ([`XAttnConfig`]): the model's.
+        config ([`XAttnConfig`]), decoder ([`DecoderInterface`]): the model's.
         text, images, past_key_values, use_cache, output_attentions: as in `forward`.
         recomputes (`bool`): whether layers run twice, under gradient checkpointing.
         skips_layers (`bool`): whether layers may be skipped, under LayerDrop.
@@ -127,10 +132,11 @@ def read_call(
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
     continues = past_key_values is not None or bool(use_cache)
+    samples = find_samples(config, decoder.not_packed, text, past_key_values, use_cache, images)
     shares_images = isinstance(images, ImageInputs) and images.image_rows is not None
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if past_key_values is None else "`past_key_values`")
-    if shares_images:
+    if samples is not None or shares_images:
         use_cache = False
     if use_cache is None:
         use_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
@@ -173,6 +179,7 @@ def read_call(
         output_attentions=bool(output_attentions),
         uncached=uncached,
         continues=continues,
+        samples=samples,
     )
 
 
@@ -224,13 +231,14 @@ def prepare_blocks(
         sees = sees[:, None]  # no text sees the stand-in image, and there is no progress to keep
     else:
         decided = mask is not None and mask.decides(call.length, layout.num_tokens)
-        markers = _markers(config, call, decided)
+        samples = None if decided else call.samples
+        markers = _markers(config, call, decided, packed=samples is not None)
         if markers is not None and mask is None:
             _check_markers_of_images(config, call, markers, rows)
         # Where padding alone hides images, its mask has the rows of the images, and is smaller.
-        by_image = config.image_visibility == "all" and mask is None
+        by_image = config.image_visibility == "all" and mask is None and samples is None
         of_text = layout if rows is None or by_image else rows.layout_of_text(layout)
-        sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length)
+        sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
     group = block.num_attention_heads // block.num_key_value_heads
     shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
     if rows is None:
@@ -284,17 +292,24 @@ def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:
     return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length), record)
 
 
-def _markers(config: XAttnConfig, call: Call, decided: bool) -> torch.Tensor | None:
-    """Returns `(B, T)`, True where the text holds an image marker; None if `image_visibility` does not depend on markers.
+def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> torch.Tensor | None:
+    """Returns `(B, T)`, True where the text holds an image marker; None if what the text sees does not depend on markers.
 
     Args:
         decided (`bool`): whether the caller's mask decides everything, so the markers may be unknown.
+        packed (`bool`): whether rows are packed, so the markers tell which sample an image belongs to.
     """
-    if config.image_visibility == "all":
+    if config.image_visibility == "all" and not packed:
         return None
     input_ids = call.text.get("input_ids")
-    if input_ids is not None:
+    if input_ids is not None and config.image_token_id is not None:
         return input_ids == config.image_token_id
+    if packed:
+        missing = "`input_ids`" if input_ids is None else "`image_token_id` in the configuration"
+        raise ValueError(
+            "Expected packed rows (`position_ids` that start again) with image markers, which tell the sample of each image, got no "
+            f"{missing}. Pass a `cross_attention_mask` of shape (batch, text_len, num_image_tokens) in place of markers."
+        )
     if not decided:
         raise ValueError(
             f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got `inputs_embeds`. Pass "
@@ -319,7 +334,9 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
     of_images = images.new_full(images.shape[:1], images.shape[1], dtype=torch.long) if real is None else real.sum(-1)
     total = rows_to(of_images, call.rows) if rows is None else rows.counts_of_text(of_images)
     total, found = total.to(markers.device), markers.sum(dim=-1)
-    if bool((found < total).any()):
+    if call.samples is not None:
+        check_packed_images(config, call.samples, total, found)
+    if config.image_visibility != "all" and bool((found < total).any()):
         raise ValueError(
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image, because of "
             f"`image_visibility={config.image_visibility!r}`: {total.tolist()} images a row, got {found.tolist()} markers. If the rest of the "

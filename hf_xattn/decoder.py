@@ -20,6 +20,7 @@ from .channel import carrying
 from .context import KEYWORD, CrossAttentionContext
 from .keywords import LOSS, keywords_of, refuse_unknown
 from .memo import memoized
+from .packing_decoders import why_not_packed
 from .sizes import text_num_hidden_layers
 
 
@@ -136,6 +137,7 @@ class DecoderInterface(NamedTuple):
         receives_keywords (`bool`): whether the layers get the keyword arguments of `forward`.
         keywords, body_keywords (`frozenset[str]`): keyword names that the decoder reads, with its head and without.
         is_custom_code (`bool`): whether the decoder is custom code, which may read further keyword names.
+        not_packed (`str`, *optional*): why several samples in one row would not be kept apart; None if they are.
     """
 
     arguments: frozenset[str]
@@ -144,6 +146,7 @@ class DecoderInterface(NamedTuple):
     keywords: frozenset[str]
     body_keywords: frozenset[str]
     is_custom_code: bool
+    not_packed: str | None = None
 
     @classmethod
     def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
@@ -163,6 +166,7 @@ class DecoderInterface(NamedTuple):
             (keywords_of(around) | LOSS) - handled,
             body,
             text_model.is_custom_code(),
+            why_not_packed(text_model, [*around, decoder]),
         )
 
     def check_keywords(self, caller: Callable[..., Any], given: dict[str, Any], body: bool = False) -> None:

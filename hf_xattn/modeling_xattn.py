@@ -141,7 +141,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         check_text(text, past_key_values is None, self.get_input_embeddings)
         recomputes = recomputes_layers(self, self._interface.receives_keywords)
         skips = may_skip_layers(self.text_model)
-        call = read_call(self.config, text, images, past_key_values, use_cache, output_attentions, recomputes, skips)
+        call = read_call(
+            self.config, self._interface, text, images, past_key_values, use_cache, output_attentions, recomputes, skips
+        )
         if call.cache is not None and call.takes_up_images:
             self._check_made_here(call.cache.cross_attention_cache)
         if self._sets is not None:
@@ -221,7 +223,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             image_attention_mask (`torch.Tensor`, *optional*): `(batch, text_len, num_images)`, Idefics' form of
                 `cross_attention_mask`.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, mask of the text.
-            position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`.
+            position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed samples: each
+                sees its own text and images only (see `packed_rows.py`), without `attention_mask` and without a cache.
             past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds images,
                 pass no images, only new images, or all images in their order and then new ones. Anything else is refused.
                 Images are compared by content, row by row.

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from .image_layout import ImageLayout, rows_to
+from .packed_samples import images_of_samples
 from .text_progress import CallersMask, MarkerCounts, TextProgress
 
 
@@ -48,6 +49,7 @@ def look(
     mask: CallersMask | None,
     batch_size: int,
     text_len: int,
+    samples: torch.Tensor | None = None,
 ) -> View:
     """Decides which image tokens each text token of a call may attend to.
 
@@ -55,17 +57,19 @@ def look(
         rule (`str`): `image_visibility`: `"all"`, `"previous"`, `"latest"` or `"latest_group"`.
         layout ([`ImageLayout`]): the images.
         progress ([`TextProgress`]): progress before this text.
-        markers (`torch.BoolTensor`, *optional*): `(B, T)`, True where the text holds an image marker. `"all"` does not use it.
+        markers (`torch.BoolTensor`, *optional*): `(B, T)`, True where the text holds an image marker. `"all"` does not use it, except
+            for packed rows.
         mask ([`CallersMask`], *optional*): the caller's decision for this text or its first part, and for later text.
         batch_size, text_len (`int`): B and T.
+        samples (`torch.BoolTensor`, *optional*): `(B, T)`, True where a sample of a packed row starts; None if no row is packed.
     """
     if mask is None:
         mask = progress.coming
     counted = counts = None
     sees = None
-    if rule != "all":
+    if rule != "all" or samples is not None:
         assert markers is not None
-        sees, counted, counts = _by_markers(rule, layout, progress.counts, markers)
+        sees, counted, counts = _by_markers(rule, layout, progress.counts, markers, samples)
     covered = coming = None
     if mask is not None:
         covered, coming = mask.split(text_len)
@@ -75,7 +79,11 @@ def look(
 
 
 def _by_markers(
-    rule: str, layout: ImageLayout, past: MarkerCounts | None, markers: torch.Tensor
+    rule: str,
+    layout: ImageLayout,
+    past: MarkerCounts | None,
+    markers: torch.Tensor,
+    samples: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, MarkerCounts]:
     """Returns what the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the new counts."""
     batch_size = markers.shape[0]
@@ -87,7 +95,10 @@ def _by_markers(
         order = rows_to(order, batch_size)
     counted, seen, before_group = past.rows_to(batch_size).count_on(markers, order.amax(dim=-1, keepdim=True))
     counts = MarkerCounts(torch.stack([seen[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1))
-    return visible_images(order, seen, before_group, rule)[:, :, layout.image_of_token], counted, counts
+    images = visible_images(order, seen, before_group, rule)
+    if samples is not None:
+        images = images & images_of_samples(order, counted, seen, samples)
+    return images[:, :, layout.image_of_token], counted, counts
 
 
 def _by_mask(
@@ -181,11 +192,13 @@ def visible_images(
         order (`torch.LongTensor`): `(B or 1, num_images)`, from [`image_order`].
         markers_seen (`torch.LongTensor`): `(B, T)`.
         before_group (`torch.LongTensor`): `(B, T)`, number of markers before the latest run of adjacent markers.
-        rule (`str`): `"previous"`, `"latest"` or `"latest_group"`.
+        rule (`str`): `"all"`, `"previous"`, `"latest"` or `"latest_group"`.
 
     Returns:
-        `torch.BoolTensor`: `(B, T, num_images)`.
+        `torch.BoolTensor`: `(B, T, num_images)`; with `"all"` `(B or 1, 1, num_images)`.
     """
+    if rule == "all":
+        return (order > 0)[:, None]
     total = order.amax(dim=-1, keepdim=True)
     seen = torch.minimum(markers_seen, total)[:, :, None]
     order = order[:, None, :]

@@ -43,6 +43,26 @@ def retrofitted(text):
     return XAttnForConditionalGeneration(config, text_model=text).eval()
 
 
+def check_packed(model, ids, states):
+    """Two samples in one row, each with images of its own: as in rows of their own, or refused."""
+    packed, both = torch.cat([ids[:1, :5], ids[1:]], dim=1), torch.cat([states[:1], states[1:]], dim=1)
+    of_row = torch.arange(12) < 5
+    inputs = {
+        "position_ids": torch.cat([torch.arange(5), torch.arange(7)])[None],
+        "cross_attention_states": both,
+        "cross_attention_mask": (of_row[:, None] == (torch.arange(10) < 5))[None],
+    }
+    if model.model._interface.not_packed is not None:
+        with pytest.raises(ValueError, match="Packed rows"):
+            model(packed, **inputs)
+        return
+    parts = [
+        model(row, cross_attention_states=image, use_cache=False).logits
+        for row, image in ((ids[:1, :5], states[:1]), (ids[1:], states[1:]))
+    ]
+    assert torch.allclose(model(packed, **inputs).logits, torch.cat(parts, dim=1), atol=1e-4)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SERVED)
 def test_served(model_type, tmp_path):
@@ -73,6 +93,8 @@ def test_served(model_type, tmp_path):
     mixed = model(ids, cross_attention_states=states, cross_attention_mask=some).logits
     blind = torch.cat([mixed[0, :3] - alone[0, :3], mixed[1] - alone[1]])
     assert blind.abs().max() <= (1e-5 if model_type in EXPERTS else 0.0)
+
+    check_packed(model, ids, states)
 
     options = {
         "max_new_tokens": 6,

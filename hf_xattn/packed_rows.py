@@ -1,0 +1,211 @@
+"""Packed rows: several samples in one text row, whose `position_ids` start again (padding-free collators, TRL's packing).
+
+transformers keeps the samples of a row apart in self-attention: a sample begins where the position is not the one before plus 1. It does
+so only without `attention_mask` and without a cache, and only in decoders that hand `position_ids` to their masks. Everywhere else the
+samples of a row would read each other, and nobody would be told. So here a row whose positions start again is kept apart or refused.
+
+The images of a packed row stand in the order of their markers (see `packed_samples.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .configuration_xattn import XAttnConfig
+from .conversation import PreparedImages
+from .image_inputs import ImageInputs
+from .xattn_cache import XAttnCache
+
+
+# What FlashAttention needs to be told of the samples; from `position_ids` alone it finds them in a batch of one row only.
+FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+PACKED = "Packed rows (`position_ids` that start again)"
+
+
+def find_samples(
+    config: XAttnConfig,
+    not_packed: str | None,
+    text: Mapping[str, Any],
+    cache: Cache | None,
+    use_cache: bool | None,
+    images: ImageInputs | PreparedImages,
+) -> torch.Tensor | None:
+    """Finds the samples of packed rows, before anything is computed. On a GPU a call with `position_ids` waits for this.
+
+    Text that continues a cache is looked at only if images or labels come with it.
+
+    Args:
+        config ([`XAttnConfig`]): the model's.
+        not_packed (`str`, *optional*): why its decoder does not keep samples apart; None if it does.
+        text (`Mapping`): the decoder's own arguments.
+        cache (`Cache`, *optional*), use_cache (`bool`, *optional*), images: as in `forward`.
+
+    Returns:
+        `torch.BoolTensor`: `(B, T)`, True where a sample starts; None if no row is packed.
+
+    Raises:
+        ValueError: if rows are packed, and the samples would not be kept apart.
+    """
+    positions, bounds = text.get("position_ids"), text.get("cu_seq_lens_q")
+    mask = text.get("attention_mask")
+    if positions is None:
+        _check_bounds_alone(bounds, text)
+        return None
+    if positions.shape[-1] == 1 or positions.device.type == "meta":
+        return None
+    if isinstance(mask, torch.Tensor) and mask.device != positions.device:
+        return None  # the decoder says so
+    prepared = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2)
+    has_images = isinstance(images, ImageInputs) and images.images is not None
+    brings = has_images or text.get("labels") is not None or text.get("shift_labels") is not None
+    if cache is not None and (prepared or (_holds_text(cache) and not brings)):
+        return None
+    if torch.compiler.is_compiling():
+        needs_markers = has_images and images.text_mask is None  # type: ignore[union-attr]
+        if needs_markers and (config.image_token_id is None or text.get("input_ids") is None):
+            not_packed = "no markers"
+        return _compiled(not_packed, text, cache, use_cache)
+    if positions.dim() == 3:
+        if bool((positions[0].diff(dim=-1) < 0).any()):
+            raise ValueError(
+                f"{PACKED} are read from `position_ids` of shape (batch, text_len), got {tuple(positions.shape)}."
+            )
+        return None
+    again = _starts_again(positions, None if prepared else mask)
+    if not bool(again.any()):
+        return None
+    if prepared:
+        if has_images and images.text_mask is None:  # type: ignore[union-attr]  # has_images says which of the two it is
+            raise ValueError(
+                f"{PACKED} with an `attention_mask` of shape (batch, 1, text_len, text_len) need a `cross_attention_mask` of shape "
+                "(batch, text_len, num_image_tokens), which decides the images of each sample. Or leave `attention_mask` out."
+            )
+        return None
+    if not_packed is not None:
+        raise ValueError(f"{PACKED} do not work with {not_packed}. Pad the samples, one a row.")
+    _check_can_be_kept_apart(mask, cache, use_cache)
+    if has_images and config.cross_attention_config.position_bias:
+        raise ValueError(
+            f"{PACKED} do not work with `position_bias`, which counts the image tokens of a row and not of a sample. Pad the samples."
+        )
+    starts = _starts(positions, again, text)
+    _check_kernel(config, positions, starts, text)
+    return starts
+
+
+def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch.Tensor, markers: torch.Tensor) -> None:
+    """Raises a `ValueError` if a packed row has not one marker for each image: images would go to the wrong sample.
+
+    Args:
+        config ([`XAttnConfig`]): the model's.
+        starts (`torch.BoolTensor`): from [`find_samples`].
+        images, markers (`torch.LongTensor`): `(B,)`, numbers of real images and of markers.
+    """
+    packed = starts[:, 1:].any(dim=-1)
+    if bool((packed & (images != markers)).any()):
+        raise ValueError(
+            f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image of packed rows, because a marker "
+            f"tells the sample of its image: {images.tolist()} images a row, got {markers.tolist()} markers."
+        )
+
+
+def _holds_text(cache: Cache) -> bool:
+    if isinstance(cache, XAttnCache):
+        return cache.text_rows is not None
+    half = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return bool(half.layers) and bool(getattr(half.layers[0], "is_initialized", True))
+
+
+def _starts_again(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`(B, T - 1)`, True at a token whose position is not above that of the token before it. Positions of padding do not count."""
+    again = positions.diff(dim=-1) <= 0
+    if mask is None:
+        return again
+    read = mask[:, -positions.shape[-1] :].bool()
+    return again & read[:, 1:] & read[:, :-1]
+
+
+def _starts(positions: torch.Tensor, again: torch.Tensor, text: Mapping[str, Any]) -> torch.Tensor:
+    """`(B, T)`, True where transformers' masks begin a sample, in rows that are packed."""
+    starts = (positions.diff(dim=-1) != 1) & again.any(dim=-1, keepdim=True)
+    starts = torch.cat([torch.ones_like(starts[:, :1]), starts], dim=-1)
+    given = text.get("input_ids")
+    rows = (given if given is not None else text["inputs_embeds"]).shape[0]
+    return starts.expand(rows, -1)
+
+
+def _check_bounds_alone(bounds: Any, text: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for samples that only `cu_seq_lens_q` names: masks and positions do not follow it."""
+    if bounds is None:
+        return
+    given = text.get("input_ids")
+    rows = (given if given is not None else text["inputs_embeds"]).shape[0]
+    if len(bounds) - 1 > rows:
+        raise ValueError(
+            f"`cu_seq_lens_q` names {len(bounds) - 1} samples in {rows} rows, but there are no `position_ids`. Pass `position_ids` that "
+            "start again at each sample."
+        )
+
+
+def _check_can_be_kept_apart(mask: torch.Tensor | None, cache: Cache | None, use_cache: bool | None) -> None:
+    if cache is not None or use_cache:
+        what = "`use_cache=True`" if cache is None else "`past_key_values`"
+        raise ValueError(
+            f"{PACKED} are kept apart only without a cache, got {what}. Leave it out, or pass one sample a row."
+        )
+    if mask is not None:
+        raise ValueError(
+            f"{PACKED} are kept apart only without `attention_mask`, got one of shape {tuple(mask.shape)}. Leave it out: packed rows "
+            "need no padding. To pad, give the padding at the end a sample of its own."
+        )
+
+
+def _check_kernel(config: XAttnConfig, positions: torch.Tensor, starts: torch.Tensor, text: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` if the decoder's attention would not find the samples, or find others."""
+    bounds = text.get("cu_seq_lens_q")
+    if bounds is not None:
+        found = starts.flatten().nonzero().flatten().tolist()
+        named = torch.as_tensor(bounds).tolist()
+        if named != [*found, starts.numel()]:
+            raise ValueError(
+                f"`cu_seq_lens_q` and `position_ids` name different samples: samples end at {named[1:]}, got positions that end them at "
+                f"{[*found[1:], starts.numel()]}."
+            )
+    name = config.get_text_config(decoder=True)._attn_implementation or "eager"
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(
+            f"{PACKED} do not work with the attention implementation {name!r}, for which transformers makes no masks. Call "
+            "`model.set_attn_implementation('sdpa')`."
+        )
+    if "flash" not in name or all(text.get(argument) is not None for argument in FLASH_ARGUMENTS):
+        return
+    if starts.shape[0] > 1 or not torch.equal(starts, positions == positions.min()):
+        raise ValueError(
+            f"{PACKED} need a batch of one row, whose samples all start at the same position, with {name!r}; got {starts.shape[0]} rows. "
+            f"Pass {', '.join(f'`{argument}`' for argument in FLASH_ARGUMENTS)}, as padding-free collators do."
+        )
+
+
+def _compiled(
+    not_packed: str | None, text: Mapping[str, Any], cache: Cache | None, use_cache: bool | None
+) -> torch.Tensor | None:
+    """In compiled code, which cannot branch on positions: the samples of a training step, whether or not its rows are packed.
+
+    In other calls, rows that would not be kept apart end in a `RuntimeError`.
+    """
+    positions, mask = text["position_ids"], text.get("attention_mask")
+    if cache is not None or positions.dim() == 3 or (mask is not None and mask.dim() != 2):
+        return None
+    again = _starts_again(positions, mask)
+    alone = mask is None and not use_cache and (use_cache is not None or torch.is_grad_enabled())
+    if alone and not_packed is None:
+        return _starts(positions, again, text)
+    torch._assert_async(
+        ~again.any(), f"{PACKED} are not kept apart in this call. Run it without `torch.compile` to read why."
+    )
+    return None

@@ -1,0 +1,314 @@
+"""Packed rows: several samples in one text row, whose positions start again. Each sees its own text and images, or the row is refused."""
+
+import functools
+
+import pytest
+import torch
+from conftest import make_model, pixels, randomize
+from conversation_helpers import MARKER, RULES, fresh_cache
+from test_architectures import make_tiny, retrofitted
+from test_checkpointing import without_dropout
+from test_image_rows import assert_same, run
+from transformers import DataCollatorWithFlattening
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.packed_samples import images_of_samples
+
+
+# Rows of samples: number of tokens, and where each sample has a marker.
+ONE_ROW = [[(5, [1, 3]), (3, []), (1, []), (6, [0, 1, 4])]]
+TWO_ROWS = [[(4, [3]), (4, [0])], [(2, []), (6, [2])]]
+WHOLE_AND_PACKED = [[(8, [2])], [(3, [0]), (5, [1])]]
+EXACT = 1e-10  # in float64
+ROWS = {"one row": ONE_ROW, "two rows": TWO_ROWS, "one of two rows": WHOLE_AND_PACKED}
+
+
+@functools.cache
+def packing_model(name="llama", rule="previous", implementation="sdpa"):
+    text = make_tiny(name)
+    config = XAttnConfig(
+        text_config=text.config,
+        vision_config=make_model().config.vision_config,
+        cross_attention_layers=[1, 3],
+        image_token_id=MARKER,
+        image_visibility=rule,
+    )
+    model = randomize(XAttnForConditionalGeneration(config, text_model=text))
+    model.set_attn_implementation(implementation)
+    return without_dropout(model.double())
+
+
+def samples_of(rows, images=True):
+    """The rows packed, and their samples padded."""
+    generator = torch.Generator().manual_seed(5)
+    flat = [sample for row in rows for sample in row]
+    widest, most = max(length for length, _ in flat), max(len(markers) for _, markers in flat)
+    texts = [torch.randint(4, 96, (length,), generator=generator) for length, _ in flat]
+    for text, (_, markers) in zip(texts, flat):
+        text[markers] = MARKER
+    pictures = pixels(sum(len(markers) for _, markers in flat)).double()[:, 0]
+
+    ids, mask = torch.zeros(len(flat), widest, dtype=torch.long), torch.zeros(len(flat), widest, dtype=torch.long)
+    padded, real = torch.zeros(len(flat), most, 3, 32, 32).double(), torch.zeros(len(flat), most, dtype=torch.bool)
+    first = 0
+    for index, (text, (length, markers)) in enumerate(zip(texts, flat)):
+        ids[index, :length], mask[index, :length], real[index, : len(markers)] = text, 1, True
+        padded[index, : len(markers)] = pictures[first : first + len(markers)]
+        first += len(markers)
+    unpacked = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    count = len(rows[0])
+    in_rows = [texts[: len(rows[0])], texts[count:]][: len(rows)]
+    wide = max(sum(len(markers) for _, markers in row) for row in rows)
+    images_in_rows, real_in_rows = torch.zeros(len(rows), wide, 3, 32, 32).double(), torch.zeros(len(rows), wide).bool()
+    first = 0
+    for index, row in enumerate(rows):
+        held = sum(len(markers) for _, markers in row)
+        images_in_rows[index, :held], real_in_rows[index, :held] = pictures[first : first + held], True
+        first += held
+    packed = {
+        "input_ids": torch.stack([torch.cat(row) for row in in_rows]),
+        "position_ids": torch.stack([torch.cat([torch.arange(len(text)) for text in row]) for row in in_rows]),
+    }
+    packed["labels"] = packed["input_ids"].masked_fill(packed["position_ids"] == 0, -100)
+    if images:
+        unpacked |= {"pixel_values": padded, "image_mask": real}
+        packed |= {"pixel_values": images_in_rows} | ({} if real_in_rows.all() else {"image_mask": real_in_rows})
+    return packed, unpacked, mask.bool()
+
+
+def assert_unpacked(model, rows=ONE_ROW, images=True, atol=EXACT, **more):
+    """Packed rows give the loss, the logits and the gradients of their samples in rows of their own."""
+    packed, unpacked, real = samples_of(rows, images)
+    expected, gradients = run(model, **unpacked, use_cache=False)
+    found, of_packed = run(model, **packed, **more)
+    assert found.past_key_values is None
+    assert torch.allclose(found.logits.flatten(0, 1), expected.logits[real], atol=atol)
+    found.logits = expected.logits
+    assert_same((found, of_packed), (expected, gradients), atol)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_are_those_of_unpacked_samples(rows, rule, implementation):
+    """A sample that sees the images or the text of another in its row."""
+    # The eager attention of transformers computes its softmax in float32.
+    atol = 1e-5 if implementation == "eager" else EXACT
+    assert_unpacked(packing_model(rule=rule, implementation=implementation), ROWS[rows], atol=atol)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gptj", "mistral", "gemma3_text"])
+def test_decoders_that_pack(name):
+    """Decoders with learned positions, with sliding windows, or whose layers fetch the images themselves."""
+    # Gemma's norms compute in float32.
+    assert_unpacked(packing_model(name), atol=1e-5 if name == "gemma3_text" else EXACT)
+
+
+def test_text_alone():
+    """Packed text without images, which a cache by default would join silently."""
+    assert_unpacked(packing_model(), [[(5, []), (3, []), (4, [])]], images=False)
+
+
+def test_checkpointing():
+    """Masks of samples that the recomputation does not get."""
+    model = without_dropout(make_model(image_token_id=MARKER, image_visibility="previous").double())
+    packed, unpacked, _ = samples_of(ONE_ROW)
+    expected = run(model, **unpacked, use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = run(model, **packed)
+    expected[0].logits = found[0].logits
+    assert_same(found, expected)
+
+
+def test_a_mask_of_the_caller_in_place_of_markers():
+    """Packed rows of a model without markers."""
+    model = without_dropout(make_model().double())
+    packed, unpacked, real = samples_of(ONE_ROW)
+    image_of_token = torch.arange(5).repeat_interleave(16)
+    owner = torch.tensor([0, 0, 3, 3, 3])[image_of_token]
+    sample = (packed["position_ids"] == 0).cumsum(-1) - 1
+    expected = model(**unpacked, use_cache=False).logits[real]
+    found = model(**packed, cross_attention_mask=sample[..., None] == owner).logits
+    assert torch.allclose(found.flatten(0, 1), expected, atol=1e-10)
+
+
+def test_shared_images():
+    """Packed rows that look at the same images."""
+    model = packing_model(rule="all")
+    rows = [[(4, [3]), (4, [0])], [(3, [1]), (5, [2])], [(2, [1]), (6, [0])]]
+    packed = [samples_of([row])[0] for row in rows]
+    text = {name: torch.cat([each[name] for each in packed]) for name in ("input_ids", "position_ids", "labels")}
+    images, index = pixels(2, 2).double(), torch.tensor([1, 0, 1])
+    expected = run(model, **text, pixel_values=images[index])
+    assert_same(run(model, **text, pixel_values=images, image_rows=index), expected)
+
+
+def test_collators_of_transformers_and_trl():
+    """What padding-free collators hand to a model: bounds for FlashAttention, numbers of samples."""
+    model = packing_model()
+    rows = [{"input_ids": torch.arange(4, 4 + length).tolist()} for length in (5, 3, 4)]
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    padded = torch.zeros(3, 5, dtype=torch.long)
+    for index, row in enumerate(rows):
+        padded[index, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+    mask = (padded > 0).long()
+    expected = model(padded, attention_mask=mask, labels=padded.masked_fill(mask == 0, -100), use_cache=False)
+    assert torch.allclose(model(**flat).loss, expected.loss, atol=1e-12)
+    trl = pytest.importorskip("trl")
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    assert trl
+    flat = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=8)(rows)
+    assert torch.allclose(model(**flat).loss, expected.loss, atol=1e-12)
+
+
+REFUSED_DECODERS = {
+    "bloom": "takes no `position_ids`",
+    "mpt": "takes no `position_ids`",
+    "falcon": "does not depend on `position_ids`",
+    "opt": "does not depend on `position_ids`",
+    "gpt_oss": "does not depend on `position_ids`",
+    "mamba": "recurrent",
+    "mamba2": "recurrent",
+    "falcon_h1": "recurrent",
+    "lfm2": "recurrent",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_DECODERS)
+@pytest.mark.parametrize("images", [False, True])
+def test_decoders_that_cannot_pack(name, images):
+    """A decoder whose samples read one another, and whose answer is wrong without a word."""
+    model = retrofitted(make_tiny(name))
+    states = {"cross_attention_states": torch.randn(1, 5, 16)} if images else {}
+    ids, positions = torch.arange(4, 10)[None], torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(ValueError, match=f"Packed rows .*'{name}'.*{REFUSED_DECODERS[name]}"):
+        model(ids, position_ids=positions, **states)
+    if "position_ids" in model.model._interface.arguments:
+        assert model(ids, position_ids=torch.arange(6)[None], **states).logits.isfinite().all()
+
+
+PACKED, _, _ = samples_of(ONE_ROW)
+ALL_TRUE = torch.ones(1, 15, dtype=torch.long)
+FOUR_AXES = torch.ones(1, 1, 15, 15, dtype=torch.bool).tril()
+REFUSED = {
+    "padding mask": ({"attention_mask": ALL_TRUE}, "kept apart only without `attention_mask`"),
+    "mask of four axes": ({"attention_mask": FOUR_AXES}, "need a `cross_attention_mask`"),
+    "asked for a cache": ({"use_cache": True}, "only without a cache, got `use_cache=True`"),
+    "given cache": ({"past_key_values": fresh_cache}, "only without a cache, got `past_key_values`"),
+    "fewer images": (
+        {"pixel_values": PACKED["pixel_values"][:, :4]},
+        r"one image marker \(token 3\).*\[4\] images a row, got \[5\] markers",
+    ),
+    "fewer markers": (
+        {"input_ids": PACKED["input_ids"].masked_fill(torch.arange(15) == 1, 5)},
+        r"\[5\] images a row, got \[4\] markers",
+    ),
+    "embeddings": (
+        {"input_ids": None, "labels": None, "inputs_embeds": torch.zeros(1, 15, 32).double()},
+        "got no `input_ids`.*`cross_attention_mask`",
+    ),
+    "positions of three axes": (
+        {"position_ids": PACKED["position_ids"].repeat(3, 1, 1)},
+        r"`position_ids` of shape \(batch, text_len\), got \(3, 1, 15\)",
+    ),
+    "other bounds": (
+        {"cu_seq_lens_q": torch.tensor([0, 5, 15])},
+        r"name different samples.*\[5, 15\].*\[5, 8, 9, 15\]",
+    ),
+    "bounds alone": (
+        {"position_ids": None, "cu_seq_lens_q": torch.tensor([0, 5, 15])},
+        "names 2 samples in 1 rows, but there are no `position_ids`",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ["all", "previous"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, rule):
+    """Calls in which transformers joins the samples, or in which nobody knows whose image it is."""
+    given, words = REFUSED[name]
+    given = {key: value() if callable(value) else value for key, value in given.items()}
+    with pytest.raises(ValueError, match=words):
+        packing_model(rule=rule)(**{**PACKED, **given})
+
+
+def test_no_markers_and_no_rule():
+    """Images of a model without markers, which belong to no sample."""
+    with pytest.raises(ValueError, match="got no `image_token_id`.*`cross_attention_mask`"):
+        make_model().double()(**PACKED)
+
+
+def test_position_bias():
+    """A bias that counts the tokens of the images of other samples."""
+    model = make_model(image_token_id=MARKER, cross_attention_config={"position_bias": True}).double()
+    with pytest.raises(ValueError, match="`position_bias`"):
+        model(**PACKED)
+
+
+def test_flash_attention_in_several_rows():
+    """FlashAttention, which finds the samples of a batch of one row alone."""
+    from hf_xattn.packed_rows import find_samples
+
+    model = make_model(vision=False)
+    config = model.config
+    config.get_text_config(decoder=True)._attn_implementation_internal = "flash_attention_2"
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
+    text = {"input_ids": positions, "position_ids": positions}
+    with pytest.raises(ValueError, match="batch of one row.*`cu_seq_lens_q`"):
+        find_samples(config, None, text, None, None, None)
+    one = {name: values[:1] for name, values in text.items()}
+    assert find_samples(config, None, one, None, None, None).tolist() == [[True, False, False, True, False]]
+    bounds = torch.tensor([0, 3, 5, 7, 10], dtype=torch.int32)
+    told = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
+    assert find_samples(config, None, text | told, None, None, None) is not None
+    later = {"input_ids": positions[:1], "position_ids": torch.tensor([[0, 1, 2, 1, 2]])}
+    with pytest.raises(ValueError, match="start at the same position"):
+        find_samples(config, None, later, None, None, None)
+
+
+@torch.no_grad()
+def test_what_is_not_packed():
+    """Left padding, positions with a gap, a cached text: taken for packed rows."""
+    model = make_model()
+    ids, images = torch.arange(4, 16).view(2, 6), pixels(2)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    for padding in (0, 1):
+        positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padding)
+        model(ids, attention_mask=mask, position_ids=positions, pixel_values=images)
+    gap = torch.tensor([[0, 1, 2, 5, 6, 7]])
+    assert model(ids, position_ids=gap, pixel_values=images).past_key_values is not None
+    cache = model(ids, pixel_values=images, use_cache=True).past_key_values
+    model(ids[:, :2], position_ids=torch.tensor([[6, 7]]), past_key_values=cache)
+    options = {"max_new_tokens": 3, "do_sample": False, "pixel_values": images, "attention_mask": mask}
+    for kind in ("dynamic", "static"):
+        assert model.generate(ids, cache_implementation=kind, **options).shape == (2, 9)
+    assert model.generate(ids, use_cache=False, **options).shape == (2, 9)
+
+
+def test_compiled_training():
+    """A compiled step, which cannot look at positions, and joins the samples; one graph."""
+    model = without_dropout(make_model(vision=False, image_token_id=MARKER))
+    packed, _, _ = samples_of(ONE_ROW)
+    packed["cross_attention_states"] = torch.randn(1, 5, 2, 32)
+    del packed["pixel_values"]
+    plain = {**packed, "position_ids": torch.arange(15)[None]}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for inputs in (packed, plain):
+        expected = model(**inputs, use_cache=False)
+        assert torch.allclose(compiled(**inputs).logits, expected.logits, atol=1e-5)
+    with pytest.raises(RuntimeError, match="Packed rows"):
+        compiled(**packed, attention_mask=ALL_TRUE)
+    torch._dynamo.reset()
+
+
+def test_images_of_samples():
+    """By hand: a sample without markers, one that starts with a marker, and a row of one sample without any."""
+    starts = torch.tensor([[1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 0, 0]]).bool()
+    counted = torch.tensor([[0, 1, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0]]).bool()
+    belongs = images_of_samples(torch.tensor([[1, 2, 3]]), counted, counted.cumsum(-1), starts)
+    first, nothing, last = [True, True, False], [False] * 3, [False, False, True]
+    assert belongs[0].tolist() == [first] * 3 + [nothing] * 2 + [last]
+    assert belongs[1].all()
