@@ -11,6 +11,7 @@ from transformers.utils import logging
 from .answer_spans import AnswerSpan, find_answers, squeezed
 from .loss import IGNORED
 from .processing_xattn import XAttnProcessor
+from .shared_images import in_one_row, share_images
 from .tensor_checks import type_name
 from .training_rows import Conversation, read_row, text_of
 
@@ -53,10 +54,17 @@ class XAttnDataCollator:
             or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a collator: set this one.
         padding_side (`str`, *optional*): `"left"` or `"right"`. Default: the tokenizer's.
         pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
+        share_images (`bool`): rows with the same images, in the same order, share one copy of them, and rows without an image have
+            none. The batch says so in `image_rows`. Vision tower and K/V projections then run once for all questions about a picture
+            in a batch, and the gradients are the same. For that, rows about one picture must come in one batch: next to one another in
+            the data, with `train_sampling_strategy="sequential"` of `TrainingArguments`.
+        padding_free (`bool`): all rows become one row without padding, whose `position_ids` start again at each (see
+            `packed_rows.py`). Each row of the data still sees its own text and images only. Not every decoder can do this; the model
+            says so.
 
     Raises:
         TypeError: if `processor` is not an `XAttnProcessor`.
-        ValueError: for unknown options, and for a tokenizer that gives no offsets or has neither a padding nor an EOS token.
+        ValueError: for unknown options or options that exclude one another, and for a tokenizer that gives no offsets or has neither a padding nor an EOS token.
     """
 
     def __init__(
@@ -66,6 +74,8 @@ class XAttnDataCollator:
         max_length: int | None = None,
         padding_side: str | None = None,
         pad_to_multiple_of: int | None = None,
+        share_images: bool = False,
+        padding_free: bool = False,
     ):
         if not isinstance(processor, XAttnProcessor):
             raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
@@ -76,6 +86,20 @@ class XAttnDataCollator:
                 raise ValueError(f"`{name}` must be an integer of at least 1, got {size!r}.")
         if padding_side is not None and padding_side not in SIDES:
             raise ValueError(f"`padding_side` must be one of {SIDES} or None, got {padding_side!r}.")
+        for name, flag in (("share_images", share_images), ("padding_free", padding_free)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"`{name}` must be True or False, got {flag!r}.")
+        if padding_free:
+            for name, given in (("share_images", share_images or None), ("padding_side", padding_side)):
+                if given is not None:
+                    raise ValueError(
+                        f"Expected `padding_free` without `{name}`, got `{name}={given!r}`: there is one row, and no padding."
+                    )
+            if processor.image_token_id is None:
+                raise ValueError(
+                    "Expected `processor` to have an `image_token` for `padding_free`, got none: the markers tell which images belong to "
+                    "which text."
+                )
         tokenizer = processor.tokenizer
         if not tokenizer.is_fast:
             raise ValueError(
@@ -94,6 +118,8 @@ class XAttnDataCollator:
         self.max_length = max_length
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.share_images = share_images
+        self.padding_free = padding_free
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """
@@ -102,7 +128,9 @@ class XAttnDataCollator:
 
         Returns:
             `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, if a row has an image, the processor's
-            image inputs: `pixel_values`, `image_mask`, `aspect_ratio_ids`, `aspect_ratio_mask`.
+            image inputs: `pixel_values`, `image_mask`, `aspect_ratio_ids`, `aspect_ratio_mask`. With `share_images` these have a
+            batch of their own, and `image_rows` `(batch,)` names the image row of each row. With `padding_free` the batch is 1, and
+            `position_ids` `(1, text_len)` come in place of `attention_mask`.
 
         Raises:
             TypeError, ValueError: for a row that cannot be trained on. The message names the row.
@@ -125,7 +153,9 @@ class XAttnDataCollator:
             )
             for index, conversation in enumerate(conversations)
         ]
-        return {**self._padded(tokens), **batch}
+        if self.padding_free:
+            return {**self._flattened(tokens), **in_one_row(batch)}
+        return {**self._padded(tokens), **(share_images(batch) if self.share_images else batch)}
 
     def _processed(self, conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
         made: Any = self.processor.apply_chat_template(
@@ -214,6 +244,19 @@ class XAttnDataCollator:
                 f"`max_length={length}` cuts answers: the model is trained on the remaining parts of these answers."
             )
         return ids[kept], labels
+
+    def _flattened(self, rows: list[_Tokens]) -> dict[str, torch.Tensor]:
+        """All rows in one. The first token of a row is no label: nothing of its own text comes before it."""
+        parts = [(row.ids, row.labels.clone()) for row in rows]
+        missing = -sum(len(row.ids) for row in rows) % (self.pad_to_multiple_of or 1)
+        if missing:
+            pad = torch.full((missing,), self.processor.tokenizer.pad_token_id)
+            parts.append((pad, torch.full_like(pad, IGNORED)))
+        for _, labels in parts:
+            labels[0] = IGNORED
+        ids, labels = (torch.cat(each)[None] for each in zip(*parts))
+        positions = torch.cat([torch.arange(len(part)) for part, _ in parts])[None]
+        return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
     def _padded(self, rows: list[_Tokens]) -> dict[str, torch.Tensor]:
         tokenizer = self.processor.tokenizer

@@ -36,6 +36,8 @@ SURFACES = {
             "max_length": NUMBER,
             "padding_side": value(none=Fine(None), kind=3, size="top"),
             "pad_to_multiple_of": NUMBER,
+            "share_images": FLAG,
+            "padding_free": FLAG,
         },
     ),
     "collate": Surface(
