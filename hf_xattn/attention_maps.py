@@ -22,7 +22,6 @@ from transformers.cache_utils import DynamicCache
 from .call import OF_BLOCKS
 from .configuration_xattn import XAttnConfig
 from .image_cache import ImageCache
-from .image_inputs import IMAGE_ARGUMENTS
 from .image_rows import refuse_to_cache
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .patch_grid import PatchGrid, patch_grid
@@ -323,7 +322,7 @@ def attention_maps(
         _sizes=_sizes_of(given, weights[0].shape[-1]),
         _pixel_values=given.get("pixel_values"),
         _aspect_ratio_ids=given.get("aspect_ratio_ids"),
-        _from_pixels=_holds_pixels(given.get("past_key_values")),
+        _from_pixels="vision_features" in given or _holds_pixels(given.get("past_key_values")),
     )
 
 
@@ -388,22 +387,21 @@ def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
     cache = given.get("past_key_values")
     if cache is not None:
         return tuple(cache.cross_attention_cache.layout.sizes)
-    pixels, states = (given.get(name) for name in (IMAGE_ARGUMENTS[0], IMAGE_ARGUMENTS[2]))
     images = 1
-    if pixels is not None and pixels.dim() > 4:
-        images = pixels.shape[1]
-    elif states is not None and states.dim() == 4:
-        images = states.shape[1]
+    for name, axes in (("pixel_values", 5), ("vision_features", 4), ("cross_attention_states", 4)):
+        values = given.get(name)
+        if values is not None and values.dim() >= axes:
+            images = values.shape[1]
     return (num_tokens // images,) * images
 
 
 def _holds_pixels(cache: XAttnCache | None) -> bool:
-    """Whether the images of a cache were encoded from pixels, not from features. Their digests tell."""
+    """Whether the images of a cache went through the vision tower. Their digests tell."""
     layout = None if cache is None else cache.cross_attention_cache.layout
     return (
         layout is not None
         and layout.digests is not None
-        and all(part.of == IMAGE_ARGUMENTS[0] for part in layout.digests)
+        and all(part.of in ("pixel_values", "vision_features") for part in layout.digests)
     )
 
 

@@ -41,6 +41,13 @@ def name_wrong_states(states: torch.Tensor, weight: torch.Tensor, error: Runtime
         _check("cross_attention_states", states, weight.device, "cross-attention blocks", error)
 
 
+def name_wrong_features(features: torch.Tensor, connector: nn.Module, error: RuntimeError) -> None:
+    """Raises a `ValueError` if what the vision tower has returned is on another device than the connector that failed to read it."""
+    weight = next(connector.parameters(), None)
+    if weight is not None and not isinstance(error, torch.OutOfMemoryError) and not weight.is_meta:
+        _check("vision_features", features, weight.device, "connector", error)
+
+
 def _check(name: str, value: torch.Tensor, device: torch.device, owner: str, error: RuntimeError) -> None:
     if value.device != device:
         raise ValueError(

@@ -23,10 +23,10 @@ from torch import nn
 
 @dataclass(eq=False)  # not frozen: see `image_layout.py`
 class Digests:
-    """One number for each image (pixels) or each token (features), from [`digest`].
+    """One number for each image (pixels, or what the tower made of them) or each token (features), from [`digest`].
 
     Attributes:
-        of (`str`): name of the argument with the images, `"pixel_values"` or `"cross_attention_states"`.
+        of (`str`): name of the argument with the images, `"pixel_values"`, `"vision_features"` or `"cross_attention_states"`.
         dtype (`torch.dtype`): dtype of the content. Contents of different dtypes cannot be compared.
         values (`torch.LongTensor`): `(R, count)`.
         real (`torch.BoolTensor`, *optional*): `(R, count)`, False = padding.

@@ -154,7 +154,7 @@ class XAttnGenerationMixin:
             if markers.any():
                 raise ValueError(
                     f"`input_ids` holds image markers (token {marker}; {markers.tolist()} a row), but no images were given: "
-                    "pass `pixel_values`, `cross_attention_states` or a cache of `encode_images`."
+                    "pass `pixel_values`, `vision_features`, `cross_attention_states` or a cache of `encode_images`."
                 )
             return
         if self.config.image_visibility == "all" or cached or images.images is None or images.text_mask is not None:

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
+from .device_errors import name_wrong_features
 from .digests import Digests, digests_of
 from .distributed import check_callable, is_distributed
 from .image_inputs import ImageAxis, ImageInputs
@@ -22,6 +23,7 @@ from .image_layout import ImageLayout, rows_to
 from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .pytrees import dataclass_node
+from .tower import check_not_trained
 from .vision import Tiles, connect, run_tower, token_mask_of
 
 
@@ -98,11 +100,28 @@ class ImageEncoder:
             check_callable("vision_tower", self.vision_tower)
             check_callable("connector", self.connector)
         output = run_tower(self.vision_tower, pixel_values, tiles, **returns)
-        drop_first = self.config.vision_feature_select_strategy == "default"
         assert output.last_hidden_state is not None
         rows, num_images = pixel_values.shape[:2]
-        features = connect(self.connector, output.last_hidden_state, (rows, num_images), tiles is not None, drop_first)
-        return output, features
+        return output, self._connected(output.last_hidden_state, (rows, num_images), tiles is not None)
+
+    def _connected(self, features: torch.Tensor, images: tuple[int, int], tiled: bool) -> torch.Tensor:
+        """The tower's own output to `(R, num_images, tokens an image, context_size)`."""
+        assert self.connector is not None
+        drop_first = self.config.vision_feature_select_strategy == "default"
+        return connect(self.connector, features, images, tiled, drop_first)
+
+    def _of_tower_outputs(self, images: ImageInputs) -> torch.Tensor:
+        """The same, of `vision_features`: the tower does not run."""
+        features, tiled = images.features, images.tiles is not None
+        assert features is not None and self.vision_tower is not None and self.connector is not None
+        check_not_trained(self.vision_tower)
+        rows, num_images = features.shape[:2]
+        features = features.to(self._dtype_of(images))
+        try:
+            return self._connected(features if tiled else features.flatten(0, 1), (rows, num_images), tiled)
+        except RuntimeError as error:
+            name_wrong_features(features, self.connector, error)
+            raise
 
     def read(
         self,
@@ -164,9 +183,11 @@ class ImageEncoder:
         return NewImages(features.flatten(1, 2), layout) if grid is None else StoredImages(grid, layout)
 
     def _features_of(self, images: ImageInputs) -> torch.Tensor:
-        """`(R, n, tokens, context_size)`: of pixels, or features as they were given."""
+        """`(R, n, tokens, context_size)`: of pixels or of what the tower has returned, or features as they were given."""
         if images.pixel_values is not None:
             return self.features(images.pixel_values, images.tiles)
+        if images.features is not None:
+            return self._of_tower_outputs(images)
         assert images.states is not None
         return images.states
 
@@ -179,7 +200,7 @@ class ImageEncoder:
     def _dtype_of(self, inputs: ImageInputs) -> torch.dtype:
         """The dtype that the model turns pixels or features into."""
         assert inputs.images is not None
-        tower = self.vision_tower if inputs.pixel_values is not None else None
+        tower = self.vision_tower if inputs.states is None else None
         dtype = self.find_like().dtype if tower is None else tower.dtype
         # A quantized projection computes in the dtype of its input.
         return dtype if dtype.is_floating_point else inputs.images.dtype

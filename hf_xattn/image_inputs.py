@@ -7,6 +7,9 @@ Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens
 
     pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image for each row
                              (batch, n, max_num_tiles, channels, height, width) with a tiled vision tower
+    vision_features          (batch, n, tokens, width), or (batch, tokens, width): one image for each row
+                             (batch, n, max_num_tiles, tokens, width) with a tiled vision tower
+                             (batch, n, width, height, width) with a convolutional one: what the tower has returned
     cross_attention_states   (batch, N, context_size), or (batch, n, tokens, context_size)
     image_mask               (batch, n), False = padding image
     cross_attention_mask     (batch, N), False = padding token
@@ -31,7 +34,7 @@ from .image_layout import rows_to
 from .image_rows import check_image_rows
 from .tensor_checks import check_bool, check_states, check_tensor
 from .text_progress import CallersMask
-from .vision import Tiles, check_pixels
+from .vision import Tiles, check_features, check_pixels
 
 
 IMAGE_ARGUMENTS = (
@@ -43,7 +46,10 @@ IMAGE_ARGUMENTS = (
     "aspect_ratio_mask",
     "image_attention_mask",
     "image_rows",
+    "vision_features",
 )
+# Those of them that hold images. A call has one of them.
+IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class ImageInputs:
         text_mask (`torch.BoolTensor`, *optional*): `(B, T, N)` or `(B, T, n, tiles)`.
         text_mask_name (`str`): name of the argument with `text_mask`.
         image_rows (`torch.LongTensor`, *optional*): `(B,)`, which of the `R` image rows each text row looks at.
+        features (`torch.Tensor`, *optional*): `(R, n, ...)`, what the vision tower has returned.
     """
 
     name: str | None = None
@@ -102,6 +109,7 @@ class ImageInputs:
     text_mask: torch.Tensor | None = None
     text_mask_name: str = "cross_attention_mask"
     image_rows: torch.Tensor | None = None
+    features: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -116,6 +124,7 @@ class ImageInputs:
         aspect_ratio_mask: torch.Tensor | None = None,
         image_attention_mask: torch.Tensor | None = None,
         image_rows: torch.Tensor | None = None,
+        vision_features: torch.Tensor | None = None,
     ) -> ImageInputs:
         """Makes the checks that need neither the text nor a cache.
 
@@ -132,6 +141,7 @@ class ImageInputs:
             aspect_ratio_mask,
             image_attention_mask,
             image_rows,
+            vision_features,
         )
         count = 0
         for argument, value in zip(IMAGE_ARGUMENTS, given):
@@ -140,30 +150,37 @@ class ImageInputs:
                 count += 1
         if not count:
             return NO_IMAGES  # for example in a decode step
-        if pixel_values is not None and cross_attention_states is not None:
-            raise ValueError("Expected `pixel_values` or `cross_attention_states`, not both.")
+        sources = zip(IMAGES, (pixel_values, vision_features, cross_attention_states))
+        names = [argument for argument, value in sources if value is not None]
+        if len(names) > 1:
+            raise ValueError(f"Expected `{names[0]}` or `{names[1]}`, not both.")
         if image_attention_mask is not None and cross_attention_mask is not None:
             raise ValueError("Expected `image_attention_mask` or `cross_attention_mask`, not both.")
-        name = tiles = states = None
-        if pixel_values is not None:
-            name = "pixel_values"
+        tiles = states = None
+        name = names[0] if names else None
+        if pixel_values is not None or vision_features is not None:
             if config.vision_config is None:
                 raise ValueError(
-                    "Expected no `pixel_values`, because this model has no vision tower (`config.vision_config` is None). Pass image "
+                    f"Expected no `{name}`, because this model has no vision tower (`config.vision_config` is None). Pass image "
                     "features as `cross_attention_states`, or retrofit with `vision=`."
                 )
-            pixel_values, tiles = check_pixels(config.vision_config, pixel_values, aspect_ratio_ids, aspect_ratio_mask)
+            ratios = (aspect_ratio_ids, aspect_ratio_mask)
+            if pixel_values is not None:
+                pixel_values, tiles = check_pixels(config.vision_config, pixel_values, *ratios)
+            elif vision_features is not None:
+                vision_features, tiles = check_features(config.vision_config, vision_features, *ratios)
         else:
             for argument, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
                 if value is not None:
                     raise ValueError(f"`{argument}` was given without `pixel_values`, but it describes their tiles.")
         if cross_attention_states is not None:
-            name = "cross_attention_states"
             check_states(cross_attention_states, config.cross_attention_config.context_size, by_image=True)
             states = cross_attention_states
             if states.dim() == 3:
                 states = states[:, None]
-        images = pixel_values if pixel_values is not None else states
+        images = states if vision_features is None else vision_features
+        if pixel_values is not None:
+            images = pixel_values
         if image_mask is not None:
             check_bool("image_mask", image_mask)
             expected = "(batch, num_images)" if images is None else f"{tuple(images.shape[:2])} (batch, num_images)"
@@ -187,7 +204,8 @@ class ImageInputs:
                     token_mask = cross_attention_mask
                 else:
                     text_mask = cross_attention_mask
-        return cls(name, pixel_values, tiles, states, image_mask, token_mask, text_mask, text_mask_name, image_rows)
+        masks = (image_mask, token_mask, text_mask, text_mask_name)
+        return cls(name, pixel_values, tiles, states, *masks, image_rows=image_rows, features=vision_features)
 
     @classmethod
     def take_from(cls, config: XAttnConfig, kwargs: dict[str, Any]) -> ImageInputs:
@@ -201,6 +219,7 @@ class ImageInputs:
             pixel_values=None if self.pixel_values is None else change(self.pixel_values),
             tiles=None if self.tiles is None else Tiles(*map(change, self.tiles)),
             states=None if self.states is None else change(self.states),
+            features=None if self.features is None else change(self.features),
         )
 
     def at(self, places: list[tuple[int, int]]) -> ImageInputs:
@@ -221,7 +240,9 @@ class ImageInputs:
 
     @property
     def images(self) -> torch.Tensor | None:
-        return self.pixel_values if self.pixel_values is not None else self.states
+        if self.pixel_values is not None:
+            return self.pixel_values
+        return self.states if self.states is not None else self.features
 
     @property
     def real_images(self) -> torch.Tensor | None:

@@ -132,7 +132,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
             [`~transformers.modeling_outputs.BaseModelOutputWithPooling`]: `pooler_output` holds the features that
             `cross_attention_states` takes, `(batch, num_images, tokens an image, context_size)`. `last_hidden_state`, `hidden_states`
             and `attentions` are the vision tower's own, with one row an image: `(batch * num_images, tokens, hidden_size)`, or
-            `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower.
+            `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower. `vision_features` takes a `last_hidden_state`
+            with the images on axis 1.
 
         Raises:
             TypeError: for pixels that are not floating point.
@@ -178,6 +179,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         aspect_ratio_ids: torch.Tensor | None = None,
         aspect_ratio_mask: torch.Tensor | None = None,
         past_key_values: EncoderDecoderCache | None = None,
+        vision_features: torch.Tensor | None = None,
     ) -> XAttnCache:
         """Runs the vision tower and every block's K/V projection once, for any number of questions.
 
@@ -187,8 +189,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
         With [`enable_image_store`] and under `torch.no_grad()`, images that are stored are not encoded again.
 
         Args:
-            pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask: as
-                in `forward`.
+            pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask,
+                vision_features: as in `forward`.
             past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that it holds
                 already are not encoded again: see `forward`.
 
@@ -206,9 +208,10 @@ class XAttnImagesMixin(XAttnSetsMixin):
             cross_attention_mask=cross_attention_mask,
             aspect_ratio_ids=aspect_ratio_ids,
             aspect_ratio_mask=aspect_ratio_mask,
+            vision_features=vision_features,
         )
         if inputs.images is None:
-            raise ValueError("`encode_images` needs `pixel_values` or `cross_attention_states`.")
+            raise ValueError("`encode_images` needs `pixel_values`, `vision_features` or `cross_attention_states`.")
         if inputs.text_mask is not None:
             raise ValueError(
                 "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token sees "

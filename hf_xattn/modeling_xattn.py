@@ -7,7 +7,6 @@ Its layers contain the blocks (see `insertion.py`), its head computes the logits
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,10 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import (
     BaseModelOutputWithPastAndCrossAttentions,
-    BaseModelOutputWithPooling,
     CausalLMOutputWithCrossAttentions,
 )
 
 from .activation_wrappers import recomputes_layers
-from .block import GatedCrossAttentionBlock
 from .call import keep, prepare_blocks, read_call
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
@@ -29,13 +26,12 @@ from .context import CrossAttentionContext
 from .conversation import PreparedImages, given_images
 from .custom_code import build_part
 from .decoder import DecoderInterface, find_decoder, headless, may_skip_layers
+from .delegation_xattn import XAttnDelegationMixin
 from .device_errors import name_wrong_device
-from .distributed import fsdp_forward
 from .frozen_modes import keep_frozen_in_eval
 from .generation_xattn import XAttnGenerationMixin
 from .gradients import give_gradient, only_images_learn
 from .image_inputs import ImageInputs
-from .image_store import ImageStore
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
 from .labels_xattn import XAttnLabelsMixin
@@ -49,7 +45,6 @@ from .text_inputs import check_labels, check_text
 from .tower import check_tower_class
 from .vision import build_tower, follow_tower, is_tiled
 from .vocabulary import extend_vocabulary
-from .xattn_cache import XAttnCache
 
 
 class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
@@ -203,6 +198,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return_dict: bool | None = None,
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
+        vision_features: torch.Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
         """
@@ -222,6 +218,11 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 max_num_tiles, channels, height, width)`.
             image_attention_mask (`torch.Tensor`, *optional*): `(batch, text_len, num_images)`, Idefics' form of
                 `cross_attention_mask`.
+            vision_features (`torch.Tensor`, *optional*): what the vision tower has returned for these images, its
+                `last_hidden_state`, in place of `pixel_values`: `(batch, num_images, tokens, width)`, or `(batch, tokens, width)` for
+                one image in each row; `(batch, num_images, max_num_tiles, tokens, width)` with a tiled tower; `(batch, num_images,
+                width, height, width)` with a convolutional one. The tower does not run, the connector does. A tower with trainable
+                weights is refused in training.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, mask of the text.
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed samples: each
                 sees its own text and images only (see `packed_rows.py`), without `attention_mask` and without a cache.
@@ -257,6 +258,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             aspect_ratio_mask=aspect_ratio_mask,
             image_attention_mask=image_attention_mask,
             image_rows=image_rows,
+            vision_features=vision_features,
         )
         outputs, cache, cross_attentions = self._run(
             headless(self.text_model),
@@ -290,7 +292,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return result if return_dict else result.to_tuple()
 
 
-class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnLabelsMixin, XAttnGenerationMixin, GenerationMixin):
+class XAttnForConditionalGeneration(
+    XAttnPreTrainedModel, XAttnDelegationMixin, XAttnLabelsMixin, XAttnGenerationMixin, GenerationMixin
+):
     """[`XAttnModel`] with the decoder's head, a loss and `generate`.
 
     Args:
@@ -333,60 +337,6 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnLabelsMixin, XAtt
         """The decoder's head. transformers' exporters look for this name."""
         return self.get_output_embeddings()
 
-    @fsdp_forward
-    def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling | tuple:
-        """See [`XAttnModel.get_image_features`]."""
-        return self.model.get_image_features(*args, **kwargs)
-
-    @fsdp_forward
-    def encode_images(self, *args, **kwargs) -> XAttnCache:
-        """See [`XAttnModel.encode_images`]."""
-        return self.model.encode_images(*args, **kwargs)
-
-    def enable_image_store(self, max_bytes: int = 2**30) -> None:
-        """See [`XAttnModel.enable_image_store`]."""
-        self.model.enable_image_store(max_bytes)
-
-    def disable_image_store(self) -> None:
-        """See [`XAttnModel.disable_image_store`]."""
-        self.model.disable_image_store()
-
-    @property
-    def image_store(self) -> ImageStore | None:
-        """See [`XAttnModel.image_store`]."""
-        return self.model.image_store
-
-    def image_identity(self) -> str:
-        """See [`XAttnModel.image_identity`]."""
-        return self.model.image_identity()
-
-    def load_cross_attention(self, folder: str | Path, name: str, **load_kwargs) -> None:
-        """See [`XAttnModel.load_cross_attention`]."""
-        self.model.load_cross_attention(folder, name, **load_kwargs)
-
-    def set_cross_attention(self, name: str | None) -> None:
-        """See [`XAttnModel.set_cross_attention`]."""
-        self.model.set_cross_attention(name)
-
-    def delete_cross_attention(self, name: str) -> None:
-        """See [`XAttnModel.delete_cross_attention`]."""
-        self.model.delete_cross_attention(name)
-
-    @property
-    def cross_attention_names(self) -> list[str]:
-        """See [`XAttnModel.cross_attention_names`]."""
-        return self.model.cross_attention_names
-
-    @property
-    def active_cross_attention(self) -> str | None:
-        """See [`XAttnModel.active_cross_attention`]."""
-        return self.model.active_cross_attention
-
-    @property
-    def blocks(self) -> list[GatedCrossAttentionBlock]:
-        """The cross-attention blocks, in the order of the layers."""
-        return self.model.blocks
-
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -408,6 +358,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnLabelsMixin, XAtt
         return_dict: bool | None = None,
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
+        vision_features: torch.Tensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
@@ -436,6 +387,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnLabelsMixin, XAtt
             aspect_ratio_mask=aspect_ratio_mask,
             image_attention_mask=image_attention_mask,
             image_rows=image_rows,
+            vision_features=vision_features,
         )
         text_model = self.model.text_model
         for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):

@@ -7,6 +7,7 @@ import inspect
 import typing
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -91,6 +92,18 @@ def check_tower_config(name: str, config: PreTrainedConfig) -> None:
         tower_class: Any = MODEL_MAPPING[type(config)]
         if isinstance(tower_class, type):
             check_tower_class(name, tower_class)
+
+
+def check_not_trained(tower: PreTrainedModel) -> None:
+    """Raises a `ValueError` in training if the tower has trainable weights, which learn nothing from outputs that were computed before."""
+    if not (tower.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return
+    trainable = [name for name, weight in tower.named_parameters() if weight.requires_grad]
+    if trainable:
+        raise ValueError(
+            "Expected a frozen vision tower with `vision_features`, which its weights do not change, got one with "
+            f"{len(trainable)} trainable weights ({trainable[0]}, ...). Freeze it with `hf_xattn.freeze(model)`, or pass `pixel_values`."
+        )
 
 
 def only_image_size(tower: PreTrainedModel) -> tuple[int, int] | None:

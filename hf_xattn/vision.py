@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from .custom_code import build_part
 from .quantized_weights import is_quantized
-from .sizes import TILED_VISION_TYPES
+from .sizes import TILED_VISION_TYPES, vision_hidden_size
 from .tensor_checks import check_floating, check_integers, type_name
 from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
 
@@ -79,15 +79,10 @@ def check_pixels(
     """
     shape = tuple(pixel_values.shape)
     check_floating("pixel_values", pixel_values, remedy=": run the image processor first")
-    tiles = None
     if is_tiled(config):
-        tiles = _check_tiles(config, pixel_values, aspect_ratio_ids, aspect_ratio_mask)
-    else:
-        for name, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
-            if value is not None:
-                raise ValueError(
-                    f"Expected no `{name}`, because the vision tower ({config.model_type}) takes no tiles."
-                )
+        _check_pixels_of_tiles(config, pixel_values)
+    tiles = _check_tiles(config, "pixel_values", shape, aspect_ratio_ids, aspect_ratio_mask)
+    if tiles is None:
         if pixel_values.dim() == 4:
             pixel_values = pixel_values[:, None]
         if pixel_values.dim() != 5:
@@ -105,12 +100,40 @@ def check_pixels(
     return pixel_values, tiles
 
 
-def _check_tiles(
-    config: Any,
-    pixel_values: torch.Tensor,
+def check_features(
+    config: PreTrainedConfig,
+    vision_features: torch.Tensor,
     aspect_ratio_ids: torch.Tensor | None,
     aspect_ratio_mask: torch.Tensor | None,
-) -> Tiles:
+) -> tuple[torch.Tensor, Tiles | None]:
+    """Checks what a tower has returned, its `last_hidden_state`, and tiles. Returns it with the images on axis 1, and the tiles.
+
+    Raises:
+        TypeError: for features that are not floating point.
+        ValueError: for a wrong rank or width, or for aspect ratios that do not fit or are missing.
+    """
+    check_floating("vision_features", vision_features)
+    shape, width = tuple(vision_features.shape), vision_hidden_size(config)
+    if is_tiled(config):
+        tiles = getattr(config, "max_num_tiles", None)
+        fits = len(shape) == 5 and shape[2] == tiles and shape[-1] == width
+        expected = f"(batch, num_images, max_num_tiles={tiles}, tokens, width={width})"
+    else:
+        if len(shape) == 3:
+            vision_features = vision_features[:, None]
+        fits = (len(shape) in (3, 4) and shape[-1] == width) or (len(shape) == 5 and shape[2] == width)
+        expected = f"(batch, num_images, tokens, width={width}) or (batch, tokens, width={width})"
+        expected += f", or (batch, num_images, width={width}, height, width) of a convolutional tower"
+    if not fits:
+        raise ValueError(
+            f"Expected `vision_features` of shape {expected}, the `last_hidden_state` of the vision tower, got {shape}."
+        )
+    if 0 in shape:
+        raise ValueError(f"Expected `vision_features` with at least one image, got no image: the shape is {shape}.")
+    return vision_features, _check_tiles(config, "vision_features", shape, aspect_ratio_ids, aspect_ratio_mask)
+
+
+def _check_pixels_of_tiles(config: Any, pixel_values: torch.Tensor) -> None:
     shape, tiles = tuple(pixel_values.shape), config.max_num_tiles
     if pixel_values.dim() != 6 or pixel_values.shape[2] != tiles:
         raise ValueError(
@@ -121,14 +144,29 @@ def _check_tiles(
         raise ValueError(
             f"Expected `pixel_values` with tiles of {size} (height, width) for a {config.model_type}, got shape {shape}."
         )
+
+
+def _check_tiles(
+    config: PreTrainedConfig,
+    images: str,
+    shape: tuple[int, ...],
+    aspect_ratio_ids: torch.Tensor | None,
+    aspect_ratio_mask: torch.Tensor | None,
+) -> Tiles | None:
+    """Checks the aspect ratios of the argument `images`, which has this shape. Returns None for a tower without tiles."""
+    if not is_tiled(config):
+        for name, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
+            if value is not None:
+                raise ValueError(
+                    f"Expected no `{name}`, because the vision tower ({config.model_type}) takes no tiles."
+                )
+        return None
     for name, value, expected in (
         ("aspect_ratio_ids", aspect_ratio_ids, shape[:2]),
         ("aspect_ratio_mask", aspect_ratio_mask, shape[:3]),
     ):
         if value is None:
-            raise ValueError(
-                f"`{name}` is required with `pixel_values`, because the vision tower takes tiles, got None."
-            )
+            raise ValueError(f"`{name}` is required with `{images}`, because the vision tower takes tiles, got None.")
         if tuple(value.shape) != expected:
             raise ValueError(f"Expected `{name}` of shape {expected}, got {tuple(value.shape)}.")
     assert aspect_ratio_ids is not None and aspect_ratio_mask is not None

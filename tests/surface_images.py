@@ -6,6 +6,7 @@ from surface import Fine, Wrong, tensor
 
 
 PIXELS, STATES = pixels(), torch.randn(2, 5, 32)
+FEATURES = torch.randn(2, 1, 16, 24)  # of the tower
 MASK, IMAGE_MASK = torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 1, dtype=torch.bool)
 ROWS = torch.tensor([0, 0])
 RATIO_IDS, RATIO_MASK = torch.ones(1, 1, dtype=torch.long), torch.ones(1, 1, 4, dtype=torch.long)
@@ -41,6 +42,9 @@ def image_rows(**more):
             none=Fine(None),
             size=torch.ones(2, 7, 3),
             dtype=Fine(torch.ones(2, 7, 1, dtype=torch.long)),
+        ),
+        "vision_features": tensor(
+            FEATURES, device=True, none=Fine(None), size=FEATURES[..., 1:], dtype=FEATURES.long()
         ),
         "image_rows": tensor(ROWS, device=True, none=Fine(None), size=ROWS.repeat(2), dtype=ROWS.float()),
     }

@@ -282,6 +282,7 @@ SURFACES = {
         call_of("generate", input_ids=True, max_new_tokens=2, do_sample=False),
         image_rows(
             cross_attention_states={**image_rows()["cross_attention_states"], "device": NOTHING},  # see `tensor`
+            vision_features={**image_rows()["vision_features"], "device": NOTHING},
             inputs=tensor(IDS, none=NOTHING, size=IDS[:, :0], dtype=IDS.float()),
             input_ids=tensor(IDS, none=NOTHING, size=IDS[:, :0], dtype=IDS.float()),
             inputs_embeds=tensor(
@@ -304,6 +305,7 @@ SURFACES = {
                 "none": Wrong(None, "needs"),
                 "device": NOTHING,  # see `tensor`
             },
+            "vision_features": {**image_rows()["vision_features"], "none": Wrong(None, "needs"), "device": NOTHING},
             "past_key_values": CACHE,
         },
     ),
