@@ -18,6 +18,7 @@ from .registration import register_classes, register_names
 from .retrofit import freeze_base, retrofit
 from .sharding import sharding_units
 from .version import __version__
+from .vision_features import VisionFeatures
 
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "FreezeSchedule",
     "GatedCrossAttention",
     "GatedCrossAttentionBlock",
+    "VisionFeatures",
     "XAttnConfig",
     "XAttnDataCollator",
     "XAttnForConditionalGeneration",

@@ -14,6 +14,7 @@ from .processing_xattn import XAttnProcessor
 from .shared_images import in_one_row, share_images
 from .tensor_checks import type_name
 from .training_rows import Conversation, read_row, text_of
+from .vision_features import VisionFeatures
 
 
 logger = logging.get_logger(__name__)
@@ -61,10 +62,13 @@ class XAttnDataCollator:
         padding_free (`bool`): all rows become one row without padding, whose `position_ids` start again at each (see
             `packed_rows.py`). Each row of the data still sees its own text and images only. Not every decoder can do this; the model
             says so.
+        features ([`VisionFeatures`], *optional*): what the vision tower has returned for the images, which are then files. Batches
+            hold `vision_features` in place of `pixel_values`, and no image is read.
 
     Raises:
-        TypeError: if `processor` is not an `XAttnProcessor`.
-        ValueError: for unknown options or options that exclude one another, and for a tokenizer that gives no offsets or has neither a padding nor an EOS token.
+        TypeError: if `processor` is not an `XAttnProcessor`, or `features` are not `VisionFeatures`.
+        ValueError: for unknown options or options that exclude one another, for a tokenizer that gives no offsets or has neither a
+            padding nor an EOS token, and for features that were made with another image processor.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class XAttnDataCollator:
         pad_to_multiple_of: int | None = None,
         share_images: bool = False,
         padding_free: bool = False,
+        features: VisionFeatures | None = None,
     ):
         if not isinstance(processor, XAttnProcessor):
             raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
@@ -113,7 +118,11 @@ class XAttnDataCollator:
                     "`processor.tokenizer.pad_token`."
                 )
             tokenizer.pad_token = tokenizer.eos_token  # safe: padding is identified by its position, not by its id
+        if features is not None and not isinstance(features, VisionFeatures):
+            raise TypeError(f"Expected `features` to be VisionFeatures, got {type_name(features)}.")
         self.processor = processor
+        self.features = features
+        self._reader = processor if features is None else features.reader(processor)
         self.train_on = train_on
         self.max_length = max_length
         self.padding_side = padding_side
@@ -128,9 +137,9 @@ class XAttnDataCollator:
 
         Returns:
             `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, if a row has an image, the processor's
-            image inputs: `pixel_values`, `image_mask`, `aspect_ratio_ids`, `aspect_ratio_mask`. With `share_images` these have a
-            batch of their own, and `image_rows` `(batch,)` names the image row of each row. With `padding_free` the batch is 1, and
-            `position_ids` `(1, text_len)` come in place of `attention_mask`.
+            image inputs: `pixel_values` (or `vision_features`), `image_mask`, `aspect_ratio_ids`, `aspect_ratio_mask`. With
+            `share_images` these have a batch of their own, and `image_rows` `(batch,)` names the image row of each row. With
+            `padding_free` the batch is 1, and `position_ids` `(1, text_len)` come in place of `attention_mask`.
 
         Raises:
             TypeError, ValueError: for a row that cannot be trained on. The message names the row.
@@ -158,7 +167,7 @@ class XAttnDataCollator:
         return {**self._padded(tokens), **(share_images(batch) if self.share_images else batch)}
 
     def _processed(self, conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
-        made: Any = self.processor.apply_chat_template(
+        made: Any = self._reader.apply_chat_template(
             [conversation.messages for conversation in conversations],
             tokenize=True,
             return_dict=True,

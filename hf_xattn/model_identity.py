@@ -69,17 +69,33 @@ class ModelIdentity:
             facts[name] = None if part is None else _shape_of(part.to_dict())
         # Adapters (PEFT) change the output of a layer without changing its weights. So do modules of `modules_to_save`, of which one
         # copy runs. Both have this attribute, unlike a `PreTrainedModel`, which has the others too.
-        facts["adapters"] = {
-            f"{name}.{inner}": [
-                str(module.active_adapters),
-                bool(module.disable_adapters),
-                str(getattr(module, "scaling", None)),
-            ]
-            for name, part in parts.items()
-            for inner, module in part.named_modules()
-            if isinstance(getattr(module, "_disable_adapters", None), bool)
-        }
+        facts["adapters"] = _adapters_of(parts)
         return facts
+
+
+def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
+    """Returns the SHA-256 of the configuration and the weights of a vision tower. Connector and blocks do not change it."""
+    assert config.vision_config is not None
+    parts = {"vision_tower": tower}
+    facts = {"vision_config": _shape_of(config.vision_config.to_dict()), "adapters": _adapters_of(parts)}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    for name, tensor, _ in _tensors(parts):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{checksum(tensor)}".encode())
+    return digest.hexdigest()
+
+
+def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
+    """Returns which adapters are active in which layers."""
+    return {
+        f"{name}.{inner}": [
+            str(module.active_adapters),
+            bool(module.disable_adapters),
+            str(getattr(module, "scaling", None)),
+        ]
+        for name, part in parts.items()
+        for inner, module in part.named_modules()
+        if isinstance(getattr(module, "_disable_adapters", None), bool)
+    }
 
 
 def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, bool]]:

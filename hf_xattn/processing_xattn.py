@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from .chat_messages import is_batch, of_row, read_conversation, with_images
 from .chat_templates import default_template, to_template
 from .image_reading import is_array, read_image
 from .keywords import refuse_unknown
-from .samples import OF_VIDEOS, read_samples, read_texts
+from .samples import OF_VIDEOS, lay_out, read_samples, read_texts
 from .stub import NamesItsStub, references, write_stub
 from .tensor_checks import type_name
 
@@ -45,6 +46,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     """
 
     valid_processor_kwargs = XAttnProcessorKwargs
+    # Finds the model's image inputs of `(texts, images)` without reading the images: see [`VisionFeatures.reader`].
+    _look_up: Callable[[list[list[Any]]], dict[str, torch.Tensor]] | None = None
 
     def __init__(
         self, image_processor=None, tokenizer=None, chat_template=None, image_token: str | None = None, **kwargs
@@ -319,6 +322,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return made
 
     def _pixels(self, samples: list[list[Any]], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        if self._look_up is not None:
+            return self._look_up(samples)
         flat = self._read([image for sample in samples for image in sample], kwargs)
         if not flat:
             return {}
@@ -334,19 +339,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
                 "Set its `do_resize` or `size`."
             )
         names = ("pixel_values", *(TILE_INPUTS if tiled else ()))
-        flat_tensors = {name: made[name][:, 0] if tiled else made[name] for name in names}
-        widest = max(len(sample) for sample in samples)
-        batch = {
-            name: tensor.new_zeros(len(samples), widest, *tensor.shape[1:]) for name, tensor in flat_tensors.items()
-        }
-        mask = torch.zeros(len(samples), widest, dtype=torch.bool)
-        start = 0
-        for row, sample in enumerate(samples):
-            for name, tensor in flat_tensors.items():
-                batch[name][row, : len(sample)] = tensor[start : start + len(sample)]
-            mask[row, : len(sample)] = True
-            start += len(sample)
-        return batch if mask.all() else {**batch, "image_mask": mask}
+        return lay_out({name: made[name][:, 0] if tiled else made[name] for name in names}, samples)
 
     def _read(self, images: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Returns upright RGB images. Uses `input_data_format`, and removes it from `kwargs`."""

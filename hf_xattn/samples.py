@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .image_reading import KINDS, is_array, is_pil, read_frames
 from .tensor_checks import type_name
 
@@ -63,6 +65,29 @@ def read_samples(
         for video in _videos(entry):
             sample.extend(read_frames(video, **options))
     return samples
+
+
+def lay_out(tensors: dict[str, torch.Tensor], samples: list[list[Any]]) -> dict[str, torch.Tensor]:
+    """Makes a batch of what belongs to the images.
+
+    Args:
+        tensors (`dict`): `(images of all texts, ...)` each.
+        samples (`list[list]`): the images of each text, in the same order.
+
+    Returns:
+        `dict`: `(texts, images of the text with most, ...)` each, with zeros as padding; and `image_mask`, False = padding, if there
+        is any.
+    """
+    widest = max(len(sample) for sample in samples)
+    batch = {name: tensor.new_zeros(len(samples), widest, *tensor.shape[1:]) for name, tensor in tensors.items()}
+    mask = torch.zeros(len(samples), widest, dtype=torch.bool)
+    start = 0
+    for row, sample in enumerate(samples):
+        for name, tensor in tensors.items():
+            batch[name][row, : len(sample)] = tensor[start : start + len(sample)]
+        mask[row, : len(sample)] = True
+        start += len(sample)
+    return batch if mask.all() else {**batch, "image_mask": mask}
 
 
 def _videos(entry: Any) -> list[Any]:

@@ -45,6 +45,7 @@ class PictureRows(NamedTuple):
         fingerprint (`str`): changes if the file or a picture changes.
         problems (`list[tuple[int, str]]`): lines that are not examples, each with the reason. [`check_rows`] raises them.
         captions (`int`): number of lines that are captions: `prompt` is their question.
+        contents (`dict[Path, str]`): SHA-256 of the file of each picture.
     """
 
     file: Path
@@ -53,6 +54,7 @@ class PictureRows(NamedTuple):
     fingerprint: str
     problems: list[tuple[int, str]]
     captions: int
+    contents: dict[Path, str]
 
 
 def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows:
@@ -86,15 +88,40 @@ def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows
         captions += is_caption
     if not rows and not problems:
         raise ValueError(f"Expected {file} to hold examples, one per line, got none.")
-    return PictureRows(file, rows, lines, digest.hexdigest(), problems, captions)
+    return PictureRows(file, rows, lines, digest.hexdigest(), problems, captions, dict(contents))
 
 
-def check_rows(folders: Sequence[PictureRows], collate: Callable[[list[dict[str, Any]]], Any]) -> int:
+def pictures_by_content(data: PictureRows) -> dict[str, Path]:
+    """Returns the pictures of a folder by the SHA-256 of their files. Of equal files it returns one.
+
+    Raises:
+        ValueError: for lines that are not examples, and for pictures that do not exist. The message lists their lines.
+    """
+    problems = list(data.problems)
+    pictures: dict[str, Path] = {}
+    for row, line in zip(data.rows, data.lines):
+        for part in _picture_parts(row):
+            path = Path(part["path"])
+            if not path.is_file():
+                problems.append((line, _missing(path, data.file.parent)))
+            else:
+                pictures.setdefault(data.contents[path], path)
+    if problems:
+        raise ValueError(_list_problems(data.file, sorted(problems)))
+    return pictures
+
+
+def check_rows(
+    folders: Sequence[PictureRows],
+    collate: Callable[[list[dict[str, Any]]], Any],
+    with_pixels: Callable[[list[dict[str, Any]]], Any] | None = None,
+) -> int:
     """Makes a batch of each row alone, to find pictures that cannot be read, empty or cut answers, and templates that fail.
 
     Args:
         folders (`Sequence[PictureRows]`): the examples. One error lists the wrong lines of all of them.
         collate (`Callable`): makes a batch of a list of rows.
+        with_pixels (`Callable`, *optional*): does so from pictures in memory, where `collate` needs files.
 
     Returns:
         `int`: number of tokens in the longest row.
@@ -111,7 +138,7 @@ def check_rows(folders: Sequence[PictureRows], collate: Callable[[list[dict[str,
             try:
                 longest = max(longest, collate([row])["input_ids"].shape[1])
             except (TypeError, ValueError) as error:
-                problems.append((line, _reason(row, error, data.file.parent, collate)))
+                problems.append((line, _reason(row, error, data.file.parent, with_pixels or collate)))
         if problems:
             told.append(_list_problems(data.file, sorted(problems)))
     if told:
@@ -159,15 +186,22 @@ def _unreadable(path: Path, folder: Path) -> str | None:
     """Why a picture cannot be read, or None."""
     from PIL import Image
 
-    name = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
     if not path.is_file():
-        return f"the picture {name!r} does not exist"
+        return _missing(path, folder)
     try:
         with Image.open(path) as picture:
             picture.load()
     except Exception as error:  # Pillow raises errors of many kinds
-        return f"the picture {name!r} cannot be read: {error}"
+        return f"the picture {_name(path, folder)!r} cannot be read: {error}"
     return None
+
+
+def _missing(path: Path, folder: Path) -> str:
+    return f"the picture {_name(path, folder)!r} does not exist"
+
+
+def _name(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def _list_problems(file: Path, problems: list[tuple[int, str]]) -> str:

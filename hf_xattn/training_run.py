@@ -54,6 +54,7 @@ class TrainingOptions:
     train_text: bool = False
     train_vision: bool = False
     adapter_only: bool = False
+    features: Path | None = None
     dtype: str = "auto"
     device: str = "auto"
     workers: int = 0
@@ -86,6 +87,10 @@ class TrainingOptions:
             raise ValueError(
                 f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither, so there are no "
                 "examples to evaluate on. Add one of them, or remove `--eval-steps`."
+            )
+        if self.features is not None and self.train_vision:
+            raise ValueError(
+                "Expected `--features` or `--train-vision`, got both: features are what a frozen vision tower has returned."
             )
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`--prompt` must be a text that is not empty.")
@@ -123,9 +128,14 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         _check_resumed(options.output, saved)
     processor = _processor(options.model)
     from .collator import XAttnDataCollator
+    from .vision_features import VisionFeatures
 
-    collator = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right")
-    longest = check_rows([data, *others], collator)
+    with_pixels = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right")
+    collator, features = with_pixels, None
+    if options.features is not None:
+        features = VisionFeatures.before_weights(options.features)
+        collator = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=features)
+    longest = check_rows([data, *others], collator, with_pixels)
     rows, held_out = _split(data, options)
     if others:
         held_out = others[0].rows
@@ -145,6 +155,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
             f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Train it with "
             "`--dtype bfloat16` or `--dtype float32`."
         )
+    if features is not None:
+        features.check_tower(model)
     if options.adapter_only:
         check_bases(model)
     half = model.dtype == torch.bfloat16

@@ -7,6 +7,7 @@ from template_models import make_processor
 
 from hf_xattn import (
     FreezeSchedule,
+    VisionFeatures,
     XAttnDataCollator,
     added_modules,
     freeze,
@@ -38,6 +39,15 @@ SURFACES = {
             "pad_to_multiple_of": NUMBER,
             "share_images": FLAG,
             "padding_free": FLAG,
+            "features": value(none=Fine(None), kind="features"),
+        },
+    ),
+    "vision_features": Surface(
+        VisionFeatures,
+        lambda **given: VisionFeatures(**needs(given, folder="/no/such/folder", model=make_model())),
+        {
+            "folder": value(none=None, kind=3, size="/no/such/folder"),
+            "model": {**MODEL, "size": Wrong(make_model(vision=False), "got one without")},
         },
     ),
     "collate": Surface(

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import alternatives
+import features_once
 import torch
 import transformers
 from alternatives import HEAD_DIM, HEADS, KV_HEADS, folded
@@ -379,6 +380,7 @@ SECTIONS = {
     "store": store,
     "text_only": text_only,
     "training": training,
+    "features": features_once.epoch,
     "gpu": lambda repeats: copy_bandwidth(),
 }
 

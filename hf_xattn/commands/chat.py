@@ -30,7 +30,7 @@ COMMANDS = ("/image", "/clear", "/help", "/exit")
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("chat", help="talk with a model about images, in the terminal")
-    add_model_and_images(parser, images_required=False)
+    add_model_and_images(parser)
     add_answers(parser)
     parser.set_defaults(run=run)
 

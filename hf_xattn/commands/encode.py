@@ -1,21 +1,57 @@
-"""`hf-xattn encode`: runs the vision tower and the K/V projections once, and saves keys and values to a file."""
+"""`hf-xattn encode`: runs the vision tower once, and saves what it gives.
+
+Of images: the keys and values of all blocks, to ask questions about them. Of a folder of training data: the outputs of the tower, to train
+connector and blocks.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from .loading import add_model_and_images, load_model_and_images
+from .loading import add_images, add_model, check_model, load_model_and_images, load_processor
+
+
+# Options that only go with `--features`, with their defaults.
+OF_FEATURES = {"batch_size": 8, "workers": 0, "shard_size": 256.0}
+MIB = 2**20
 
 
 def register(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("encode", help="save the keys and values of images to a file")
-    add_model_and_images(parser, images_required=True)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .safetensors file")
+    parser = commands.add_parser(
+        "encode",
+        help="save keys and values of images to a file, or the vision tower's outputs for training data to a folder",
+    )
+    add_model(parser)
+    images = parser.add_mutually_exclusive_group(required=True)
+    add_images(images)
+    images.add_argument(
+        "--features",
+        type=Path,
+        metavar="FOLDER",
+        help="run the frozen vision tower once over all pictures of this folder (that of `hf-xattn train --data`); `hf-xattn train "
+        "--features` reads what it returns. A run that was stopped goes on where it was. Several processes (accelerate launch, "
+        "torchrun) share the pictures",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="PATH", help="a .safetensors file; with --features a folder"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="pictures that the tower reads at once (default: 8)"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that read pictures (default: 0)")
+    parser.add_argument("--shard-size", type=float, metavar="MIB", help="size of a file of features (default: 256)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.features is not None:
+        _encode_folder(arguments)
+        return
+    for name in OF_FEATURES:
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"`--{name.replace('_', '-')}` goes with `--features`, got `--image`. Remove it.")
     output: Path = arguments.output
     if output.exists():
         raise ValueError(f"`--output` ({output}) must be a new file, but it exists already.")
@@ -23,12 +59,70 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
 
     from ..image_cache import save_image_cache
-    from ..processing_xattn import XAttnProcessor
 
-    if not isinstance(processor, XAttnProcessor):  # other processors make other inputs of images without text
-        processor = XAttnProcessor(processor.image_processor, processor.tokenizer)
-    inputs = processor(images=[images])
+    inputs = _of_images(processor)(images=[images])
     with torch.no_grad():
         cache = model.encode_images(**{name: value.to(model.device) for name, value in inputs.items()})
     save_image_cache(cache, output, model)
     print(f"{len(images)} image(s), {output.stat().st_size:,} bytes: {output}")
+
+
+def _encode_folder(arguments: argparse.Namespace) -> None:
+    """Saves the vision tower's outputs for a folder of training data."""
+    options = {name: getattr(arguments, name) for name in OF_FEATURES}
+    options = {name: OF_FEATURES[name] if value is None else value for name, value in options.items()}
+    for name, least in (("batch_size", 1), ("workers", 0), ("shard_size", 1e-6)):
+        if not options[name] >= least:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least:g}, got {options[name]}.")
+    output: Path = arguments.output
+    if output.is_file():
+        raise ValueError(f"`--output` ({output}) must be a folder, because of `--features`, but it is a file.")
+    from ..training_data import pictures_by_content, read_folder
+
+    data = read_folder(arguments.features)
+    pictures = pictures_by_content(data)
+    if not pictures:
+        raise ValueError(f"Expected `--features` to be a folder with pictures, got no picture in {data.file}.")
+    check_model(arguments.model)
+    processor = load_processor(arguments.model)
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"`--features` needs an image processor, but {arguments.model} was saved without one.")
+    from accelerate.utils import get_cpu_distributed_information
+    from transformers import AutoModelForImageTextToText
+
+    from ..features_encoding import encode_pictures
+    from ..vision_features import tower_of
+
+    process = get_cpu_distributed_information()  # what the launcher has set, also for GPUs
+    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
+    tower_of(model).to(_device_of(arguments.device, process.local_rank, process.world_size))
+    done = encode_pictures(
+        model,
+        _of_images(processor),
+        pictures,
+        output,
+        batch_size=options["batch_size"],
+        workers=options["workers"],
+        shard_bytes=int(options["shard_size"] * MIB),
+        rank=process.rank,
+        world_size=process.world_size,
+    )
+    who = "" if process.world_size == 1 else f"process {process.rank}: "
+    print(f"{who}{done.new} picture(s) encoded, {done.known} known, {done.nbytes:,} bytes: {output}")
+    if done.problems:
+        lines = [f"\n  {pictures[digest]}: {reason}" for digest, reason in done.problems.items()]
+        raise ValueError(f"{len(lines)} picture(s) cannot be read. The others are encoded.{''.join(lines[:20])}")
+
+
+def _device_of(device: str, local_rank: int, world_size: int) -> str:
+    """The device of a process: each of several processes on one machine takes a GPU of its own."""
+    return f"{device}:{local_rank}" if world_size > 1 and device != "cpu" and ":" not in device else device
+
+
+def _of_images(processor: Any) -> Any:
+    """An [`XAttnProcessor`]: other processors make other inputs of images without text."""
+    from ..processing_xattn import XAttnProcessor
+
+    if isinstance(processor, XAttnProcessor):
+        return processor
+    return XAttnProcessor(processor.image_processor, processor.tokenizer)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("generate", help="answer a prompt about images")
-    add_model_and_images(parser, images_required=False)
+    add_model_and_images(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument(
         "--image-cache", type=Path, metavar="FILE", help="encoded images, a file that `hf-xattn encode` wrote"

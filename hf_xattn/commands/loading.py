@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def add_model_and_images(parser: argparse.ArgumentParser, images_required: bool) -> None:
+def add_model_and_images(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `load_model_and_images` reads."""
     add_model(parser)
+    add_images(parser)
+
+
+def add_images(parser: argparse._ActionsContainer) -> None:
+    """Adds the option of the images, which are not required."""
     parser.add_argument(
         "--image",
         action="append",
         type=Path,
-        required=images_required,
         metavar="FILE",
         help="an image; repeat the option for several images",
     )

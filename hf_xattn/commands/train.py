@@ -76,6 +76,12 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--train-vision", action="store_true", help="train the vision tower too; it is frozen otherwise"
     )
     parser.add_argument(
+        "--features",
+        type=Path,
+        metavar="FOLDER",
+        help="what the frozen vision tower has returned for the pictures, from `hf-xattn encode --features`: the tower does not run",
+    )
+    parser.add_argument(
         "--adapter-only",
         action="store_true",
         help="save only what was added or has changed, and fetch the rest from the checkpoints that MODEL was made of; "

@@ -1,0 +1,426 @@
+"""`hf-xattn encode --features` and training from its folder: the vision tower runs once for each picture, and never in training."""
+
+import functools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_importers_mllama
+import torch
+from safetensors import safe_open
+from template_models import CHATML, make_chat_model, make_processor, picture
+from test_train_command import CAPTIONS, CHAT, COLOURS, MIXED, draw, write
+from torch.utils.data import DataLoader
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+
+from hf_xattn import VisionFeatures, XAttnDataCollator, XAttnProcessor, freeze
+from hf_xattn.commands.main import main
+from hf_xattn.file_digests import sha256_of
+from hf_xattn.training_data import pictures_by_content, read_folder
+from hf_xattn.vision_features import SHARDS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("features") / "model"
+    processor = make_processor(CHATML)
+    make_chat_model(processor, connector_type="mlp").save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Every form of an example. One picture has two names."""
+    folder = write(tmp_path_factory.mktemp("features") / "data", [*MIXED, {"file_name": "again.png", "text": "red."}])
+    shutil.copy(folder / "red.png", folder / "again.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def features(model, data, tmp_path_factory):
+    """The features of `data`, which the tower has made one by one."""
+    folder = tmp_path_factory.mktemp("features") / "features"
+    assert main(encode(model, data, folder, "--batch-size", "1")) == 0
+    return folder
+
+
+def encode(model, data, output, *options):
+    return ["encode", str(model), "--features", str(data), "--output", str(output), *options]
+
+
+def run(capsys, *arguments):
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def load(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder)
+
+
+def shards(folder):
+    """The pictures in each file."""
+    found = {}
+    for path in folder.glob(SHARDS):
+        with safe_open(path, framework="pt") as file:
+            found[path.name] = list(file.keys())
+    return found
+
+
+def tensors(folder):
+    found = {}
+    for path in folder.glob(SHARDS):
+        with safe_open(path, framework="pt") as file:
+            found.update((name, file.get_tensor(name)) for name in file.keys())
+    return found
+
+
+def count_runs(monkeypatch, model):
+    """Counts the runs of all vision towers of this class."""
+    runs, tower = [], type(load(model).model.vision_tower)
+    forward = tower.forward
+
+    @functools.wraps(forward)  # its signature is looked at
+    def counted(self, pixel_values, **kwargs):
+        if not pixel_values.is_meta:  # shapes for the model card
+            runs.append(1)
+        return forward(self, pixel_values=pixel_values, **kwargs)
+
+    monkeypatch.setattr(tower, "forward", counted)
+    return runs
+
+
+def many_pictures(folder, count):
+    folder.mkdir()
+    for index in range(count):
+        picture(index).save(folder / f"{index}.png")
+    lines = [json.dumps({"file_name": f"{index}.png", "text": "a"}) for index in range(count)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_each_picture_once(model, data, features, tmp_path, capsys, monkeypatch):
+    """A picture encoded for each of its lines or names; the tower's output after the connector, or of other pixels; a second run that
+    encodes all again; a picture that was added and is not encoded."""
+    assert len(list(features.iterdir())) == 1
+    stored = tensors(features)
+    assert stored.keys() == {sha256_of(data / f"{colour}.png") for colour in COLOURS}
+    whole, processor = load(model), AutoProcessor.from_pretrained(model)
+    with torch.no_grad():
+        pixels = processor(images=[[data / "red.png"]])["pixel_values"]
+        expected = whole.model.vision_tower(pixel_values=pixels[0]).last_hidden_state[0]
+    assert torch.equal(stored[sha256_of(data / "red.png")], expected)
+
+    runs = count_runs(monkeypatch, model)
+    folder = tmp_path / "features"
+    status, out, error = run(capsys, *encode(model, data, folder, "--batch-size", "3"))
+    assert status == 0 and "4 picture(s) encoded, 0 known" in out and len(runs) == 2, error
+    assert all(torch.allclose(tensor, stored[name], atol=1e-5) for name, tensor in tensors(folder).items())
+    status, out, _ = run(capsys, *encode(model, data, folder))
+    assert status == 0 and "0 picture(s) encoded, 4 known, 0 bytes" in out and len(runs) == 2
+    more = write(tmp_path / "more", [*CAPTIONS, {"file_name": "new.png", "text": "a."}])
+    draw("yellow").save(more / "new.png")
+    status, out, _ = run(capsys, *encode(model, more, folder))
+    assert status == 0 and "1 picture(s) encoded, 4 known" in out and len(shards(folder)) == 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_training_from_features(model, data, features, tmp_path, capsys, monkeypatch, batch_size):
+    """Other losses than from pixels; a vision tower that runs in an epoch."""
+    runs = count_runs(monkeypatch, model)
+    options = [
+        "--data",
+        data,
+        "--epochs",
+        "2",
+        "--batch-size",
+        batch_size,
+        "--learning-rate",
+        "0.01",
+        "--log-steps",
+        "1",
+    ]
+    options += ["--eval-share", "0.25", "--device", "cpu"]
+    trained, losses = {}, {}
+    for name, more in (("pixels", []), ("features", ["--features", features])):
+        before = len(runs)
+        status, out, error = run(capsys, "train", model, *options, *more, "--output", tmp_path / name)
+        assert status == 0, error
+        assert (len(runs) > before) == (name == "pixels")
+        trained[name] = load(tmp_path / name).state_dict()
+        state = max(
+            (tmp_path / name / "checkpoints").glob("*/trainer_state.json"), key=lambda path: path.stat().st_mtime
+        )
+        history = json.loads(state.read_text())["log_history"]
+        losses[name] = [entry.get("loss", entry.get("eval_loss")) for entry in history]
+    assert len(losses["pixels"]) > 6
+    start = load(model).state_dict()
+    moved = {name for name, weight in trained["features"].items() if not torch.equal(weight, start[name])}
+    assert any("connector" in name for name in moved) and any("cross_attention_block" in name for name in moved)
+    assert losses["pixels"] == pytest.approx(losses["features"], rel=1e-4)
+    assert all(
+        torch.allclose(weight, trained["pixels"][name], atol=1e-4) for name, weight in trained["features"].items()
+    )
+
+
+def test_bit_identical_training(model, tmp_path, capsys):
+    """Features rounded on the way to the disk or back. Batches of one picture: the tower's outputs depend on the batch's size."""
+    data = write(tmp_path / "data", CAPTIONS)
+    features = tmp_path / "tower"
+    assert main(encode(model, data, features, "--batch-size", "1")) == 0
+    options = ["--data", data, "--steps", "6", "--batch-size", "1", "--learning-rate", "0.01", "--device", "cpu"]
+    for name, more in (("pixels", []), ("features", ["--features", features])):
+        status, _, error = run(capsys, "train", model, *options, *more, "--output", tmp_path / name)
+        assert status == 0, error
+    pixels, trained = (load(tmp_path / name).state_dict() for name in ("pixels", "features"))
+    assert all(torch.equal(weight, trained[name]) for name, weight in pixels.items())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_collator(model, data, features, workers):
+    """Features of another picture, or a padding image that counts, in rows with two pictures, one and none."""
+    whole, processor = freeze(load(model)), AutoProcessor.from_pretrained(model)
+    held = VisionFeatures(features, whole)
+    assert len(held) == 4 and str(features) in repr(held)
+    rows = [*read_folder(data).rows[-4:], {"messages": [{**CHAT[0], "content": "hi"}, CHAT[1]]}]
+    collators = XAttnDataCollator(processor), XAttnDataCollator(processor, features=held)
+    context = "spawn" if workers else None  # nothing open is shared
+    loader = DataLoader(
+        rows, batch_size=5, collate_fn=collators[1], num_workers=workers, multiprocessing_context=context
+    )
+    (batch,), expected = list(loader), collators[0](rows)
+    assert batch["vision_features"].shape == (5, 2, 16, 24) and "pixel_values" not in batch
+    same = ("input_ids", "attention_mask", "labels", "image_mask")
+    assert all(torch.equal(batch[name], expected[name]) for name in same)
+    assert batch.keys() == {*same, "vision_features"} and not batch["image_mask"][-1].any()
+    with torch.no_grad():
+        assert torch.allclose(whole(**batch).loss, whole(**expected).loss, rtol=1e-5)
+    alone = collators[1](rows[-1:])
+    assert alone.keys() == {"input_ids", "attention_mask", "labels"}
+
+
+def test_memory_mapped(model, features, data):
+    """A whole file in memory for each process that reads one picture."""
+    held = VisionFeatures(features, load(model))
+    collator = XAttnDataCollator(AutoProcessor.from_pretrained(model), features=held)
+    collator(read_folder(data).rows[:1])
+    (path,) = features.glob(SHARDS)
+    assert str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_what_is_refused(model, data, features, tmp_path, capsys):
+    """Features of another tower or other pixels taken for those of this one: shapes fit, and the model learns noise."""
+    whole, processor = load(model), AutoProcessor.from_pretrained(model)
+    status, _, error = run(
+        capsys, "train", model, "--data", data, "--features", features, "--train-vision", "--output", tmp_path / "out"
+    )
+    assert status == 2 and "`--features` or `--train-vision`, got both" in error
+
+    with torch.no_grad():
+        next(whole.model.vision_tower.parameters()).view(-1)[0] += 1e-3
+    other = tmp_path / "other"
+    whole.save_pretrained(other)
+    processor.save_pretrained(other)
+    with pytest.raises(
+        ValueError, match=f"tower that has made the features in {features}, got another tower, or other weights"
+    ):
+        VisionFeatures(features, whole)
+    status, _, error = run(capsys, "train", other, "--data", data, "--features", features, "--output", tmp_path / "out")
+    assert status == 2 and "other weights" in error and not (tmp_path / "out").exists()
+    status, _, error = run(capsys, *encode(other, data, features))
+    assert status == 2 and "features of another vision tower" in error and "new folder" in error
+
+    with pytest.raises(ValueError, match="in torch.float32, which has made.*got one in torch.bfloat16"):
+        VisionFeatures(features, load(model).bfloat16())
+    status, _, error = run(capsys, *encode(model, data, features, "--dtype", "bfloat16"))
+    assert status == 2 and "another" in error
+    retrained = load(model)
+    with torch.no_grad():  # what trains is behind the features
+        for parameter in retrained.model.connector.parameters():
+            parameter.zero_()
+    VisionFeatures(features, retrained.model)
+
+    processor.image_processor.size = {"height": 32, "width": 24}
+    with pytest.raises(ValueError, match="`processor` with the image processor that has made"):
+        XAttnDataCollator(processor, features=VisionFeatures(features, load(model)))
+    with pytest.raises(ValueError, match="holds none"):
+        VisionFeatures(data, load(model))
+
+
+def test_pictures_without_features(model, features, tmp_path, capsys):
+    """A picture that was changed after it was encoded; pictures that are no files; all of them in one error."""
+    data = write(
+        tmp_path / "data",
+        [*CAPTIONS[:2], {"file_name": "new.png", "text": "a."}, {"file_name": "broken.png", "text": "b"}],
+    )
+    draw("yellow").save(data / "new.png")
+    draw("yellow", 24).save(data / "red.png")
+    (data / "broken.png").write_bytes(b"no picture")
+    status, _, error = run(
+        capsys, "train", model, "--data", data, "--features", features, "--output", tmp_path / "out", "--device", "cpu"
+    )
+    assert status == 2 and "3 line(s)" in error
+    lines = {line.split(":")[0].strip(): line for line in error.splitlines()}
+    assert "holds no features of the picture" in lines["line 1"] and "red.png" in lines["line 1"]
+    assert "new.png" in lines["line 3"] and "encode --features" in lines["line 3"]
+    assert "'broken.png' cannot be read" in lines["line 4"]
+    collator = XAttnDataCollator(AutoProcessor.from_pretrained(model), features=VisionFeatures(features, load(model)))
+    for image, words in (
+        (draw("red"), "to be files.*got PIL.Image.Image"),
+        ("https://a.b/c.png", "got 'https://a.b/c.png', which is no file"),
+        ("A" * 5000, "got 'AAAA"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            collator([{"images": [image], "messages": [{"role": "user", "content": "a"}, CHAT[1]]}])
+
+
+def test_unreadable_pictures(model, tmp_path, capsys):
+    """A run of hours that ends at a broken picture, or ends well without it."""
+    lines = [*CAPTIONS, {"file_name": "broken.png", "text": "a"}]
+    data = write(tmp_path / "data", lines)
+    (data / "broken.png").write_bytes(b"no picture")
+    status, out, error = run(capsys, *encode(model, data, tmp_path / "features"))
+    assert status == 2 and "4 picture(s) encoded" in out
+    assert "1 picture(s) cannot be read" in error and "broken.png" in error
+    assert len(tensors(tmp_path / "features")) == 4
+    write(data, [*lines, {"file_name": "gone.png", "text": "a"}, "[]"])
+    status, _, error = run(capsys, *encode(model, data, tmp_path / "features"))
+    assert status == 2 and "2 line(s)" in error and "'gone.png' does not exist" in error
+
+
+def test_options_of_encode(model, data, tmp_path, capsys):
+    """An option without a meaning that is taken without a word."""
+    image = ["encode", model, "--image", data / "red.png", "--output", tmp_path / "red.safetensors"]
+    status, _, error = run(capsys, *image, "--batch-size", "2")
+    assert status == 2 and "`--batch-size` goes with `--features`" in error
+    for option, value in (("--batch-size", "0"), ("--workers", "-1"), ("--shard-size", "0")):
+        status, _, error = run(capsys, *encode(model, data, tmp_path / "out", option, value))
+        assert status == 2 and f"`{option}` must be at least" in error
+    status, _, error = run(capsys, *encode(model, data, data))
+    assert status == 2 and "new, empty, or a folder of vision features" in error
+    status, _, error = run(capsys, *encode(model, data, data / "red.png"))
+    assert status == 2 and "must be a folder" in error
+    with pytest.raises(SystemExit):
+        run(capsys, *image, "--features", data)
+
+
+KILLED = """
+import os, signal, sys
+from hf_xattn import features_encoding
+from hf_xattn.commands.main import main
+save, written = features_encoding.save_file, []
+def save_half(tensors, path, metadata):
+    save(tensors, path, metadata)
+    written.append(path)
+    if len(written) == 3:
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+features_encoding.save_file = save_half
+main(sys.argv[1:])
+"""
+
+
+def test_killed_run_goes_on(model, tmp_path, capsys):
+    """A half-written file that is taken for a whole one; pictures that are encoded twice, or not at all."""
+    data, folder = many_pictures(tmp_path / "data", 12), tmp_path / "features"
+    small = ["--shard-size", "0.002", "--batch-size", "1"]  # two pictures a file
+    command = [sys.executable, "-c", KILLED, *encode(model, data, folder, *small)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (partial,) = folder.glob("*.partial")
+    assert [len(names) for names in shards(folder).values()] == [2, 2]
+    assert len(VisionFeatures(folder, load(model))) == 4
+    before = {path: path.stat().st_mtime_ns for path in folder.glob(SHARDS)}
+    status, out, error = run(capsys, *encode(model, data, folder, *small))
+    assert status == 0 and "8 picture(s) encoded, 4 known" in out, error
+    assert not partial.exists() and all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert main(encode(model, data, tmp_path / "whole", *small)) == 0
+    assert shards(folder) == shards(tmp_path / "whole")
+    whole = tensors(tmp_path / "whole")
+    assert len(whole) == 12 and all(torch.equal(tensor, whole[name]) for name, tensor in tensors(folder).items())
+
+    damaged = next(folder.glob(SHARDS))  # by a disk that was full, not by a run that was killed
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=f"{damaged} is damaged. Run `hf-xattn encode --features` again"):
+        VisionFeatures(folder, load(model))
+    status, out, _ = run(capsys, *encode(model, data, folder, *small))
+    assert status == 0 and "2 picture(s) encoded, 10 known" in out and shards(folder) == shards(tmp_path / "whole")
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_share_the_pictures(model, tmp_path, launcher):
+    """A picture that two processes encode, or none; a file that both write."""
+    data, folder = many_pictures(tmp_path / "data", 9), tmp_path / "features"
+    words = encode(model, data, folder, "--shard-size", "0.002")
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "hf_xattn.commands.main", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if launcher == "torchrun":
+        assert "process 0: 5 picture(s) encoded" in done.stdout and "process 1: 4 picture(s) encoded" in done.stdout
+    names = [name for each in shards(folder).values() for name in each]
+    assert len(names) == 9 and set(names) == set(pictures_by_content(read_folder(data)))
+    assert not list(folder.glob("*.partial"))
+    assert len(VisionFeatures(folder, load(model))) == 9
+
+
+def test_tiles(tmp_path, capsys, monkeypatch):
+    """Aspect ratios that are lost, or files with the tower's output for padding tiles."""
+    test_importers_mllama.make_mllama().save_pretrained(tmp_path / "theirs")
+    test_importers_mllama.make_processor().save_pretrained(tmp_path / "theirs")
+    ours = tmp_path / "ours"
+    assert main(["import", str(tmp_path / "theirs"), "--output", str(ours)]) == 0
+    lines = [
+        {"file_name": "wide.png", "text": "w1 w2 w3"},
+        {"images": ["red.png", "wide.png"], "question": "w4", "answer": "w5 w6"},
+        {"question": "w4", "answer": "w7"},
+    ]
+    data = write(tmp_path / "data", lines)
+    draw("red").resize((60, 25)).save(data / "wide.png")
+    status, out, error = run(capsys, *encode(ours, data, tmp_path / "features"))
+    assert status == 0 and "2 picture(s) encoded" in out, error
+    tiles = {len(tensor) for name, tensor in tensors(tmp_path / "features").items() if "." not in name}
+    assert len(tiles) == 2 and max(tiles) <= 4  # the wide picture has more tiles than the other
+    whole, processor = freeze(load(ours)), AutoProcessor.from_pretrained(ours)
+    processor = XAttnProcessor(processor.image_processor, processor.tokenizer, image_token="<|image|>")
+    rows = read_folder(data).rows
+    batches = [
+        XAttnDataCollator(processor)(rows),
+        XAttnDataCollator(processor, features=VisionFeatures(tmp_path / "features", whole))(rows),
+    ]
+    assert {*batches[0]} - {*batches[1]} == {"pixel_values"} and {*batches[1]} - {*batches[0]} == {"vision_features"}
+    assert all(torch.equal(batches[1][name], batches[0][name]) for name in batches[0] if name != "pixel_values")
+    losses = [whole.train()(**batch).loss for batch in batches]
+    assert torch.allclose(*losses, rtol=1e-5)
+    status, _, error = run(
+        capsys,
+        "train",
+        ours,
+        "--data",
+        data,
+        "--features",
+        tmp_path / "features",
+        "--output",
+        tmp_path / "out",
+        "--steps",
+        "1",
+    )
+    assert status == 0, error
+
+
+def test_model_without_a_tower(model, data, tmp_path, capsys):
+    """An error from deep inside."""
+    whole: PreTrainedModel = load(model)
+    whole.config.vision_config = whole.model.vision_tower = None
+    with pytest.raises(ValueError, match="Expected `model` to have a vision tower"):
+        VisionFeatures(tmp_path, whole)
