@@ -150,7 +150,8 @@ class GatedCrossAttentionBlock(NamesItsStub, PreTrainedModel):
         else:
             check_context(cross_attention)
         attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
-        if cross_attention.recorder is not None:
+        if cross_attention.recorder is not None and not (weights is None and torch.compiler.is_compiling()):
+            # In compiled code only if needed: `torch.compile` takes no checkpointed layer with a side effect into its graph.
             cross_attention.recorder.weights[self.layer_idx] = weights
         update = _gated(attended, self.attn_gate, hidden_states.dtype)
         seen = hidden_states + update

@@ -32,6 +32,9 @@ def _read_function(layer: nn.Module) -> Callable[..., Any]:
     function = layer.__dict__[FUNCTION]
     if getattr(function, "keywords", {}).get("use_reentrant") is False:
         return function
+    if torch.compiler.is_compiling() and isinstance(function, functools.partial):
+        # A graph of `torch.compile` recomputes without any reentrant backward. Where the graph breaks, this is right too.
+        return functools.partial(function, use_reentrant=False)
     return functools.partial(_checkpoint_layer, function)
 
 

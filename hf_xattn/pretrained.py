@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import find_adapter_config_file, is_peft_available
@@ -18,6 +19,7 @@ from .adapters import Adapter
 from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, trusting
+from .input_gradients import give_gradient_to_inputs
 from .insertion import BLOCKS
 from .no_split import XAttnUnitsMixin, fsdp_plan
 from .quantization import finish_quantized, keep_added_precise
@@ -39,6 +41,7 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    _input_hooks: tuple[RemovableHandle, ...] = ()
     _skip_keys_device_placement = ["past_key_values"]
     # Named with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
     _keep_in_fp32_modules_strict = [
@@ -65,6 +68,18 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         super()._set_gradient_checkpointing(*args, **kwargs)
         if self.training:
             self.train()  # frozen layers that are checkpointed train, see `frozen_modes.py`
+
+    def enable_input_require_grads(self) -> None:
+        """`PreTrainedModel.enable_input_require_grads`. The vision tower takes part only while it trains (see `input_gradients.py`)."""
+        self.disable_input_require_grads()
+        body: Any = self.base_model
+        self._input_hooks = give_gradient_to_inputs(body.text_model, body.vision_tower)
+
+    def disable_input_require_grads(self) -> None:
+        """`PreTrainedModel.disable_input_require_grads`."""
+        for hook in self._input_hooks:
+            hook.remove()
+        self._input_hooks = ()
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
         """transformers' plans, and rows for the blocks in those of tensor parallelism and FSDP."""

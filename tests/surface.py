@@ -19,6 +19,27 @@ import torch
 # None; another type; another number of axes; another size; another dtype; another device; and, for every argument, a misspelt name.
 KINDS = ("none", "type", "rank", "size", "dtype", "device")
 
+# Transformers' own methods with its own arguments, and parts of the model.
+TRANSFORMERS = {
+    "create_masks_for_generate",
+    "disable_input_require_grads",
+    "enable_input_require_grads",
+    "from_pretrained",
+    "get_decoder",
+    "get_encoder",
+    "get_input_embeddings",
+    "get_output_embeddings",
+    "initialize_weights",
+    "prepare_inputs_for_generation",
+    "register_for_auto_class",
+    "resize_token_embeddings",
+    "save_pretrained",
+    "set_attn_implementation",
+    "set_input_embeddings",
+    "set_output_embeddings",
+    "train",
+}
+
 
 class Fine(NamedTuple):
     """A value that is taken."""

@@ -13,7 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TEXT_CONFIGS, make_model, make_text, token_ids, vision_config
-from surface import KINDS, NOTHING, Fine, Surface, Wrong, check_case, check_misspelt, needs, switch, tensor, value
+from surface import (
+    KINDS,
+    NOTHING,
+    TRANSFORMERS,
+    Fine,
+    Surface,
+    Wrong,
+    check_case,
+    check_misspelt,
+    needs,
+    switch,
+    tensor,
+    value,
+)
 from surface_adapters import SURFACES as ADAPTERS
 from surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
 from surface_maps import SURFACES as MAPS
@@ -426,24 +439,6 @@ def test_misspelt_names_are_refused(name, argument):
     check_misspelt(SURFACES[name], argument)
 
 
-# Transformers' own methods with its own arguments, and parts of the model.
-TRANSFORMERS = {
-    "create_masks_for_generate",
-    "from_pretrained",
-    "get_decoder",
-    "get_encoder",
-    "get_input_embeddings",
-    "get_output_embeddings",
-    "initialize_weights",
-    "prepare_inputs_for_generation",
-    "register_for_auto_class",
-    "resize_token_embeddings",
-    "save_pretrained",
-    "set_attn_implementation",
-    "set_input_embeddings",
-    "set_output_embeddings",
-    "train",
-}
 # Called by this package with values that it made; and without arguments.
 INTERNAL = {"add_images", "image_identity"}
 

@@ -21,6 +21,7 @@ import features_once
 import torch
 import transformers
 from alternatives import HEAD_DIM, HEADS, KV_HEADS, folded
+from memory import Records
 from peers import (
     MllamaWithFeatures,
     idefics_attention,
@@ -329,20 +330,10 @@ def training(repeats: int) -> dict[str, dict]:
 
 
 def _peak_of(step: Callable[[], None]) -> int:
-    """Largest sum of live allocations of a run: beyond weights, and on a CPU from the profiler's own records."""
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    """Largest sum of live allocations of a run, beyond weights."""
+    with Records() as records:
         step()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-    live = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+    return records.peak
 
 
 def _ratio(times: dict[str, float], slow: str, fast: str, floor: float | None = None) -> dict:
