@@ -10,6 +10,7 @@ from .block import GatedCrossAttentionBlock
 from .collator import XAttnDataCollator
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .freezing import freeze, training_table
+from .image_checks import check_images
 from .lora import added_modules, lora_targets
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .parameter_groups import parameter_groups
@@ -52,6 +53,7 @@ __all__ = [
     "__version__",
     "added_modules",
     "attention_maps",
+    "check_images",
     "freeze",
     "freeze_base",
     "lora_targets",

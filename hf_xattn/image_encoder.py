@@ -18,6 +18,7 @@ from .connector import XAttnConnector
 from .device_errors import name_wrong_features
 from .digests import Digests, digests_of
 from .distributed import check_callable, is_distributed
+from .finite_images import check_encoded, check_given, without_padding_images, without_padding_tokens
 from .image_inputs import ImageAxis, ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .image_store import ImageGrid, StoreReader
@@ -73,6 +74,7 @@ class ImageEncoder:
         vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None if the model takes features.
         find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called only where it
             is needed, as it looks through the decoder.
+        checks_values (`bool`): refuse images with NaN or infinite values, see `image_checks.py`.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class ImageEncoder:
         vision_tower: PreTrainedModel | None,
         connector: XAttnConnector | None,
         find_like: Callable[[], torch.Tensor],
+        checks_values: bool = False,
     ):
         self.config = config
+        self.checks_values = checks_values
         self.vision_tower = vision_tower
         self.connector = connector
         self.find_like = find_like
@@ -143,6 +147,9 @@ class ImageEncoder:
         """
         if inputs.images is None:
             return Reading(None, [] if cached is None else [ImageAxis(cached.sizes)])
+        if self.checks_values:
+            check_given(inputs)
+            store = None  # it encodes the images of a call in another order
         digests = self._digests(inputs) if record_content or cached is not None else None
         placement = Placement(real=inputs.real_images)
         if cached is not None:
@@ -169,7 +176,7 @@ class ImageEncoder:
         rows, num_images = images.images.shape[:2]
         grid = None if store is None else store.read(images, placement.real, self._dtype_of(images), self._features_of)
         if grid is None:
-            features = self._features_of(images)
+            features = self._features_of(images, placement)
             tokens, device = features.shape[2], features.device
         else:
             tokens, device = grid.first.tokens, grid.first.device
@@ -178,14 +185,27 @@ class ImageEncoder:
             given = placement.of_new_images(inputs.token_mask, num_images * tokens, cached)
             both = max(given.shape[0], rows)
             token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
+        if grid is None:
+            features = without_padding_tokens(features, token_mask)
         content = None if digests is None else (placement.digests(digests, tokens if inputs.states is not None else 1),)
         layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
         return NewImages(features.flatten(1, 2), layout) if grid is None else StoredImages(grid, layout)
 
-    def _features_of(self, images: ImageInputs) -> torch.Tensor:
-        """`(R, n, tokens, context_size)`: of pixels or of what the tower has returned, or features as they were given."""
+    def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:
+        """`(R, n, tokens, context_size)`: of pixels or of what the tower has returned, or features as they were given.
+
+        Args:
+            placement ([`Placement`], *optional*): of these images, to name them.
+        """
         if images.pixel_values is not None:
-            return self.features(images.pixel_values, images.tiles)
+            if placement is None:
+                return self.features(images.pixel_values, images.tiles)
+            pixel_values = without_padding_images(images.pixel_values, placement.real)
+            output, features = self.outputs(pixel_values, images.tiles)
+            if self.checks_values:
+                assert self.vision_tower is not None and output.last_hidden_state is not None
+                check_encoded(output.last_hidden_state, features, placement, self.vision_tower.config.model_type)
+            return features
         if images.features is not None:
             return self._of_tower_outputs(images)
         assert images.states is not None

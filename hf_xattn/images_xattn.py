@@ -44,6 +44,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
     connector: XAttnConnector | None
     _identity: ModelIdentity
     _image_store: ImageStore | None = None
+    checks_images: bool = False  # see `image_checks.py`
 
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:
@@ -53,7 +54,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
     @property
     def image_encoder(self) -> ImageEncoder:
         """Reads images for this model."""
-        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like)
+        return ImageEncoder(self.config, self.vision_tower, self.connector, self._like, self.checks_images)
 
     def _like(self) -> torch.Tensor:
         """A weight that keys and values are projected with."""

@@ -10,6 +10,7 @@ from hf_xattn import (
     VisionFeatures,
     XAttnDataCollator,
     added_modules,
+    check_images,
     freeze,
     lora_targets,
     parameter_groups,
@@ -112,6 +113,11 @@ SURFACES = {
             "weight_decay": value(none=None, kind="none", size=float("inf"), dtype={"tower": 0.1}),
             "include_frozen": switch(),
         },
+    ),
+    "check_images": Surface(
+        check_images,
+        lambda **given: check_images(**needs(given, model=make_model())),
+        {"model": MODEL, "enabled": FLAG},
     ),
     "training_table": Surface(
         training_table, lambda **given: training_table(**needs(given, model=make_model())), {"model": MODEL}
