@@ -9,6 +9,7 @@ from .attention_maps import AttentionMaps, attention_maps
 from .block import GatedCrossAttentionBlock
 from .collator import XAttnDataCollator
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
+from .float32_training import train_in_float32
 from .freezing import freeze, training_table
 from .image_checks import check_images
 from .lora import added_modules, lora_targets
@@ -60,5 +61,6 @@ __all__ = [
     "parameter_groups",
     "retrofit",
     "sharding_units",
+    "train_in_float32",
     "training_table",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .freezing import part_weights
+from .lost_updates import warn_of_lost_updates
 from .model_parts import PARTS
 from .quantized_weights import is_quantized
 
@@ -22,6 +23,8 @@ def parameter_groups(
     """Returns groups for an optimizer of torch: `torch.optim.AdamW(parameter_groups(model, 1e-4, 0.1))`.
 
     Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not towards one.
+
+    Warns if a learning rate is so small that AdamW does not move weights in half precision (see `lost_updates.py`).
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of the text model
@@ -59,6 +62,9 @@ def parameter_groups(
     missing = sorted({part for (part, _), weights in groups.items() if weights} - rates.keys(), key=PARTS.index)
     if missing:
         raise ValueError(f"`learning_rate`: expected a rate for each part that trains, got none for {missing}.")
+    warn_of_lost_updates(
+        {part: (groups[part, True] + groups[part, False], rates[part]) for part in PARTS if part in rates}
+    )
     return [
         {
             "params": weights,

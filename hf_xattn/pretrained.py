@@ -21,6 +21,7 @@ from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, trusting
 from .input_gradients import give_gradient_to_inputs
 from .insertion import BLOCKS
+from .lost_updates import warn_of_half_precision
 from .no_split import XAttnUnitsMixin, fsdp_plan
 from .quantization import finish_quantized, keep_added_precise
 from .saving import XAttnSavingMixin
@@ -63,6 +64,13 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         tree of a custom model, but decoders of transformers need that call: Falcon-H1 fills buffers in modules without weights.
         """
         _initialize(self, self)
+
+    def train(self, mode: bool = True) -> Any:
+        """`nn.Module.train`. Warns once of weights that train in half precision (see `lost_updates.py`)."""
+        super().train(mode)
+        if mode and self.base_model is self:
+            warn_of_half_precision(self)
+        return self
 
     def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
         super()._set_gradient_checkpointing(*args, **kwargs)

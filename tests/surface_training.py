@@ -14,6 +14,7 @@ from hf_xattn import (
     freeze,
     lora_targets,
     parameter_groups,
+    train_in_float32,
     training_table,
 )
 
@@ -118,6 +119,9 @@ SURFACES = {
         check_images,
         lambda **given: check_images(**needs(given, model=make_model())),
         {"model": MODEL, "enabled": FLAG},
+    ),
+    "train_in_float32": Surface(
+        train_in_float32, lambda **given: train_in_float32(**needs(given, model=make_model())), {"model": MODEL}
     ),
     "training_table": Surface(
         training_table, lambda **given: training_table(**needs(given, model=make_model())), {"model": MODEL}
