@@ -162,8 +162,14 @@ def named_base(argument: str, named: Any) -> BaseSource | None:
     return BaseSource(os.path.abspath(name) if is_folder else name)
 
 
-def text_config_of(text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of the decoder in a checkpoint or a model. Errors are those of `retrofit`."""
+def text_config_of(
+    text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any], reads_weights: bool = True
+) -> PreTrainedConfig:
+    """The configuration of the decoder in a checkpoint or a model. Errors are those of `retrofit`.
+
+    Args:
+        reads_weights (`bool`): whether the weights will be read too, and must be safetensors.
+    """
     if isinstance(text, PreTrainedModel):
         check_kind(text)  # before a tower is loaded; the new model checks the layers
         return text.config
@@ -190,13 +196,19 @@ def text_config_of(text: str | Path | PreTrainedModel, load_kwargs: dict[str, An
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, which cannot take blocks: {reason}.")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
-    if "gguf_file" not in load_kwargs:
+    if reads_weights and "gguf_file" not in load_kwargs:
         _check_safetensors("text", text, load_kwargs.get("subfolder") or "")
     return config
 
 
-def vision_config_of(vision: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of the vision tower in a checkpoint or a model. Errors are those of `retrofit`."""
+def vision_config_of(
+    vision: str | Path | PreTrainedModel, load_kwargs: dict[str, Any], reads_weights: bool = True
+) -> PreTrainedConfig:
+    """The configuration of the vision tower in a checkpoint or a model. Errors are those of `retrofit`.
+
+    Args:
+        reads_weights (`bool`): whether the weights will be read too, and must be safetensors.
+    """
     if isinstance(vision, PreTrainedModel):
         config = vision.config
         if getattr(config, "vision_config", None) is not None:
@@ -221,7 +233,8 @@ def vision_config_of(vision: str | Path | PreTrainedModel, load_kwargs: dict[str
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # the pooled output is not used, so this head would never get a gradient
     check_tower_config("vision", config)
-    _check_safetensors("vision", vision, load_kwargs.get("subfolder") or "")
+    if reads_weights:
+        _check_safetensors("vision", vision, load_kwargs.get("subfolder") or "")
     return config
 
 

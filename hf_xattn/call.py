@@ -29,7 +29,7 @@ from .image_layout import ImageLayout, rows_to
 from .image_rows import ImageRows, refuse_to_cache
 from .packed_rows import check_packed_images, find_samples
 from .stand_in import run_beside, stand_in_images
-from .tensor_checks import type_name
+from .tensor_checks import is_fake, type_name
 from .text_progress import TextProgress
 from .visibility import look
 from .xattn_cache import XAttnCache
@@ -328,6 +328,7 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
         or not isinstance(call.images, ImageInputs)
         or call.images.images is None
         or torch.compiler.is_compiling()
+        or is_fake(markers)
     ):
         return
     images, real = call.images.images, call.images.real_images

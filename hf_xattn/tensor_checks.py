@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 INTEGERS = (torch.int64, torch.int32)  # what an embedding takes
@@ -20,6 +21,11 @@ def check_tensor(name: str, value: Any) -> None:
             f"Expected `{name}` to be a torch.Tensor, got {type_name(value)}. A processor makes tensors of texts and images, "
             "`torch.as_tensor` makes them of arrays and lists."
         )
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no values, as where the memory of a run is estimated."""
+    return isinstance(tensor, FakeTensor)
 
 
 def type_name(value: Any) -> str:

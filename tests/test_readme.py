@@ -6,6 +6,7 @@ import shlex
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from known_checkpoints import QWEN, TEXTS, make_siglip, make_text
@@ -97,6 +98,22 @@ def test_commands_have_these_options():
     for command, *words in lines:
         unknown = {word for word in words if word.startswith("--")} - set(commands[command]._option_string_actions)
         assert not unknown, (command, unknown)
+
+
+def test_accelerate_reads_what_is_said():
+    """An option or a key that accelerate does not know, and passes over."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    section = README.partition("## Training at scale")[2].partition("\n## ")[0]
+    options = set(
+        re.findall(r"--\w+(?= )", "\n".join(re.findall(r"`([^`]*(?:accelerate launch|machine_rank)[^`]*)`", section)))
+    )
+    assert len(options) > 5 and options <= set(parser._option_string_actions)
+    config: Any = load_config_from_file(str(ROOT / "examples" / "fsdp2.yaml"))
+    assert config.fsdp_config["fsdp_version"] == 2
+    assert config.fsdp_config.keys() <= {action.dest for action in parser._actions}
 
 
 def test_table_of_decoders():

@@ -81,8 +81,11 @@ def load_processor(name: str) -> Any:
     return (AutoTokenizer if all(file is None for file in files) else AutoProcessor).from_pretrained(name)
 
 
-def load_shapes(name: str) -> XAttnForConditionalGeneration:
+def load_shapes(name: str, dtype: str = "auto") -> XAttnForConditionalGeneration:
     """Builds a saved model on the meta device. Reads only the configuration.
+
+    Args:
+        dtype (`str`): one of `DTYPES`.
 
     Raises:
         ValueError: for a model without blocks.
@@ -95,7 +98,54 @@ def load_shapes(name: str) -> XAttnForConditionalGeneration:
 
     config = XAttnConfig.from_pretrained(name)
     with torch.device("meta"):
-        return XAttnForConditionalGeneration._from_config(config)
+        return XAttnForConditionalGeneration._from_config(config, **_given_dtype(dtype))
+
+
+def plan_shapes(
+    text: str, vision: str | None, *, every: int, layers: list[int] | None, dtype: str = "auto"
+) -> XAttnForConditionalGeneration:
+    """Builds on the meta device what `retrofit` would make of two checkpoints. Reads only their configurations.
+
+    Args:
+        text, vision, every, layers: as the options of `hf-xattn retrofit`.
+        dtype (`str`): one of `DTYPES`.
+
+    Raises:
+        ValueError: for what `retrofit` refuses.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..bases import text_config_of, vision_config_of
+    from ..gguf_files import split_gguf
+    from ..retrofit import retrofit
+    from ..vision import build_tower
+
+    text_config = text_config_of(*split_gguf("text", text, {}), reads_weights=False)
+    vision_config = None if vision is None else vision_config_of(vision, {}, reads_weights=False)
+    with torch.device("meta"):
+        text_model = AutoModelForCausalLM.from_config(text_config, **_given_dtype(dtype))
+        tower = None if vision_config is None else build_tower(vision_config).to(text_model.dtype)
+        model = retrofit(text_model, tower, every=every, cross_attention_layers=layers)
+    if model.model.connector is not None:
+        model.model.connector.to(text_model.dtype)  # a retrofit follows weights, but not on the meta device
+    return model
+
+
+def has_blocks(name: str) -> bool:
+    """Whether a folder or a Hub id is a model with blocks. Reads only the configuration."""
+    from transformers import AutoConfig
+
+    from ..gguf_files import is_gguf_path
+
+    return not is_gguf_path(name) and AutoConfig.from_pretrained(name).model_type == "xattn"
+
+
+def _given_dtype(dtype: str) -> dict[str, Any]:
+    """Keyword arguments of `from_config`."""
+    import torch
+
+    return {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
 
 
 def check_model(name: str) -> None:

@@ -1,9 +1,30 @@
-"""Options that several commands share: how answers are generated, and where a server listens."""
+"""Options that several commands share: where blocks go, how answers are generated, and where a server listens."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
+
+
+def add_blocks(parser: argparse._ActionsContainer) -> None:
+    """Adds the options of a retrofit: the vision tower, and the layers that get a block."""
+    parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
+    parser.add_argument(
+        "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=_integers,
+        metavar="I,J,...",
+        help="put blocks in front of these layers instead, counted from 0",
+    )
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
 
 
 def add_answers(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .loading import DTYPES
+from .options import add_blocks
 from .output import new_folder, print_report, save_processor
 
 
@@ -15,16 +16,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "text", metavar="TEXT", help="text-only causal language model: a folder, a GGUF file or a Hub id"
     )
-    parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
-    parser.add_argument(
-        "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
-    )
-    parser.add_argument(
-        "--layers",
-        type=_integers,
-        metavar="I,J,...",
-        help="put blocks in front of these layers instead, counted from 0",
-    )
+    add_blocks(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     parser.add_argument("--gguf-file", metavar="NAME", help="name of a GGUF file in the folder or repository TEXT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
@@ -58,10 +50,3 @@ def run(arguments: argparse.Namespace) -> None:
     model.save_pretrained(output, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
     save_processor(arguments.text, arguments.vision, output, gguf_file=arguments.gguf_file, **hub)
     print_report(model)
-
-
-def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
