@@ -1,5 +1,6 @@
 """Makes small checkpoints with random weights, so that the examples run without a download."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +21,17 @@ WORDS = "[PAD] [EOS] [UNK] what is in the picture ? how many which colour descri
 WORDS += "user assistant system : red blue circle square".split()
 
 
-def make_text_checkpoint(folder: Path) -> Path:
+def make_text_checkpoint(folder: Path, more_words: Sequence[str] = ()) -> Path:
     """A Llama of four layers with a word-level tokenizer."""
     torch.manual_seed(0)
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words = [*WORDS, *more_words]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]", padding_side="left"
     ).save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(WORDS),
+        vocab_size=len(words),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=4,
