@@ -14,6 +14,7 @@ from hf_xattn import (
     freeze,
     lora_targets,
     parameter_groups,
+    sharding_units,
     train_in_float32,
     training_table,
 )
@@ -122,6 +123,9 @@ SURFACES = {
     ),
     "train_in_float32": Surface(
         train_in_float32, lambda **given: train_in_float32(**needs(given, model=make_model())), {"model": MODEL}
+    ),
+    "sharding_units": Surface(
+        sharding_units, lambda **given: sharding_units(**needs(given, model=make_model())), {"model": MODEL}
     ),
     "training_table": Surface(
         training_table, lambda **given: training_table(**needs(given, model=make_model())), {"model": MODEL}

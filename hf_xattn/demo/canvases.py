@@ -129,8 +129,11 @@ class CanvasDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return self.size
 
+    def canvas(self, index: int) -> Canvas:
+        return self.pool.canvas(np.random.default_rng((self.seed, index)))
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        canvas = self.pool.canvas(np.random.default_rng((self.seed, index)))
+        canvas = self.canvas(index)
         ids = [*self.tokenizer(sentence(canvas.digits))["input_ids"], self.tokenizer.eos_token_id]
         padding = self.longest - len(ids)
         labels = [-100] * self.prompt_length + ids[self.prompt_length :] + [-100] * padding

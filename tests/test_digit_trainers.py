@@ -1,0 +1,139 @@
+"""The digits of the demo, learned with four trainers: the examples in `examples/digits`."""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from hf_xattn import sharding_units
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "digits"))
+from task import Recipe, make_bases, make_model
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "digits"
+TRAINERS = ("with_trainer", "with_trl", "with_accelerate", "with_fsdp2")
+DEMO = 0.95  # of the digits; the card of the demo says 97.9 % for seed 0, and 95.7 % for the lowest of three seeds
+
+
+def torchrun(ranks):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def run_script(name, output, *options, ranks=None):
+    several = [sys.executable] if ranks is None else torchrun(ranks)
+    paths = os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [*several, str(EXAMPLES / f"{name}.py"), "--output", str(output), *options]
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """Makes a folder with the text model and the tower, after a few steps of training."""
+    first = Recipe.quick(tmp_path_factory.mktemp("digits"))
+    make_bases(first)
+
+    def make(name):
+        folder = tmp_path_factory.mktemp(name) / "out"
+        shutil.copytree(first.folder, folder)
+        return Recipe.quick(folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def of_trainer(quick):
+    """What `Trainer` gives, which the others must give too."""
+    recipe = quick("trainer")
+    return importlib.import_module("with_trainer").train(recipe), recipe.folder / "model"
+
+
+def check_trained(folder):
+    """The text model as it was, and blocks that have moved and that images go through."""
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    base, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder / "text"),
+        AutoTokenizer.from_pretrained(folder / "text"),
+    )
+    batch = tokenizer(["digits : first seven second two", "digits :"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, base(**batch).logits)
+        seen = [model(**batch, pixel_values=torch.full((2, 1, 3, 20, 60), shade)).logits for shade in (-1.0, 1.0)]
+    assert all(block.attn.o_proj.weight.any() and block.mlp.down_proj.weight.any() for block in model.blocks)
+    assert not torch.equal(*seen)
+
+
+def test_trainer(of_trainer):
+    """A base that moves, blocks that do not, a model that does not load."""
+    losses, folder = of_trainer
+    assert len(losses) == 6
+    check_trained(folder.parent)
+
+
+@pytest.mark.parametrize("name", ["with_trl", "with_accelerate", "with_fsdp2"])
+def test_the_others_give_the_same_losses(name, quick, of_trainer):
+    """Other labels, other rows, gradients that are a mean of means, norms over one rank's part, weights that are not whole."""
+    if name == "with_trl":
+        pytest.importorskip("trl")
+    recipe = quick(name)
+    if name == "with_fsdp2":
+        printed = run_script(name, recipe.folder, "--quick", ranks=2)
+        assert printed.count("held-out digits right") == 1 and printed.count("step 6: loss") == 1
+        losses = json.loads((recipe.folder / "losses.json").read_text())
+    else:
+        losses = importlib.import_module(name).train(recipe)
+    expected, folder = of_trainer
+    assert losses == pytest.approx(expected, rel=1e-3)
+    check_trained(recipe.folder)
+    reference = load_file(folder / "model.safetensors")
+    for weight_name, weight in load_file(recipe.folder / "model" / "model.safetensors").items():
+        assert torch.allclose(weight, reference[weight_name], atol=1e-3), weight_name
+
+
+def test_units(quick):
+    """A layer without its block, a block that is a unit of its own, weights in no unit that are as large as the layers."""
+    model, _ = make_model(quick("units"))
+    units = sharding_units(model)
+    kinds = [type(unit).__name__ for unit in units]
+    assert kinds == ["ViTLayer"] * 3 + ["CrossAttendingLlamaDecoderLayer"] * 4
+    assert [hasattr(unit, "cross_attention_block") for unit in units[3:]] == [False, True, True, True]
+    assert sharding_units(model.model) == units and not any(isinstance(unit, FSDPModule) for unit in units)
+    inside = [id(weight) for unit in units for weight in unit.parameters()]
+    assert len(inside) == len(set(inside))
+    assert len({id(weight) for weight in model.parameters()} - set(inside)) < 16
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    make_bases(Recipe(folder))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_reaches_the_accuracy_of_the_demo(name, ranks, bases, tmp_path):
+    """A trainer that runs and teaches little, in one process or in two."""
+    if name == "with_trl":
+        pytest.importorskip("trl")
+    if ranks is None and name == "with_fsdp2" or ranks == 2 and name == "with_trl":
+        pytest.skip("FSDP2 needs processes, and the example with TRL is for one")
+    shutil.copytree(bases, tmp_path / "out")
+    printed = run_script(name, tmp_path / "out", ranks=ranks)
+    found = re.findall(r"held-out digits right: ([\d.]+)%", printed)
+    assert len(found) == 1 and float(found[0]) / 100 >= DEMO
+    check_trained(tmp_path / "out")
