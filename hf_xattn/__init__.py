@@ -8,6 +8,7 @@ from .attention import GatedCrossAttention
 from .attention_maps import AttentionMaps, attention_maps
 from .block import GatedCrossAttentionBlock
 from .collator import XAttnDataCollator
+from .complete_checkpoints import last_complete_checkpoint
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .float32_training import train_in_float32
 from .freezing import freeze, training_table
@@ -57,6 +58,7 @@ __all__ = [
     "check_images",
     "freeze",
     "freeze_base",
+    "last_complete_checkpoint",
     "lora_targets",
     "parameter_groups",
     "retrofit",

@@ -209,8 +209,10 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
 def _losses(trainer: Trainer) -> dict[str, Any]:
     """The last losses that a `Trainer` has logged: of all steps, and of the evaluation."""
     found: dict[str, Any] = {}
+    before = getattr(trainer, "_initial_global_step", 0)  # of the checkpoint that the run was resumed from
+    steps = f"the steps {before + 1} to {trainer.state.global_step}" if before else "all steps"
     for entry in trainer.state.log_history:
-        for key, name in (("train_loss", "training loss, mean of all steps"), ("eval_loss", "evaluation loss")):
+        for key, name in (("train_loss", f"training loss, mean of {steps}"), ("eval_loss", "evaluation loss")):
             if key in entry:
                 found[name] = f"{entry[key]:.4f}" + (
                     f" (step {entry['step']})" if key == "eval_loss" and "step" in entry else ""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .chat_messages import IMAGES
+from .launch import is_first_process
 from .training_rows import IMAGE_SOURCES, read_row
 
 
@@ -134,7 +135,8 @@ def check_rows(
     longest, told = 0, []
     for data in folders:
         problems = list(data.problems)
-        for row, line in zip(tqdm(data.rows, desc=f"Checking {data.file.name}", leave=False), data.lines):
+        progress = tqdm(data.rows, f"Checking {data.file.name}", leave=False, disable=not is_first_process())
+        for row, line in zip(progress, data.lines):
             try:
                 longest = max(longest, collate([row])["input_ids"].shape[1])
             except (TypeError, ValueError) as error:

@@ -2,6 +2,9 @@
 
 `Trainer` trains the model and saves checkpoints with weights, optimizer, schedule and random states. The options of the run are saved
 in the same folder. A run can be resumed only with the same options and the same data, because with others it would be a different run.
+
+A run may be killed at any moment: it goes on from its last complete checkpoint. Under `accelerate launch` or `torchrun`, each process trains
+on its share of each batch, and the first one prints and writes.
 """
 
 from __future__ import annotations
@@ -9,22 +12,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .complete_checkpoints import STATE, find_checkpoints, step_of
+from .launch import is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
 
 
 if TYPE_CHECKING:
     import torch
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import TrainOutput
 
     from .modeling_xattn import XAttnForConditionalGeneration
     from .processing_xattn import XAttnProcessor
 
 OPTIONS_FILE = "training.json"
+UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
 CHECKPOINTS = "checkpoints"
 # Options that do not change the result. They may be different in a resumed run.
 FREE_OPTIONS = ("output", "device", "workers", "log_steps", "adapter_only")
@@ -102,7 +109,7 @@ class TrainingOptions:
             for name, value in dataclasses.asdict(self).items()
             if name not in FREE_OPTIONS
         }
-        return {**options, "fingerprints": [each.fingerprint for each in data]}
+        return {**options, "processes": num_processes(), "fingerprints": [each.fingerprint for each in data]}
 
 
 def train(options: TrainingOptions, resume: bool = False) -> None:
@@ -110,11 +117,17 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
 
     Args:
         options ([`TrainingOptions`]): the options of the run.
-        resume (`bool`): continue from the last checkpoint in `options.output`.
+        resume (`bool`): continue from the last complete checkpoint in `options.output`.
 
     Raises:
         ValueError: for bad data, a model without a processor, or an output folder of a different run.
     """
+    quiet_other_processes()
+    if is_lone_on_cpu():
+        say(
+            "One process trains: `accelerate launch --cpu` starts several only through MPI (`--mpirun_hostfile`). For several on one "
+            "machine, use `accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N`, with `--device cpu`."
+        )
     prompt = options.prompt or CAPTION_PROMPT
     data = read_folder(options.data, prompt)
     others = [] if options.eval_data is None else [read_folder(options.eval_data, prompt)]
@@ -139,10 +152,12 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     rows, held_out = _split(data, options)
     if others:
         held_out = others[0].rows
-    print(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
+    say(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
+    if num_processes() > 1:
+        say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
 
     import torch
-    from transformers import Trainer, set_seed
+    from transformers import Trainer, TrainerState, set_seed
 
     from .adapter_saving import check_bases
     from .model_card import write_model_card
@@ -161,12 +176,13 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         check_bases(model)
     half = model.dtype == torch.bfloat16
     dtypes = _prepare(model, options)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / OPTIONS_FILE).write_text(json.dumps(saved, indent=2) + "\n")
+    if is_first_process():
+        options.output.mkdir(parents=True, exist_ok=True)
+        _write_options(options.output, saved)
     checkpoint = _last_checkpoint(options.output) if resume else None
     if resume:
-        print("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
-    before = 0 if checkpoint is None else _step_of(checkpoint / "trainer_state.json")
+        say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
+    before = 0 if checkpoint is None else step_of(checkpoint)
     arguments = _arguments(options, len(rows), bool(held_out), half)
     finished = before >= arguments.max_steps
     if finished:  # `Trainer` would take one step more
@@ -182,27 +198,30 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         processing_class=processor,
     )
     if finished:
-        print(f"no steps left to train after step {before}")
+        say(f"no steps left to train after step {before}")
+        trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
     else:
         _print_loss(trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint)), before)
     if held_out:
         last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
         if last["step"] != trainer.state.global_step:
             last = trainer.evaluate()
-        print(f"evaluation loss {last['eval_loss']:.4f}")
-    _save(model, processor, options, dtypes, use_cache)
+        say(f"evaluation loss {last['eval_loss']:.4f}")
+    _save(model, processor, trainer, options, dtypes, use_cache)
+    if not is_first_process():
+        return
     facts = {"examples": f"{len(rows):,} of the folder {options.data.resolve().name}", "prompt for captions": prompt}
     write_model_card(model, options.output, trainer, training=facts)
-    (options.output / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": True}, indent=2) + "\n")
-    print(f"saved to {options.output}")
+    _write_options(options.output, {**saved, "complete": True})
+    say(f"saved to {options.output}")
 
 
 def _print_loss(result: TrainOutput, before: int) -> None:
     """Prints the mean loss. `Trainer` averages over the steps of this call, so not over the `before` steps of a resumed run."""
     if not before:
-        print(f"training loss {result.training_loss:.4f} (mean of all steps)")
+        say(f"training loss {result.training_loss:.4f} (mean of all steps)")
     else:
-        print(f"training loss {result.training_loss:.4f} (mean of the steps {before + 1} to {result.global_step})")
+        say(f"training loss {result.training_loss:.4f} (mean of the steps {before + 1} to {result.global_step})")
 
 
 def _option(name: str) -> str:
@@ -213,8 +232,10 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
     """Raises a `ValueError` if there is no run to resume, or a run with other options or data."""
     file = output / OPTIONS_FILE
     if not file.is_file():
+        if (output / UNFINISHED).is_file():  # killed before anything was trained
+            return
         raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
-    before = json.loads(file.read_text())
+    before = {"processes": 1, **json.loads(file.read_text())}
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
     for name, value in saved.items():
@@ -224,25 +245,31 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
             raise ValueError(
                 f"`--resume`: expected the data of the run in {output}, got other data. Start in a new folder."
             )
+        if name == "processes":
+            raise ValueError(
+                f"`--resume`: expected {before[name]} process(es), as in the run in {output}, got {value}, which would train on other "
+                "batches. Launch it in the same way, or start in a new folder."
+            )
         raise ValueError(
             f"`--resume`: expected {_option(name)} to be {before.get(name)!r}, as in the run in {output}, got {value!r}. Use the same "
             "value, or start in a new folder."
         )
 
 
+def _write_options(output: Path, saved: dict[str, Any]) -> None:
+    """Writes the options under another name first: a run that is killed meanwhile leaves the file whole, or leaves none."""
+    (output / UNFINISHED).write_text(json.dumps(saved, indent=2) + "\n")
+    os.replace(output / UNFINISHED, output / OPTIONS_FILE)
+
+
 def _last_checkpoint(output: Path) -> Path | None:
-    """Returns the last complete checkpoint: one with `trainer_state.json`, the file that `Trainer` writes last."""
-    found: list[tuple[int, Path]] = []
-    for file in (output / CHECKPOINTS).glob("checkpoint-*/trainer_state.json"):
-        try:
-            found.append((_step_of(file), file.parent))
-        except ValueError:
-            continue  # the run was stopped while it wrote this file
-    return max(found)[1] if found else None
-
-
-def _step_of(state: Path) -> int:
-    return json.loads(state.read_text())["global_step"]
+    """Returns the last complete checkpoint. `Trainer` writes over the others when it reaches their steps again."""
+    found = find_checkpoints(output / CHECKPOINTS, num_processes())
+    for path, reason in found.skipped:
+        say(f"{path} is skipped: it is not complete ({reason}).")
+        if is_first_process():  # or a folder that is killed a second time would look complete, with files of both times
+            (path / STATE).unlink(missing_ok=True)
+    return found.last
 
 
 def _processor(name: str) -> XAttnProcessor:
@@ -309,7 +336,7 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
         if name in dtypes:
             parameter.data = parameter.data.float()
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    print(f"{trainable:,} of {model.num_parameters():,} parameters train")
+    say(f"{trainable:,} of {model.num_parameters():,} parameters train")
     return dtypes
 
 
@@ -317,7 +344,8 @@ def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: b
     import torch
     from transformers import TrainingArguments
 
-    an_epoch = math.ceil(num_rows / options.batch_size / options.gradient_accumulation)
+    # Each process gets a batch of its own from the same order of rows, and their gradients are averaged over all their labels.
+    an_epoch = math.ceil(num_rows / (options.batch_size * options.gradient_accumulation * num_processes()))
     steps = options.steps or math.ceil(an_epoch * options.epochs)
     return TrainingArguments(
         output_dir=str(options.output / CHECKPOINTS),
@@ -350,18 +378,30 @@ def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: b
 def _save(
     model: XAttnForConditionalGeneration,
     processor: XAttnProcessor,
+    trainer: Trainer,
     options: TrainingOptions,
     dtypes: dict[str, torch.dtype],
     use_cache: bool | None,
 ) -> None:
-    """Saves the model as it was loaded: in its original dtypes, and with `use_cache`, which `Trainer` turns off."""
+    """Saves the model as it was loaded: in its original dtypes, and with `use_cache`, which `Trainer` turns off.
+
+    All processes call this, because each may hold a part of the weights.
+    """
     config: Any = model.config  # a composite configuration has no field `use_cache`
     if use_cache is None:
         del config.use_cache
     else:
         config.use_cache = use_cache
-    for name, parameter in model.named_parameters():
-        if name in dtypes:
-            parameter.data = parameter.data.to(dtypes[name])
-    processor.save_pretrained(options.output)
-    model.save_pretrained(options.output, adapter_only=options.adapter_only)
+    weights: dict[str, Any] = {}
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        weights["state_dict"] = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
+    else:
+        for name, parameter in model.named_parameters():
+            if name in dtypes:
+                parameter.data = parameter.data.to(dtypes[name])
+    if is_first_process():
+        processor.save_pretrained(options.output)
+    model.save_pretrained(
+        options.output, is_main_process=is_first_process(), adapter_only=options.adapter_only, **weights
+    )

@@ -12,6 +12,7 @@ from hf_xattn import (
     added_modules,
     check_images,
     freeze,
+    last_complete_checkpoint,
     lora_targets,
     parameter_groups,
     sharding_units,
@@ -123,6 +124,11 @@ SURFACES = {
     ),
     "train_in_float32": Surface(
         train_in_float32, lambda **given: train_in_float32(**needs(given, model=make_model())), {"model": MODEL}
+    ),
+    "last_complete_checkpoint": Surface(
+        last_complete_checkpoint,
+        lambda **given: last_complete_checkpoint(**given),
+        {"folder": value(none=None, kind=3, size=__file__)},
     ),
     "sharding_units": Surface(
         sharding_units, lambda **given: sharding_units(**needs(given, model=make_model())), {"model": MODEL}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..launch import is_first_process, say
 from .loading import check_model
 from .output import new_folder
 
@@ -30,14 +31,16 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--data", type=Path, required=True, metavar="FOLDER", help="pictures and metadata.jsonl, one example a line"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the trained model")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in DIR")
+    parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint in DIR")
     parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--epochs", type=float, default=1.0, metavar="N", help="times to go through the data (default: 1)"
     )
     length.add_argument("--steps", type=int, metavar="N", help="optimizer steps, instead of --epochs")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="examples per forward pass (default: 8)")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="examples per forward pass of each process (default: 8)"
+    )
     parser.add_argument(
         "--gradient-accumulation",
         type=int,
@@ -100,7 +103,8 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if not arguments.resume:
+    # The first process makes the folder, perhaps before the others come here.
+    if not arguments.resume and is_first_process():
         new_folder(arguments.output)
     from ..training_run import OPTIONS_FILE, TrainingOptions, train
 
@@ -111,5 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
         train(checked, resume=arguments.resume)
     except KeyboardInterrupt:
         if (arguments.output / OPTIONS_FILE).is_file():
-            print(f"\nStopped. Add --resume to the command to continue from the last checkpoint in {arguments.output}.")
+            say(
+                f"\nStopped. Add --resume to the command to continue from the last complete checkpoint in {arguments.output}."
+            )
         raise SystemExit(130) from None

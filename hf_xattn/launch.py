@@ -1,0 +1,48 @@
+"""Which of several processes this one is, as `torchrun`, `accelerate launch` or MPI say it in the environment.
+
+The environment is known before torch is loaded, so a command can print and write once from its first line on.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def num_processes() -> int:
+    return _first(SIZES, 1)
+
+
+def is_first_process() -> bool:
+    return _first(RANKS, 0) == 0
+
+
+def say(text: Any) -> None:
+    """Prints in the first process only."""
+    if is_first_process():
+        print(text, flush=True)
+
+
+def quiet_other_processes() -> None:
+    """Stops transformers' warnings and progress bars in all processes but the first. Errors are still raised."""
+    if not is_first_process():
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
+def is_lone_on_cpu() -> bool:
+    """Whether `accelerate launch --cpu --num_processes N` has started one process: it starts several only through MPI."""
+    of_accelerate = (
+        os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") and "MASTER_PORT" in os.environ
+    )
+    return of_accelerate and not any(name in os.environ for name in (*RANKS, *SIZES))
+
+
+def _first(names: tuple[str, ...], default: int) -> int:
+    return next((int(os.environ[name]) for name in names if os.environ.get(name)), default)

@@ -1,0 +1,224 @@
+"""Runs that are killed at any moment, and go on from the last complete checkpoint as if nothing had happened."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import killed_runs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from template_models import CHATML, make_chat_model, make_processor
+from test_train_command import MIXED, write
+
+from hf_xattn import last_complete_checkpoint
+from hf_xattn.complete_checkpoints import find_checkpoints
+from hf_xattn.training_run import CHECKPOINTS, OPTIONS_FILE
+
+
+KILLED = -signal.SIGKILL
+slow = pytest.mark.slow  # a file more of the same kind
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """Ten steps with an evaluation in between, a checkpoint after every two, a shuffled order, and gradient accumulation."""
+    folder = tmp_path_factory.mktemp("resume")
+    processor = make_processor(CHATML)
+    make_chat_model(processor).save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+    data = write(folder / "data", MIXED)
+    options = "--steps 10 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --eval-share 0.25 --log-steps 1 --device cpu"
+    return [str(folder / "model"), "--data", str(data), "--learning-rate", "0.01", *options.split()]
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory):
+    """The run that nobody kills."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    assert killed_runs.run(killed_runs.command, [*arguments, "--output", str(folder)]) == 0
+    return folder
+
+
+def logs_of(folder):
+    """What was measured, without times."""
+    state = json.loads((folder / CHECKPOINTS / "checkpoint-10" / "trainer_state.json").read_text())
+    timed = ("runtime", "per_second")
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(timed)} for entry in state["log_history"]
+    ]
+
+
+def check_same(folder, whole):
+    for file in ("model.safetensors", f"{CHECKPOINTS}/checkpoint-10/optimizer.pt"):
+        assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
+    assert logs_of(folder) == logs_of(whole)
+    assert json.loads((folder / OPTIONS_FILE).read_text())["complete"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
+    kept = sorted(path.name for path in (folder / CHECKPOINTS).iterdir())
+    assert kept == ["checkpoint-10", "checkpoint-8"]
+
+
+@pytest.mark.parametrize(
+    "moment, number, before, skipped",
+    [
+        ("step", 11, 6, None),  # the second micro-batch of a step
+        ("weights", 1, None, "trainer_state.json, which is written last, is missing"),
+        ("weights", 3, 4, "trainer_state.json, which is written last, is missing"),
+        pytest.param("optimizer", 2, 2, "trainer_state.json, which is written last, is missing", marks=slow),
+        pytest.param("random state", 2, 2, "trainer_state.json, which is written last, is missing", marks=slow),
+        ("state", 3, 4, "trainer_state.json is cut off"),
+        ("removal", 1, 6, None),
+        ("weights", 6, 10, None),  # of the trained model, after the last checkpoint
+        ("options", 2, 10, None),
+    ],
+)
+def test_killed(moment, number, before, skipped, arguments, whole, tmp_path):
+    """A run that starts from a checkpoint that was never written to its end, or does not start; other weights than without a break."""
+    command = [*arguments, "--output", str(tmp_path / "out")]
+    assert killed_runs.run(killed_runs.command, command, moment, number) == KILLED
+    assert not (tmp_path / "out" / OPTIONS_FILE).read_text().count("complete")
+    log = tmp_path / "log"
+    assert killed_runs.run(killed_runs.command, [*command, "--resume"], output=log) == 0, log.read_text()
+    printed = log.read_text()
+    assert ("No checkpoint found" if before is None else f"checkpoint-{before}\n") in printed
+    assert printed.count("is skipped") == (skipped is not None)
+    if skipped:
+        assert f"checkpoint-{(before or 0) + 2} is skipped: it is not complete ({skipped})" in printed
+    check_same(tmp_path / "out", whole)
+    assert "| optimizer steps | 10 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_killed_again_and_again(arguments, whole, tmp_path):
+    """A checkpoint that is killed a second time, with files of both times: it looks complete."""
+    command = [*arguments, "--output", str(tmp_path / "out")]
+    assert killed_runs.run(killed_runs.command, command, "options", 1) == KILLED
+    assert killed_runs.run(killed_runs.command, [*command, "--resume"], "step", 8) == KILLED
+    last = tmp_path / "out" / CHECKPOINTS / "checkpoint-4"
+    os.truncate(
+        last / "model.safetensors", 1000
+    )  # cut off, beside a state that is whole: a machine that lost its power
+    for moment in ("optimizer", "weights", "state"):
+        assert killed_runs.run(killed_runs.command, [*command, "--resume"], moment, 1) == KILLED
+        assert last_complete_checkpoint(last.parent).endswith("checkpoint-2")
+        assert moment == "state" or not (last / "trainer_state.json").exists()
+    assert killed_runs.run(killed_runs.command, [*command, "--resume"]) == 0
+    check_same(tmp_path / "out", whole)
+
+
+@pytest.mark.parametrize(
+    "file", ["checkpoint-2/model.safetensors", pytest.param("checkpoint-4/optimizer.pt", marks=slow)]
+)
+def test_killed_from_outside(file, arguments, whole, tmp_path):
+    """A process of the command that ends at a moment of which it knows nothing."""
+    command = [sys.executable, "-m", "hf_xattn", "train", *arguments, "--output", str(tmp_path / "out")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while run.poll() is None and not (tmp_path / "out" / CHECKPOINTS / file).exists() and time.monotonic() < end:
+        time.sleep(0.001)
+    run.kill()
+    assert run.wait() == KILLED
+    assert killed_runs.run(killed_runs.command, [*command[4:], "--resume"]) == 0
+    check_same(tmp_path / "out", whole)
+
+
+@pytest.mark.parametrize("moment, number", [("step", 5), ("weights", 2), pytest.param("state", 2, marks=slow)])
+def test_schedule_of_a_killed_trainer(moment, number, tmp_path):
+    """A script with a plain `Trainer` that cannot be started again, or whose parts thaw at another step."""
+    assert killed_runs.run(killed_runs.schedule, tmp_path / "whole") == 0
+    assert killed_runs.run(killed_runs.schedule, tmp_path / "killed", moment, number) == KILLED
+    log = tmp_path / "log"
+    assert killed_runs.run(killed_runs.schedule, tmp_path / "killed", output=log) == 0, log.read_text()
+    files = [tmp_path / name / "trained" / "model.safetensors" for name in ("whole", "killed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert ("is skipped" in log.read_text()) == (moment != "step")
+
+
+# --- which checkpoint is complete
+
+
+def make_checkpoint(folder, step):
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    weights = {"a": torch.ones(8, 8), "b": torch.ones(3)}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save(weights, path / name)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
+    return path
+
+
+def remove(name):
+    return lambda path: (path / name).unlink()
+
+
+def cut(name):
+    return lambda path: killed_runs.halve(path / name)
+
+
+def empty(name):
+    return lambda path: (path / name).write_bytes(b"")
+
+
+def shards(path):
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def sharded_state(path):
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model_fsdp_0").mkdir()
+    (path / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(b"part")
+
+
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (remove("trainer_state.json"), "trainer_state.json, which is written last, is missing"),
+        (cut("trainer_state.json"), "trainer_state.json is cut off"),
+        (remove("model.safetensors"), "it has no weights"),
+        (cut("model.safetensors"), "model.safetensors is cut off"),
+        (empty("model.safetensors"), "model.safetensors is cut off"),
+        (cut("optimizer.pt"), "optimizer.pt is cut off"),
+        (empty("rng_state.pth"), "rng_state.pth is cut off"),
+        (shards, "model-00002-of-00002.safetensors of model.safetensors.index.json is missing"),
+        (sharded_state, "pytorch_model_fsdp_0/.metadata, which is written last, is missing"),
+    ],
+)
+def test_incomplete(spoil, reason, tmp_path, monkeypatch):
+    """A checkpoint that does not load, taken because its number is the highest; a good one that is passed over."""
+    good, last = make_checkpoint(tmp_path, 9), make_checkpoint(tmp_path, 10)
+    (tmp_path / "checkpoint-11").touch()
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_complete_checkpoint(str(tmp_path)) == str(last)
+    spoil(last)
+    warnings = []
+    monkeypatch.setattr(logging.getLogger("hf_xattn.complete_checkpoints"), "warning", warnings.append)
+    assert last_complete_checkpoint(tmp_path) == str(good)
+    assert warnings == [f"{last} is skipped: it is not complete ({reason})."]
+    shutil.rmtree(good)
+    assert last_complete_checkpoint(tmp_path) is None
+
+
+def test_what_counts_as_complete(tmp_path):
+    """A checkpoint of another kind that is passed over: an adapter's, one without an optimizer, one of several processes."""
+    assert last_complete_checkpoint(tmp_path / "nothing") is None
+    path = make_checkpoint(tmp_path, 2)
+    (path / "model.safetensors").rename(path / "adapter_model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (path / name).unlink()
+    torch.save({}, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert last_complete_checkpoint(tmp_path) == str(path)
+    torch.save({}, path / "rng_state_0.pth")
+    assert find_checkpoints(tmp_path, processes=2).skipped == [(path, "rng_state_1.pth is missing")]
+    torch.save({}, path / "rng_state_1.pth")
+    assert find_checkpoints(tmp_path, processes=2).last == path
+    assert load_file(path / "adapter_model.safetensors").keys() == {"a", "b"}
