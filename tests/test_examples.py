@@ -24,7 +24,7 @@ EXPECTED = {
         "colours: ['red', 'red', 'blue', 'blue']",
         "bit-identical to the base: True",
     ],
-    "keep_text_ability --steps 100 --text-steps 400": [
+    "keep_text_ability --steps 60 --text-steps 400": [
         "| yes |",
         "frozen, the perplexity stays: True",
         "on pictures alone it doubles or worse: True",
