@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
 import platform
@@ -285,6 +286,52 @@ def store(repeats: int) -> dict[str, dict]:
     }
 
 
+def train_questions(repeats: int) -> dict[str, dict]:
+    """A training step with 8 questions an image: `image_rows` against the image 8 times."""
+    figures = {}
+    for frozen in (True, False):
+        model = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024, vision=small_tower(280)).to(DEVICE).train()
+        model = hf_xattn.freeze_base(model, vision=frozen)
+        ids, pixels = torch.randint(3, 1000, (8, 32), device=DEVICE), torch.randn(1, 1, 3, 280, 280, device=DEVICE)
+        inputs = {
+            "once": {"pixel_values": pixels, "image_rows": torch.zeros(8, dtype=torch.long, device=DEVICE)},
+            "every": {"pixel_values": pixels.repeat(8, 1, 1, 1, 1)},
+        }
+
+        def step(name, model=model, ids=ids, inputs=inputs):
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids, use_cache=False, **inputs[name]).loss
+            loss.backward()
+            return loss
+
+        assert torch.allclose(step("once"), step("every"), rtol=1e-4)
+        times = seconds({name: functools.partial(step, name) for name in inputs}, max(3, repeats // 5))
+        saved = {name: _saved_bytes(model, functools.partial(step, name)) for name in inputs}
+        tower = "frozen tower" if frozen else "tower trains"
+        name = f"training, 8 questions an image, {tower}"
+        figures[f"{name}, time, against the image 8 times"] = _ratio(times, "every", "once")
+        figures[f"{name}, saved for backward, against 8 times"] = {
+            "value": saved["every"] / saved["once"],
+            "detail": f"{saved['once'] / 2**20:.0f} MiB, 8 times {saved['every'] / 2**20:.0f} MiB",
+        }
+    return figures
+
+
+def _saved_bytes(model: nn.Module, step: Callable[[], torch.Tensor]) -> int:
+    """Bytes of all tensors that autograd saves in a step, without weights; each storage counts once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage  # kept, so that no other storage gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    return sum(storage.nbytes() for address, storage in storages.items() if address not in weights)
+
+
 @torch.no_grad()
 def text_only(repeats: int) -> dict[str, dict]:
     base = our_model(512, 8, None, heads=8, kv_heads=4, inner=1024).to(DEVICE).eval()
@@ -369,6 +416,7 @@ SECTIONS = {
     "idefics": idefics,
     "questions": questions,
     "store": store,
+    "train_questions": train_questions,
     "text_only": text_only,
     "training": training,
     "features": features_once.epoch,

@@ -114,14 +114,14 @@ class MllamaWithFeatures(MllamaForCausalLM):
         return inputs
 
 
-def small_tower() -> PreTrainedModel:
-    """A SigLIP that makes 1600 tokens of an image of 560 x 560."""
+def small_tower(image_size: int = 560) -> PreTrainedModel:
+    """A SigLIP that makes 1600 tokens of an image of 560 x 560, 400 of one of 280 x 280."""
     config = SiglipVisionConfig(
         hidden_size=192,
         intermediate_size=768,
         num_hidden_layers=4,
         num_attention_heads=6,
-        image_size=560,
+        image_size=image_size,
         patch_size=14,
     )
     return AutoModel.from_config(config)
