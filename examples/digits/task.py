@@ -63,7 +63,7 @@ class Recipe:
 
     @classmethod
     def quick(cls, folder: Path) -> "Recipe":
-        return cls(folder, steps=6, batch_size=8, log_steps=1, base_steps=(10, 10), held_out=8)
+        return cls(folder, steps=6, batch_size=8, log_steps=1, base_steps=(15, 15), held_out=8)
 
 
 def make_bases(recipe: Recipe) -> None:
