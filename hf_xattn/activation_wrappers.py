@@ -32,7 +32,8 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     """
     if model.training and model.is_activation_checkpointing:
         return True
-    if not torch.is_grad_enabled():
+    # Compiled code repeats a layer without what it writes.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     _, layers = find_decoder(model.text_model)
     wrapped = [layer for layer in layers if WRAPPED in layer._modules]

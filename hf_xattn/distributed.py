@@ -41,7 +41,7 @@ def fsdp_forward(method: Method) -> Method:
             from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
             if isinstance(self, FSDPModule):
-                register_fsdp_forward_method(self, name)
+                register_fsdp_forward_method(cast(Any, self), name)
                 return getattr(self, name)(*args, **kwargs)
         return method(self, *args, **kwargs)
 

@@ -27,14 +27,14 @@ class XAttnUnitsMixin:
 
     _no_split: set[str] = set()
 
-    @property
-    def _no_split_modules(self) -> set[str]:
-        """Class names of modules that are not split over devices. In a run of several processes, [`names_of_units`]."""
+    def _names(self) -> set[str]:
         return names_of_units(self) if is_distributed() else self._no_split
 
-    @_no_split_modules.setter
-    def _no_split_modules(self, names: Iterable[str] | None) -> None:
+    def _set_names(self, names: Iterable[str] | None) -> None:
         self._no_split = set(names or ())  # transformers adds the names of submodules to it
+
+    # Class names of modules that are not split over devices. In a run of several processes, `names_of_units`.
+    _no_split_modules: Any = property(_names, _set_names)
 
 
 def names_of_units(model: Any) -> set[str]:

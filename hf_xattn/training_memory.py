@@ -207,7 +207,7 @@ def _forward(model: Any, batch: int, text_length: int, images: int) -> Any:
         width = config.cross_attention_config.context_size
         given = {"cross_attention_states": torch.zeros(batch, images, width)}
     else:
-        pixels, tiles = blank_image(config.vision_config, torch.zeros(()))
+        pixels, tiles = blank_image(config.vision_config, torch.device("cpu"), torch.float32)
         named = {"pixel_values": pixels, **({} if tiles is None else tiles._asdict())}
         given = {name: value.expand(batch, images, *value.shape[2:]) for name, value in named.items()}
     return model(input_ids=ids, labels=ids, use_cache=False, **given)

@@ -70,8 +70,8 @@ def load(folder: Path) -> None:
 
 
 def load_once(folder: Path) -> None:
-    """A retrofit of which the first rank alone reads the weights, as accelerate's `fsdp_cpu_ram_efficient_loading` wants it."""
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    """A retrofit with accelerate's `fsdp_cpu_ram_efficient_loading`: the ranks get the weights that the first one has."""
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_VERSION="2")
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = retrofit(folder / "text", folder / "vision", every=2)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from conftest import make_model, pixels, randomize, token_ids
 from test_architectures import make_tiny, retrofitted
@@ -116,6 +117,7 @@ def accelerator_with_fsdp(accelerator: Accelerator | None = None, checkpointing:
     """accelerate shards nothing on a CPU, unless it is told that this is a run with FSDP."""
     accelerator = accelerator or Accelerator(cpu=True)
     accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as accelerate does on a GPU
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

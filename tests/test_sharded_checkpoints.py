@@ -36,16 +36,15 @@ def test_saved_by_two_ranks_and_loaded_by_others(tmp_path):
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_one_rank_reads_the_weights(tmp_path):
-    """As many copies of a large base in the memory of a machine as it has ranks, or ranks with weights of their own."""
+def test_ranks_get_the_weights_of_the_first(tmp_path):
+    """Ranks that go on with the connectors of their own random numbers, or a retrofit that waits for the other ranks."""
     make_text().save_pretrained(tmp_path / "text")
     torch.manual_seed(7)
     AutoModel.from_config(vision_config()).save_pretrained(tmp_path / "vision")
     run(2, tmp_path, "load once")
     first, second = (torch.load(tmp_path / f"found-{rank}.pt") for rank in range(2))
-    base = "model.text_model.model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(first["read"][base], make_text().state_dict()["model.layers.0.mlp.up_proj.weight"])
-    assert not torch.equal(second["read"][base], first["read"][base])
+    connector = next(name for name in first["read"] if "connector" in name)
+    assert not torch.equal(second["read"][connector], first["read"][connector])
     assert first["whole"].keys() == first["read"].keys()
     for name, weight in first["whole"].items():
         assert torch.equal(weight, first["read"][name]), name
