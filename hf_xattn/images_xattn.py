@@ -314,9 +314,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
         """Raises a `ValueError` where encoded images are of another model, or of this one with other weights."""
         block = self.config.cross_attention_config
         if cross.layers:
-            check_fits(
-                cross, len(self.config.cross_attention_layers), self.blocks[0].attn.num_key_value_heads, block.head_dim
-            )
+            blocks = self.blocks  # none, if no set of blocks is active
+            heads = blocks[0].attn.num_key_value_heads if blocks else block.num_key_value_heads
+            check_fits(cross, len(self.config.cross_attention_layers), heads, block.head_dim)
         if cross.made_by is None or torch.compiler.is_compiling():
             return
         current = self.image_identity()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..launch import is_first_process, say
 from .loading import check_model
 from .output import new_folder
 
@@ -103,6 +102,8 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from ..launch import is_first_process, say
+
     # The first process makes the folder, perhaps before the others come here.
     if not arguments.resume and is_first_process():
         new_folder(arguments.output)
