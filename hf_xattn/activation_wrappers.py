@@ -16,7 +16,7 @@ from torch import nn
 
 from .channel import carried_context
 from .context import KEYWORD
-from .decoder import find_decoder
+from .insertion import is_cross_attending
 
 
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of the module inside
@@ -35,8 +35,11 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     # Compiled code repeats a layer without what it writes.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    _, layers = find_decoder(model.text_model)
-    wrapped = [layer for layer in layers if WRAPPED in layer._modules]
+    wrapped = [
+        module
+        for module in model.text_model.modules()
+        if WRAPPED in module._modules and is_cross_attending(unwrapped(module))
+    ]
     if not receives_keywords:
         for layer in wrapped:
             _read_channel_outside(layer)

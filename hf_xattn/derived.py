@@ -49,5 +49,5 @@ def _rebuild(make: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module
 
 
 def is_derived(module: nn.Module, prefix: str) -> bool:
-    """Whether [`derive`] made the class of a module, with this prefix."""
-    return type(module).__module__ == __name__ and type(module).__name__.startswith(prefix)
+    """Whether [`derive`] made the class of a module, with this prefix. FSDP derives a class of its own from it."""
+    return any(each.__module__ == __name__ and each.__name__.startswith(prefix) for each in type(module).__mro__)
