@@ -118,7 +118,7 @@ class GatedCrossAttention(nn.Module):
         cross_attention_mask: torch.Tensor | None = None,
         output_attentions: bool = False,
         cross_attention: CrossAttentionContext | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Any, torch.Tensor | None]:
         """
         Args:
             hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`; None if only keys and values are computed.
@@ -132,7 +132,7 @@ class GatedCrossAttention(nn.Module):
 
         Returns:
             `(output, weights)`: `(batch, text_len, hidden_size)`, and `(batch, num_attention_heads, text_len,
-            num_image_tokens)` or None. Without `hidden_states`, the keys and the values.
+            num_image_tokens)` or None. Without `hidden_states`, keys and values in the place of the output.
 
         Raises:
             TypeError: for a mask that is not boolean or states that are not floating point.
@@ -152,7 +152,7 @@ class GatedCrossAttention(nn.Module):
             check_context(cross_attention)
         key, value = self._keys_values(cross_attention)
         if hidden_states is None:
-            return key, value  # FSDP reads a module's outputs to know when its weights are needed again
+            return (key, value), None  # FSDP reads a module's outputs to know when its weights are needed again
         output, weights = self._attend(hidden_states, key, value, cross_attention)
         if cross_attention.unused is not None:
             output = output + self._unused(cross_attention.unused, cross_attention).to(output.dtype)
