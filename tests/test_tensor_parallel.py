@@ -123,7 +123,9 @@ def test_plans():
 @pytest.mark.slow
 def test_more_ranks_than_heads(tmp_path):
     """Four ranks and two K/V heads: the second rank's queries read the first head, the third rank's the second."""
-    make(tmp_path / "cases" / "shared", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8})
+    # GPT-2 has no plan: Llama's own cannot split two K/V heads over four ranks.
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+    make(tmp_path / "cases" / "shared", heads, "gpt2")
     for rank in run_ranks(tmp_path / "cases", 4)["shared"]:
         assert max(rank["logits"], rank["masked"], rank["one key"]) < 1e-5 and rank["gradients"] < 1e-3
         assert rank["generated"] and rank["from a cache"] and rank["cached heads"] == 1
