@@ -41,7 +41,12 @@ EXPECTED = {
 NEEDS = {"fine_tune_with_trl": "trl", "lora": "peft", "quantized_base": "bitsandbytes"}
 
 
-@pytest.mark.parametrize("example", EXPECTED)
+LONG = {"keep_text_ability --steps 60 --text-steps 400"}
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(each, marks=pytest.mark.slow) if each in LONG else each for each in EXPECTED]
+)
 def test_example(example):
     """An example that its reader cannot run."""
     if example in NEEDS:

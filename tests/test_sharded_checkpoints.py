@@ -36,6 +36,7 @@ def test_saved_by_two_ranks_and_loaded_by_others(tmp_path):
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_ranks_get_the_weights_of_the_first(tmp_path):
     """Ranks that go on with the connectors of their own random numbers, or a retrofit that waits for the other ranks."""
     make_text().save_pretrained(tmp_path / "text")
@@ -50,6 +51,7 @@ def test_ranks_get_the_weights_of_the_first(tmp_path):
         assert torch.equal(weight, first["read"][name]), name
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path):
     """`Trainer` under FSDP2: other weights than in one process, or a saved folder with half of them."""
     run(1, tmp_path, "train")
