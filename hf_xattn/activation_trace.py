@@ -198,5 +198,5 @@ class _Fused(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx, *gradients):  # autograd wants one to be there; the trace ends with the forward
         raise NotImplementedError("Fake attention has no gradient: only what a forward holds is counted.")

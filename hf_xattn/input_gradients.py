@@ -38,7 +38,7 @@ def give_gradient_to_inputs(text_model: PreTrainedModel, tower: PreTrainedModel 
 def _embedding_of(part: PreTrainedModel) -> nn.Module | None:
     try:
         embedding: Any = part.get_input_embeddings()
-    except NotImplementedError:
+    except NotImplementedError:  # transformers' way to say that it finds none, as in a convolutional tower
         return None
     return embedding if isinstance(embedding, nn.Module) else None
 

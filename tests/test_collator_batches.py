@@ -111,9 +111,8 @@ def test_trainer(tmp_path, processor, option):
     assert any(not torch.equal(before[name], whole[name]) for name in whole)
     for name, values in whole.items():
         torch.testing.assert_close(other[name], values, atol=2e-5, rtol=1e-4)
-    if (
-        option == "share_images"
-    ):  # `Trainer` weighs the losses of evaluation by rows, and a row without padding is one row
+    if option == "share_images":
+        # `Trainer` weighs the losses of evaluation by rows, and all samples without padding are one row.
         assert abs(loss - other_loss) < 1e-4
 
 
