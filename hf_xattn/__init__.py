@@ -20,6 +20,7 @@ from .processing_xattn import XAttnProcessor
 from .registration import register_classes, register_names
 from .retrofit import freeze_base, retrofit
 from .sharding import sharding_units
+from .transformers_api import warn_of_version
 from .version import __version__
 from .vision_features import VisionFeatures
 
@@ -27,6 +28,7 @@ from .vision_features import VisionFeatures
 if TYPE_CHECKING:
     from .freeze_schedule import FreezeSchedule
 
+warn_of_version()
 register_classes()
 register_names(transformers)
 

@@ -17,6 +17,7 @@ from torch import nn
 from .channel import carried_context
 from .context import KEYWORD
 from .insertion import is_cross_attending
+from .transformers_api import checkpoints_activations
 
 
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of the module inside
@@ -30,7 +31,7 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
         model ([`XAttnModel`]): its layers in wrappers are prepared for that.
         receives_keywords (`bool`): whether the decoder passes keyword arguments to its layers.
     """
-    if model.training and model.is_activation_checkpointing:
+    if model.training and checkpoints_activations(model):
         return True
     # Compiled code repeats a layer without what it writes.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils.hub import resolve_revision
 
 from .architectures import architecture
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
@@ -24,6 +23,7 @@ from .sizes import TILED_VISION_TYPES
 from .tensor_checks import type_name
 from .text_half import composite_class, is_composite, text_half, text_half_config
 from .tower import check_tower_class, check_tower_config
+from .transformers_api import resolve_revision
 
 
 # Keywords of `from_pretrained` that locate a checkpoint. The configuration needs them too.

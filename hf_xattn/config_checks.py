@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from .keywords import suggestion
 from .stub import NamesItsStub, references, write_stub
+from .transformers_api import DeclaresParts
 
 
 logger = logging.get_logger(__name__)
@@ -29,7 +30,7 @@ quantization_config tie_word_embeddings torch_dtype use_cache""".split()
 )
 
 
-class CheckedConfig(NamesItsStub, PreTrainedConfig):
+class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
     """A configuration that checks its fields."""
 
     if TYPE_CHECKING:

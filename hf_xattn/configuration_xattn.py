@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.configuration_utils import SubConfigSpec
 
 from .block_places import check_layers, every_nth_layer
 from .config_checks import (
@@ -29,6 +28,7 @@ from .config_checks import (
 )
 from .custom_code import UnreadConfig, read_config
 from .sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
+from .transformers_api import SubConfigSpec
 
 
 # Allowed values, for the checks below and their messages. The model code has one branch for each value.

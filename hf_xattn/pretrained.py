@@ -27,6 +27,7 @@ from .quantization import finish_quantized, keep_added_precise
 from .saving import XAttnSavingMixin
 from .stub import NamesItsStub
 from .tensor_parallel import block_plan
+from .transformers_api import has, needs
 
 
 class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreTrainedModel):
@@ -125,6 +126,7 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         Raises:
             ValueError: for such a folder that is half written or damaged, or whose base is gone or of another shape.
         """
+        _refuse_splitting_of_old(kwargs)
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()
@@ -198,6 +200,13 @@ def _base_of_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> tuple[str | N
     if Path(checkpoint, "config.json").is_file():
         return os.fspath(checkpoint), checkpoint
     return os.fspath(checkpoint), json.loads(Path(file).read_text(encoding="utf-8"))["base_model_name_or_path"]
+
+
+def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:
+    """Refuses to split the model over ranks where transformers does not ask it for the plans of its blocks."""
+    for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
+        if load_kwargs.get(name) is not None and not has("_resolve_parallel_plans"):
+            raise ValueError(needs("_resolve_parallel_plans", f"`{name}`"))
 
 
 def _read_config(checkpoint: Any, load_kwargs: dict[str, Any]) -> XAttnConfig:

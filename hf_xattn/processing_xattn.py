@@ -21,6 +21,7 @@ from .keywords import refuse_unknown
 from .samples import OF_VIDEOS, lay_out, read_samples, read_texts
 from .stub import NamesItsStub, references, write_stub
 from .tensor_checks import type_name
+from .transformers_api import has, needs
 
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
@@ -209,6 +210,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
                 read = with_images(read, of_row(separate, index, len(conversation)) if batched else separate, where)
             chats.append(read)
         messages = [chat.messages for chat in chats]
+        if sanitize_control_tokens and not has("_mark_chat_inputs"):
+            raise ValueError(needs("_mark_chat_inputs", "`sanitize_control_tokens=True`"))
         if sanitize_control_tokens:
             plain = [[{**m.fields, "content": m.as_parts()} for m in chat] for chat in messages]
             plain, tools, documents, variables = self.tokenizer._mark_chat_inputs(
@@ -257,7 +260,15 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
                 return own["tool_use"]
             if own is None:
                 return default_template(self.tokenizer)
-        return self._resolve_chat_template(chat_template)
+            if isinstance(own, str):
+                return own
+            if "default" not in own:
+                raise ValueError(
+                    "Expected `chat_template` to name one of the processor's templates, because none of them is called 'default': "
+                    f"{sorted(own)}; got None."
+                )
+            return own["default"]
+        return own[chat_template] if isinstance(own, dict) and chat_template in own else chat_template
 
     def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments for the tokenizer, the image processor and the frames of videos, merged as in transformers.

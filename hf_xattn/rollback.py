@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import (
-    BaseQuantizedLayer,
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -25,6 +24,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .transformers_api import BaseQuantizedLayer
 from .xattn_cache import XAttnCache
 
 

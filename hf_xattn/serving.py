@@ -23,7 +23,6 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import (
     BaseHandler,
@@ -246,6 +245,15 @@ def read_image(place: str, address: Any) -> Image:
         raise HTTPException(400, f"The image in {place} cannot be read: {error}") from error
 
 
+def _newer_handlers(manager: ModelManager, state: GenerationState) -> dict[str, Any]:
+    """The handler of an endpoint that came with transformers 5.20."""
+    try:
+        from transformers.cli.serving.systemone import SystemOneHandler
+    except ImportError:
+        return {}
+    return {"systemone_handler": SystemOneHandler(manager, state)}
+
+
 def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any) -> FastAPI:
     """Builds transformers' server for a loaded model. `name` is the name of the model for clients."""
     manager, state = OneModel(name, model, processor), _State()
@@ -255,7 +263,7 @@ def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any) -
         completion_handler=_Completion(manager, state),
         response_handler=_Responses(manager, state),
         transcription_handler=TranscriptionHandler(manager, state),
-        systemone_handler=SystemOneHandler(manager, state),
+        **_newer_handlers(manager, state),
         generation_state=state,
     )
 

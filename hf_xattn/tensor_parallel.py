@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from .configuration_xattn import CrossAttentionConfig
+from .transformers_api import ALL_PARALLEL_STYLES
 
 
 HEADS = "xattn_heads"

@@ -21,6 +21,7 @@ from torch import nn
 from .activation_trace import Held, held_activations, with_fake_weights
 from .freezing import freeze
 from .inspection import key_value_bytes_per_token, tokens_per_image
+from .transformers_api import checkpoint_activations
 from .vision import blank_image
 
 
@@ -158,7 +159,7 @@ def _activations(model: Any, dtype: torch.dtype, batch: int, text_length: int, i
     try:
         plain, plain_and_one = held(images), held(images + 1)
         # Fake tensors have no random state, and it is no activation.
-        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        checkpoint_activations(model, {"use_reentrant": False, "preserve_rng_state": False})
         kept, kept_and_one = held(images), held(images + 1)
     except RuntimeError as error:  # of fake tensors, which lack values and some operations
         return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -16,6 +16,7 @@ from .cross_cache import CrossCache, is_empty
 from .pytrees import Note
 from .tensor_checks import type_name
 from .text_progress import History, TextProgress
+from .transformers_api import empty_dynamic_layers
 
 
 class XAttnCache(EncoderDecoderCache):
@@ -197,6 +198,7 @@ class XAttnCache(EncoderDecoderCache):
 
     def reset(self) -> None:
         super().reset()
+        empty_dynamic_layers(self.self_attention_cache)
         self._begin()
 
 

@@ -1,0 +1,199 @@
+"""What this package uses of transformers beyond its public API, and in which versions it was seen.
+
+Private names may change with any release. So each of them is listed here, with the file of transformers that defines it and the first
+version that has it. A test compares the table with the code of this package and with the installed transformers. Names that some
+supported versions lack are resolved here, and the rest of the package imports them from here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+# First and last version that the tests ran with. pyproject.toml allows the same, and later versions below 6.
+OLDEST, NEWEST, END = "5.17.0", "5.23.0", "6"
+
+# A name, the module that defines it, and the first version that has it, where that is not the oldest one.
+PRIVATE: dict[str, tuple[str, str]] = {
+    # Configurations: which kernels a part runs with, where it came from
+    "_attn_implementation": ("configuration_utils", OLDEST),
+    "_attn_implementation_internal": ("configuration_utils", OLDEST),
+    "_experts_implementation": ("configuration_utils", OLDEST),
+    "_experts_implementation_internal": ("configuration_utils", OLDEST),
+    "_auto_class": ("configuration_utils", OLDEST),
+    "_name_or_path": ("configuration_utils", OLDEST),
+    "_get_default_generation_params": ("generation.configuration_utils", OLDEST),
+    # Building and loading
+    "_from_config": ("modeling_utils", OLDEST),
+    "_model_mapping": ("models.auto.auto_factory", OLDEST),
+    "_init_weights": ("modeling_utils", OLDEST),
+    "_initialize_weights": ("modeling_utils", OLDEST),
+    "_is_hf_initialized": ("modeling_utils", OLDEST),
+    "_is_quantized": ("modeling_utils", OLDEST),
+    "_keep_in_fp32_modules_strict": ("modeling_utils", OLDEST),
+    "_no_split_modules": ("modeling_utils", OLDEST),
+    "_tied_weights_keys": ("modeling_utils", OLDEST),
+    "_get_dtype_plan": ("modeling_utils", OLDEST),
+    "_tp_plan": ("distributed.mixin", OLDEST),
+    "_fsdp_plan": ("distributed.mixin", OLDEST),
+    "_resolve_parallel_plans": ("distributed.mixin", "5.23.0"),
+    "_can_set_attn_implementation": ("modeling_utils", OLDEST),
+    "_can_set_experts_implementation": ("modeling_utils", OLDEST),
+    "_commit_hash": ("utils.hub", OLDEST),
+    "_adapter_model_path": ("integrations.peft", OLDEST),
+    "_hf_peft_config_loaded": ("integrations.peft", OLDEST),
+    "_from_auto": ("configuration_utils", OLDEST),
+    "_from_pipeline": ("configuration_utils", OLDEST),
+    # Saving
+    "_get_files_timestamps": ("utils.hub", OLDEST),
+    "_upload_modified_files": ("utils.hub", OLDEST),
+    # Running and training
+    "_hf_hook": ("integrations.accelerate", OLDEST),
+    "_gradient_checkpointing_func": ("modeling_layers", OLDEST),
+    "_set_gradient_checkpointing": ("modeling_utils", OLDEST),
+    "_get_num_items_in_batch": ("trainer", OLDEST),
+    # Generation
+    "_is_stateful": ("generation.utils", OLDEST),
+    "_prepare_cache_for_generation": ("generation.utils", OLDEST),
+    "_update_model_kwargs_for_generation": ("generation.utils", OLDEST),
+    "_get_candidate_generator": ("generation.utils", OLDEST),
+    # Processor and server
+    "_merge_kwargs": ("processing_utils", OLDEST),
+    "_get_template_variables": ("utils.chat_template_utils", OLDEST),
+    "_mark_chat_inputs": ("tokenization_utils_base", "5.23.0"),
+    "_GenerationCancelled": ("cli.serving.utils", OLDEST),
+}
+
+
+def warn_of_version(version: str = transformers.__version__) -> None:
+    """Warns where the installed transformers is outside the range that this package supports."""
+    if not Version(OLDEST) <= Version(Version(version).base_version) < Version(END):
+        warnings.warn(
+            f"hf_xattn supports transformers from {OLDEST} up to, but without, {END}. The installed version is {version}: results may "
+            f'be wrong without an error. `pip install "transformers>={OLDEST},<{END}"` installs a version that is supported.',
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def has(name: str) -> bool:
+    """Whether the installed transformers has a name of the table that came after the oldest supported version."""
+    return Version(Version(transformers.__version__).base_version) >= Version(PRIVATE[name][1])
+
+
+def needs(name: str, what: str) -> str:
+    """Says which version of transformers something needs, for an error."""
+    return f"{what} needs transformers {PRIVATE[name][1]} or newer, got {transformers.__version__}."
+
+
+def empty_dynamic_layers(cache: Cache) -> None:
+    """Empties the layers of a cache that has been reset. Before 5.18, transformers filled them with zeros and kept their length."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer) and layer.keys is not None:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+
+
+def checkpoints_activations(model: PreTrainedModel) -> bool:
+    """Whether layers are computed again in the backward pass. Until 5.22 the property had another name."""
+    renamed: bool | None = getattr(model, "is_activation_checkpointing", None)
+    return model.is_gradient_checkpointing if renamed is None else renamed
+
+
+def checkpoint_activations(model: PreTrainedModel, options: dict[str, Any] | None = None) -> None:
+    """Switches that on."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+
+
+try:  # since 5.20
+    from transformers.configuration_utils import SubConfigSpec
+
+    class DeclaresParts:
+        """Base of configurations that declare their parts in `sub_configs_defaults`."""
+
+except ImportError:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    class SubConfigSpec:  # type: ignore[no-redef]
+        """Declares the class of a configuration's part, as transformers does since 5.20."""
+
+        def __init__(self, config_class: Any, model_type: str | None = None, optional: bool = False):
+            self.config_class, self.optional = config_class, optional
+            self.model_type = model_type or config_class.model_type
+
+        def create_subconfig(self, key: str, subconfig: Any = None, **kwargs) -> tuple[Any, dict[str, Any]]:
+            if isinstance(subconfig, PreTrainedConfig):
+                return subconfig, kwargs
+            fields = dict(subconfig or {})
+            if self.config_class is not AutoConfig:
+                return self.config_class(**fields), kwargs
+            model_type = fields.get("model_type", self.model_type)
+            if model_type not in CONFIG_MAPPING:
+                raise ValueError(f"`{key}` needs a `model_type` that transformers knows, got {model_type!r}.")
+            return CONFIG_MAPPING[model_type](**fields), kwargs
+
+    class DeclaresParts:  # type: ignore[no-redef]
+        """Base of configurations that declare their parts in `sub_configs_defaults`: makes them configurations."""
+
+        sub_configs_defaults: dict[str, SubConfigSpec] = {}
+        sub_configs: dict[str, Any] = {}
+        has_no_defaults_at_init: bool = False
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            cls.sub_configs = {name: spec.config_class for name, spec in cls.sub_configs_defaults.items()}
+            cls.has_no_defaults_at_init = any(not spec.optional for spec in cls.sub_configs_defaults.values())
+            super().__init_subclass__(**kwargs)
+
+        def __post_init__(self, **kwargs: Any) -> None:
+            for name, spec in self.sub_configs_defaults.items():
+                part = getattr(self, name)
+                if part is not None or not spec.optional:
+                    setattr(self, name, spec.create_subconfig(name, part)[0])
+            super().__post_init__(**kwargs)  # type: ignore[misc]
+
+
+try:  # since 5.21: the layer of an FP8 cache derives from it alone
+    from transformers.cache_utils import BaseQuantizedLayer
+except ImportError:
+    from transformers.cache_utils import QuantizedLayer as BaseQuantizedLayer
+
+try:  # since 5.22
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+except ImportError:
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+try:  # since 5.18
+    from transformers.utils.hub import resolve_revision
+except ImportError:
+
+    def resolve_revision(name: str, revision: str | None = None, **hub: Any) -> str | None:  # type: ignore[misc]
+        """The commit that a revision means now. Before 5.18, configurations carried it."""
+        import os
+
+        if os.path.isdir(name):
+            return revision
+        config, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
+        return config.get("_commit_hash") or revision
+
+
+__all__ = [
+    "ALL_PARALLEL_STYLES",
+    "BaseQuantizedLayer",
+    "DeclaresParts",
+    "PRIVATE",
+    "SubConfigSpec",
+    "checkpoint_activations",
+    "checkpoints_activations",
+    "empty_dynamic_layers",
+    "has",
+    "needs",
+    "resolve_revision",
+    "warn_of_version",
+]

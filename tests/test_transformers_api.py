@@ -1,0 +1,125 @@
+"""What the package uses of transformers' private API: all of it is in one table, and the table is true."""
+
+import ast
+import importlib.util
+import inspect
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import transformers
+
+import hf_xattn
+from hf_xattn import transformers_api
+from hf_xattn.transformers_api import END, OLDEST, PRIVATE, warn_of_version
+
+
+PACKAGE = Path(hf_xattn.__file__).parent
+# Private names of Python, torch and huggingface_hub, and of marks that this package leaves on a model.
+OF_OTHERS = frozenset(
+    """_ActionsContainer _SubParsersAction _apply _asdict _assert_async _buffers _cdata _dynamo _fields _get_fsdp_state _gguf_file
+_local_tensor _modules _non_persistent_buffers_set _parameters _replace _to_copy _version""".split()
+)
+
+
+def trees():
+    return {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names():
+    """Names that the package itself defines: functions, classes, attributes that it sets on `self`."""
+    own = set()
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    own.add(node.attr)
+    return own
+
+
+def test_attributes_are_listed():
+    """A private attribute of transformers that the code reads or writes, and that a new release may rename unnoticed."""
+    known = set(PRIVATE) | OF_OTHERS | own_names()
+    unlisted = {}
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            name = node.attr if isinstance(node, ast.Attribute) else ""
+            if is_private(name) and name not in known:
+                unlisted.setdefault(name, path.name)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
+                unlisted |= {n.name: path.name for n in node.names if is_private(n.name) and n.name not in PRIVATE}
+    assert not unlisted
+
+
+def test_overrides_are_listed():
+    """A private method or attribute of transformers that a class here replaces."""
+    classes = [hf_xattn.XAttnConfig, hf_xattn.CrossAttentionConfig, hf_xattn.XAttnProcessor, hf_xattn.XAttnModel]
+    classes += [hf_xattn.XAttnForConditionalGeneration, hf_xattn.GatedCrossAttentionBlock]
+    unlisted = set()
+    for made in classes:
+        of_transformers = [base for base in made.__mro__ if base.__module__.startswith("transformers.")]
+        for own in (base for base in made.__mro__ if base.__module__.startswith("hf_xattn.")):
+            names = (name for name in vars(own) if is_private(name) and name not in PRIVATE)
+            unlisted |= {name for name in names if any(name in vars(base) for base in of_transformers)}
+    # flags that every model class of transformers sets
+    assert {name for name in unlisted if not name.startswith(("_supports_", "_can_compile", "_skip_keys"))} == set()
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_the_table_is_true(name):
+    """A name that the installed transformers no longer has in that file; a wrong first version."""
+    module, since = PRIVATE[name]
+    spec = importlib.util.find_spec(f"transformers.{module}")
+    source = Path(spec.origin).read_text() if spec is not None else ""
+    assert (name in source) == transformers_api.has(name), f"{name}: {module}, since {since}"
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.16.1", "6.0.0", "6.0.0.dev0"])
+def test_other_versions_are_told(version):
+    """An old or a future transformers with which the model gives other answers, without a word."""
+    with pytest.warns(
+        UserWarning, match=f"from {OLDEST} up to, but without, {END}. The installed version is {version}"
+    ):
+        warn_of_version(version)
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.99.1", "5.24.0.dev0"])
+def test_supported_versions_pass(version):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_version(version)
+
+
+def test_import_warns_once():
+    """A warning with every model, or none at import."""
+    script = (
+        "import warnings, transformers; transformers.__version__ = '5.16.0'\n"
+        "with warnings.catch_warnings(record=True) as told:\n"
+        "    warnings.simplefilter('always'); import hf_xattn, hf_xattn as again; hf_xattn.XAttnConfig(text_config=transformers.LlamaConfig())\n"
+        "assert sum('hf_xattn supports transformers' in str(w.message) for w in told) == 1, told"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_parts_without_declarations():
+    """Versions before 5.20 do not make configurations of declared parts: the stand-in has to."""
+    source = inspect.getsource(transformers_api)
+    space = {"__name__": "old"}
+    without = source.replace("from transformers.configuration_utils import SubConfigSpec", "raise ImportError")
+    assert without != source
+    exec(compile(without, "old", "exec"), space)
+    spec = space["SubConfigSpec"](config_class=transformers.AutoConfig, model_type="llama")
+    assert isinstance(spec.create_subconfig("text_config", {"hidden_size": 64})[0], transformers.LlamaConfig)
+    assert isinstance(spec.create_subconfig("text_config", {"model_type": "gpt2"})[0], transformers.GPT2Config)
+    with pytest.raises(ValueError, match="`text_config` needs a `model_type` that transformers knows, got 'nonsense'"):
+        spec.create_subconfig("text_config", {"model_type": "nonsense"})
