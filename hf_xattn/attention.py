@@ -27,7 +27,7 @@ from transformers.utils import logging
 from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, check_context, plain_context
 from .cross_cache import KeyValue
-from .distributed import is_split
+from .distributed import is_distributed, is_split
 from .image_layout import rows_to
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
 from .projection import ImageLinear, to_dtype_of
@@ -225,7 +225,11 @@ class GatedCrossAttention(nn.Module):
             mask = self._mask_of_rank(mask, repeats * text_len)
         output_attentions = bool(context.output_attentions)
         dropout = self.attention_dropout if self.training else 0.0
-        if num_tokens == 1 and not (self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()):
+        one_key = num_tokens == 1 and not (
+            self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()
+        )
+        # FSDP may gather the weights of the norms, which other processes use if their images have more tokens.
+        if one_key and (self.q_norm is None or not is_distributed()):
             # The softmax over one key is 1, so the output is the value, whatever the query.
             heads = value.repeat_interleave(self.num_groups, dim=1)
             output = (

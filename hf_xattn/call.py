@@ -28,7 +28,7 @@ from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .image_rows import ImageRows, refuse_to_cache
 from .packed_rows import check_packed_images, find_samples
-from .stand_in import run_beside, stand_in_images
+from .stand_in import blank_states, run_beside, stand_in_images
 from .tensor_checks import is_fake, type_name
 from .text_progress import TextProgress
 from .visibility import look
@@ -184,7 +184,12 @@ def read_call(
 
 
 def prepare_blocks(
-    config: XAttnConfig, encoder: ImageEncoder, call: Call, trains: bool, only_images_learn: Callable[[], bool]
+    config: XAttnConfig,
+    encoder: ImageEncoder,
+    call: Call,
+    trains: bool,
+    only_images_learn: Callable[[], bool],
+    blocks_are_units: Callable[[], bool],
 ) -> BlockInputs:
     """Encodes the new images of a call, and decides which image tokens each text token sees. The cache is not changed.
 
@@ -194,6 +199,7 @@ def prepare_blocks(
         trains (`bool`): whether the model is in training mode and computes gradients.
         only_images_learn (`Callable`): whether some weights require a gradient, but none of the text model's own. Called only if
             there are no images.
+        blocks_are_units (`Callable`): as in `stand_in.py`. Called only if there are no images and several processes.
     """
     images = _images_of(call, encoder, trains)
     cross = None if call.cache is None else call.cache.cross_attention_cache
@@ -202,12 +208,15 @@ def prepare_blocks(
     starts = call.cache is None or call.cache.text_rows is None
     if stands_in:
         waited_for = is_distributed() and torch.is_grad_enabled()
-        if not waited_for and not (trains and not _embeddings_learn(call) and only_images_learn()):
+        if waited_for or (trains and not _embeddings_learn(call) and only_images_learn()):
+            nobodys = stand_in_images(encoder, call.rows)
+        else:
             run_beside(encoder, starts)
-            return BlockInputs()
-        nobodys = stand_in_images(encoder, call.rows)
+            if not (is_distributed() and blocks_are_units()):
+                return BlockInputs()
+            nobodys = blank_states(encoder, call.rows)
         images, cross = ImagesOfCall(nobodys, nobodys.layout, None), None
-    elif images.new is None or not _passes_tower(call.images):
+    elif images.new is None or isinstance(call.images, PreparedImages) or not call.images.pass_connector:
         unused = run_beside(encoder, starts)
     new, layout, mask, rows = images.new, images.layout, images.mask, images.rows
     assert layout is not None
@@ -257,7 +266,7 @@ def prepare_blocks(
         key_positions=_key_positions(layout, rows) if block.position_bias else None,
         output_attentions=call.output_attentions or None,
         keep_keys_values=keeps or None,
-        recorder=Recorder(),
+        recorder=None if stands_in else Recorder(),
         unused=unused,
     )
     shown = layout if cross is not None and new is None else None
@@ -364,10 +373,6 @@ def _query_positions(call: Call) -> torch.Tensor:
         )  # 3-D positions have one row for each axis of an image
     past = 0 if call.cache is None else call.cache.get_seq_length()
     return torch.arange(call.length, device=call.device)[None] + past
-
-
-def _passes_tower(images: ImageInputs | PreparedImages) -> bool:
-    return isinstance(images, ImageInputs) and images.pixel_values is not None
 
 
 def _key_positions(layout: ImageLayout, rows: ImageRows | None) -> torch.Tensor | None:

@@ -138,7 +138,7 @@ class XAttnGenerationMixin:
             return
         encoder = self.model.image_encoder
         images = read_images(encoder, request.inputs, None, request.text, record_content=False)
-        if images.new is None or request.inputs.pixel_values is None:
+        if images.new is None or not request.inputs.pass_connector:
             run_beside(encoder, starts=True)
         if images.new is not None:
             model_kwargs["image_inputs"] = PreparedImages(images.new, images.mask)

@@ -17,7 +17,7 @@ from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .device_errors import name_wrong_features
 from .digests import Digests, digests_of
-from .distributed import check_callable, is_distributed
+from .distributed import check_callable, has_units, is_distributed
 from .finite_images import check_encoded, check_given, without_padding_images, without_padding_tokens
 from .image_inputs import ImageAxis, ImageInputs
 from .image_layout import ImageLayout, rows_to
@@ -25,7 +25,7 @@ from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .pytrees import dataclass_node
 from .tower import check_not_trained
-from .vision import Tiles, connect, run_tower, token_mask_of
+from .vision import Tiles, blank_image, connect, run_tower, token_mask_of
 
 
 @dataclass_node
@@ -115,17 +115,35 @@ class ImageEncoder:
         return connect(self.connector, features, images, tiled, drop_first)
 
     def _of_tower_outputs(self, images: ImageInputs) -> torch.Tensor:
-        """The same, of `vision_features`: the tower does not run."""
+        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `stand_in.py`)."""
         features, tiled = images.features, images.tiles is not None
         assert features is not None and self.vision_tower is not None and self.connector is not None
         check_not_trained(self.vision_tower)
         rows, num_images = features.shape[:2]
         features = features.to(self._dtype_of(images))
+        if is_distributed():
+            check_callable("connector", self.connector)
+            if self.tower_is_waited_for():  # before the connector, as in the other processes
+                features = features + self._zero_of_tower(features)
         try:
             return self._connected(features if tiled else features.flatten(0, 1), (rows, num_images), tiled)
         except RuntimeError as error:
             name_wrong_features(features, self.connector, error)
             raise
+
+    def tower_is_waited_for(self) -> bool:
+        """Whether DDP or FSDP in other processes may wait until the tower has run here too, whatever the images."""
+        tower = self.vision_tower
+        learns = tower is not None and torch.is_grad_enabled() and any(w.requires_grad for w in tower.parameters())
+        return learns or has_units(tower)
+
+    def _zero_of_tower(self, features: torch.Tensor) -> torch.Tensor:
+        """A zero that depends on the weights of the tower, which runs on one blank image."""
+        assert self.vision_tower is not None and self.config.vision_config is not None
+        check_callable("vision_tower", self.vision_tower)
+        output = run_tower(self.vision_tower, *blank_image(self.config.vision_config, features.device, features.dtype))
+        assert output.last_hidden_state is not None
+        return output.last_hidden_state.flatten()[:0].sum()
 
     def read(
         self,

@@ -245,6 +245,11 @@ class ImageInputs:
         return self.states if self.states is not None else self.features
 
     @property
+    def pass_connector(self) -> bool:
+        """Whether the images of the call go through the connector: pixels, or what the tower has returned."""
+        return self.pixel_values is not None or self.features is not None
+
+    @property
     def real_images(self) -> torch.Tensor | None:
         """Which of the given images are real, `(R, n)`; None if all are, or there are no images."""
         if self.image_mask is None and self.tiles is not None:

@@ -251,7 +251,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         if nothing_new and is_distributed() and has_units(self.text_model):
             # FSDP gathers the weights of all that reads images, on all ranks.
             self._project(stand_in_images(self.image_encoder, 1).states, CrossCache())
-        elif nothing_new or inputs.pixel_values is None:
+        elif nothing_new or not inputs.pass_connector:
             zero = run_beside(self.image_encoder, starts=True)
         if images.stored is not None:
             keys_values = images.stored.grid.keys_values(cross, self.config.cross_attention_config.quiet_softmax)

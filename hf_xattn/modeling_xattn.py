@@ -41,6 +41,7 @@ from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .pretrained import XAttnPreTrainedModel, keep_weights
 from .quantization import adopt_quantizer, share_quantizer
 from .rollback import whole_or_not_at_all
+from .stand_in import blocks_are_units
 from .text_inputs import check_labels, check_text
 from .tower import check_tower_class
 from .vision import build_tower, follow_tower, is_tiled
@@ -149,7 +150,12 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         trains = self.training and torch.is_grad_enabled()
         try:
             prepared = prepare_blocks(
-                self.config, self.image_encoder, call, trains, only_images_learn=lambda: only_images_learn(self)
+                self.config,
+                self.image_encoder,
+                call,
+                trains,
+                only_images_learn=lambda: only_images_learn(self),
+                blocks_are_units=lambda: blocks_are_units(self.text_model),
             )
             with whole_or_not_at_all(call.cache):
                 outputs = self._interface.call(runner, call.text, prepared.context, call.text_cache, call.use_cache)

@@ -25,7 +25,10 @@ IMAGES = {
     "no images": ("pixels", "none"),
     "features": ("pixels", "features"),
     "encoded": ("pixels", "encoded"),
+    "tower outputs": ("pixels", "tower outputs"),
+    "one token": ("features", "one token"),
 }
+NORMS = {"dtype": torch.bfloat16, "block": {"qk_norm": True}}
 CASES = {
     # name: (decoder, what is frozen, how it is sharded, images, options)
     "frozen base": ("llama", ("text", "vision"), "fsdp", "pixels", {}),
@@ -33,6 +36,11 @@ CASES = {
     "tied": ("llama_tied", (), "fsdp", "pixels", {}),
     "bfloat16": ("llama", ("text", "vision"), "fsdp", "pixels", {"dtype": torch.bfloat16}),
     "bfloat16 all trains": ("llama", (), "accelerate", "pixels", {"dtype": torch.bfloat16}),
+    # The parts of a block are units of their own: each rank must run them, also in evaluation.
+    "bfloat16, no images": ("llama", ("text", "vision"), "fsdp", "no images", NORMS),
+    "bfloat16, one token": ("llama", ("text", "vision"), "fsdp", "one token", NORMS),
+    "fsdp, tower outputs": ("llama", ("text", "vision"), "fsdp", "tower outputs", {}),
+    "ddp, tower outputs": ("llama", ("text", "vision"), "ddp", "tower outputs", {}),
     "offload": ("llama", ("vision",), "fsdp", "pixels", {"offload": True}),
     "accumulation": ("llama", ("text",), "fsdp", "pixels", {"accumulation": 2}),
     "checkpointing": ("llama", ("text", "vision"), "fsdp", "pixels", {"checkpointing": "transformers"}),
@@ -50,9 +58,9 @@ CASES = {
 }
 
 
-def build(decoder: str, frozen: tuple[str, ...], dtype: torch.dtype = torch.float32, **_):
+def build(decoder: str, frozen: tuple[str, ...], dtype: torch.dtype = torch.float32, block: dict | None = None, **_):
     if decoder.startswith("llama"):
-        model = make_model(decoder, dtype=dtype)
+        model = make_model(decoder, dtype=dtype, cross_attention_config=dict(block or {}))
     else:
         model = randomize(retrofitted(make_tiny(decoder)))
     model.train()
@@ -84,6 +92,11 @@ def batch(model, kinds: tuple[str, ...], rank: int, number: int) -> dict:
         inputs["pixel_values"] = pixels(seed=seed)
     elif kind == "features":
         inputs["cross_attention_states"] = features
+    elif kind == "one token":
+        inputs["cross_attention_states"] = features[:, :1]
+    elif kind == "tower outputs":
+        wide = model.config.vision_config.hidden_size
+        inputs["vision_features"] = torch.randn(2, 1, 16, wide, generator=torch.Generator().manual_seed(seed))
     elif kind == "encoded":
         inputs["past_key_values"] = encoded
     return inputs
