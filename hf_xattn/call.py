@@ -132,16 +132,14 @@ def read_call(
             "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
         )
     continues = past_key_values is not None or bool(use_cache)
-    samples = find_samples(config, decoder.not_packed, text, past_key_values, use_cache, images)
+    uncached = RECOMPUTES if recomputes else SKIPS_LAYERS if skips_layers else None
+    wants_cache = getattr(config.get_text_config(decoder=True), "use_cache", True) if use_cache is None else use_cache
     shares_images = isinstance(images, ImageInputs) and images.image_rows is not None
+    without_cache = past_key_values is None and (shares_images or uncached is not None or not wants_cache)
+    samples = find_samples(config, decoder.not_packed, text, past_key_values, use_cache, images, without_cache)
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if past_key_values is None else "`past_key_values`")
-    if samples is not None or shares_images:
-        use_cache = False
-    if use_cache is None:
-        use_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
-    uncached = RECOMPUTES if recomputes else SKIPS_LAYERS if skips_layers else None
-    use_cache = bool(use_cache) and uncached is None
+    use_cache = bool(wants_cache) and uncached is None and samples is None and not shares_images
     cache: XAttnCache | None = None
     if isinstance(past_key_values, EncoderDecoderCache):
         cache = XAttnCache.adopt(past_key_values)
@@ -316,8 +314,8 @@ def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> to
     if packed:
         missing = "`input_ids`" if input_ids is None else "`image_token_id` in the configuration"
         raise ValueError(
-            "Expected packed rows (`position_ids` that start again) with image markers, which tell the sample of each image, got no "
-            f"{missing}. Pass a `cross_attention_mask` of shape (batch, text_len, num_image_tokens) in place of markers."
+            "Expected packed rows (`position_ids` that start again or leave some out) with image markers, which tell the sample of each "
+            f"image, got no {missing}. Pass a `cross_attention_mask` of shape (batch, text_len, num_image_tokens) in place of markers."
         )
     if not decided:
         raise ValueError(
@@ -336,7 +334,7 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
         call.continues
         or not isinstance(call.images, ImageInputs)
         or call.images.images is None
-        or torch.compiler.is_compiling()
+        or (torch.compiler.is_compiling() and call.samples is None)
         or is_fake(markers)
     ):
         return
@@ -346,6 +344,8 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
     total, found = total.to(markers.device), markers.sum(dim=-1)
     if call.samples is not None:
         check_packed_images(config, call.samples, total, found)
+    if torch.compiler.is_compiling():
+        return
     if config.image_visibility != "all" and bool((found < total).any()):
         raise ValueError(
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image, because of "

@@ -231,7 +231,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 weights is refused in training.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, mask of the text.
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed samples: each
-                sees its own text and images only (see `packed_rows.py`), without `attention_mask` and without a cache.
+                sees its own text and images only (see `packed_rows.py`), without `attention_mask` and without a cache. In such a call
+                positions that leave some out begin a sample, too.
             past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds images,
                 pass no images, only new images, or all images in their order and then new ones. Anything else is refused.
                 Images are compared by content, row by row.

@@ -3,6 +3,7 @@
 transformers keeps the samples of a row apart in self-attention: a sample begins where the position is not the one before plus 1. It does
 so only without `attention_mask` and without a cache, and only in decoders that hand `position_ids` to their masks. Everywhere else the
 samples of a row would read each other, and nobody would be told. So here a row whose positions start again is kept apart or refused.
+Where positions only leave some out, the images follow the text: in calls in which transformers begins a sample there.
 
 The images of a packed row stand in the order of their markers (see `packed_samples.py`).
 """
@@ -25,6 +26,9 @@ from .xattn_cache import XAttnCache
 # What FlashAttention needs to be told of the samples; from `position_ids` alone it finds them in a batch of one row only.
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PACKED = "Packed rows (`position_ids` that start again)"
+JUMPS = (
+    "Packed rows (`position_ids` that leave some out, which are samples in a call without `attention_mask` and cache)"
+)
 
 
 def find_samples(
@@ -34,6 +38,7 @@ def find_samples(
     cache: Cache | None,
     use_cache: bool | None,
     images: ImageInputs | PreparedImages,
+    without_cache: bool,
 ) -> torch.Tensor | None:
     """Finds the samples of packed rows, before anything is computed. On a GPU a call with `position_ids` waits for this.
 
@@ -44,6 +49,7 @@ def find_samples(
         not_packed (`str`, *optional*): why its decoder does not keep samples apart; None if it does.
         text (`Mapping`): the decoder's own arguments.
         cache (`Cache`, *optional*), use_cache (`bool`, *optional*), images: as in `forward`.
+        without_cache (`bool`): whether the decoder will run without a cache.
 
     Returns:
         `torch.BoolTensor`: `(B, T)`, True where a sample starts; None if no row is packed.
@@ -54,7 +60,7 @@ def find_samples(
     positions, bounds = text.get("position_ids"), text.get("cu_seq_lens_q")
     mask = text.get("attention_mask")
     if positions is None:
-        _check_bounds_alone(bounds, text)
+        _check_bounds_alone(bounds, text, "there are no `position_ids`")
         return None
     if positions.shape[-1] == 1 or positions.device.type == "meta":
         return None
@@ -71,14 +77,20 @@ def find_samples(
             not_packed = "no markers"
         return _compiled(not_packed, text, cache, use_cache)
     if positions.dim() == 3:
-        if bool((positions[0].diff(dim=-1) < 0).any()):
+        if bool(_in_text(positions[0].diff(dim=-1) < 0, None if prepared else mask).any()):
             raise ValueError(
                 f"{PACKED} are read from `position_ids` of shape (batch, text_len), got {tuple(positions.shape)}."
             )
         return None
-    again = _starts_again(positions, None if prepared else mask)
+    again, what = _starts_again(positions, None if prepared else mask), PACKED
     if not bool(again.any()):
-        return None
+        split = without_cache and mask is None and not_packed is None and (has_images or bounds is not None)
+        if not split or not bool((positions.diff(dim=-1) != 1).any()):
+            _check_bounds_alone(bounds, text, "`position_ids` do not start again")
+            return None
+        if not has_images:
+            return None
+        what = JUMPS
     if prepared:
         if has_images and images.text_mask is None:  # type: ignore[union-attr]  # has_images says which of the two it is
             raise ValueError(
@@ -91,23 +103,29 @@ def find_samples(
     _check_can_be_kept_apart(mask, cache, use_cache)
     if has_images and config.cross_attention_config.position_bias:
         raise ValueError(
-            f"{PACKED} do not work with `position_bias`, which counts the image tokens of a row and not of a sample. Pad the samples."
+            f"{what} do not work with `position_bias`, which counts the image tokens of a row and not of a sample. Pad the samples."
         )
-    starts = _starts(positions, again, text)
+    starts = _starts(positions, text)
     _check_kernel(config, positions, starts, text)
     return starts
 
 
 def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch.Tensor, markers: torch.Tensor) -> None:
-    """Raises a `ValueError` if a packed row has not one marker for each image: images would go to the wrong sample.
+    """Raises a `ValueError` if a packed row has not one marker for each image: images would go to the wrong sample. Compiled code ends
+    in a `RuntimeError`.
 
     Args:
         config ([`XAttnConfig`]): the model's.
         starts (`torch.BoolTensor`): from [`find_samples`].
         images, markers (`torch.LongTensor`): `(B,)`, numbers of real images and of markers.
     """
-    packed = starts[:, 1:].any(dim=-1)
-    if bool((packed & (images != markers)).any()):
+    differ = starts[:, 1:].any(dim=-1) & (images != markers)
+    if torch.compiler.is_compiling():
+        said = (
+            "Packed rows have not one image marker for each image. Run this call without `torch.compile` to read which."
+        )
+        torch._assert_async(~differ.any(), said)
+    elif bool(differ.any()):
         raise ValueError(
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image of packed rows, because a marker "
             f"tells the sample of its image: {images.tolist()} images a row, got {markers.tolist()} markers."
@@ -123,32 +141,36 @@ def _holds_text(cache: Cache) -> bool:
 
 def _starts_again(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """`(B, T - 1)`, True at a token whose position is not above that of the token before it. Positions of padding do not count."""
-    again = positions.diff(dim=-1) <= 0
+    return _in_text(positions.diff(dim=-1) <= 0, mask)
+
+
+def _in_text(found: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`(B, T - 1)`, what was found between two tokens of which none is padding."""
     if mask is None:
-        return again
-    read = mask[:, -positions.shape[-1] :].bool()
-    return again & read[:, 1:] & read[:, :-1]
+        return found
+    read = mask[:, -found.shape[-1] - 1 :].bool()
+    return found & read[:, 1:] & read[:, :-1]
 
 
-def _starts(positions: torch.Tensor, again: torch.Tensor, text: Mapping[str, Any]) -> torch.Tensor:
-    """`(B, T)`, True where transformers' masks begin a sample, in rows that are packed."""
-    starts = (positions.diff(dim=-1) != 1) & again.any(dim=-1, keepdim=True)
+def _starts(positions: torch.Tensor, text: Mapping[str, Any]) -> torch.Tensor:
+    """`(B, T)`, True where transformers' masks begin a sample."""
+    starts = positions.diff(dim=-1) != 1
     starts = torch.cat([torch.ones_like(starts[:, :1]), starts], dim=-1)
     given = text.get("input_ids")
     rows = (given if given is not None else text["inputs_embeds"]).shape[0]
     return starts.expand(rows, -1)
 
 
-def _check_bounds_alone(bounds: Any, text: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for samples that only `cu_seq_lens_q` names: masks and positions do not follow it."""
+def _check_bounds_alone(bounds: Any, text: Mapping[str, Any], positions: str) -> None:
+    """Raises a `ValueError` for samples that only `cu_seq_lens_q` names, and not the `positions`: masks and images do not follow it."""
     if bounds is None:
         return
     given = text.get("input_ids")
     rows = (given if given is not None else text["inputs_embeds"]).shape[0]
     if len(bounds) - 1 > rows:
         raise ValueError(
-            f"`cu_seq_lens_q` names {len(bounds) - 1} samples in {rows} rows, but there are no `position_ids`. Pass `position_ids` that "
-            "start again at each sample."
+            f"`cu_seq_lens_q` names {len(bounds) - 1} samples in {rows} rows, but {positions}. Pass `position_ids` that start again at each "
+            "sample."
         )
 
 
@@ -204,7 +226,7 @@ def _compiled(
     again = _starts_again(positions, mask)
     alone = mask is None and not use_cache and (use_cache is not None or torch.is_grad_enabled())
     if alone and not_packed is None:
-        return _starts(positions, again, text)
+        return _starts(positions, text)
     torch._assert_async(
         ~again.any(), f"{PACKED} are not kept apart in this call. Run it without `torch.compile` to read why."
     )

@@ -133,6 +133,35 @@ def test_a_mask_of_the_caller_in_place_of_markers():
     assert torch.allclose(found.flatten(0, 1), expected, atol=1e-10)
 
 
+@pytest.mark.parametrize("how", ["no cache", "checkpointing", "beside a packed row"])
+def test_positions_that_leave_some_out(how):
+    """A sample that starts at a later position than the one before ends: transformers splits the text, and the images were joined."""
+    model = without_dropout(make_model(image_token_id=MARKER, image_visibility="previous").double())
+    packed, unpacked, real = samples_of([[(4, [3]), (4, [1])]])
+    expected = model(**unpacked, use_cache=False).logits[real]
+    later = packed["position_ids"] + torch.tensor([0, 0, 0, 0, 9, 9, 9, 9])
+    options = {"use_cache": False} if how == "no cache" else {}
+    if how == "checkpointing":
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    if how == "beside a packed row":
+        later = torch.cat([later, packed["position_ids"]])
+        packed = {name: torch.cat([values, values]) for name, values in packed.items()}
+    found = model(**{**packed, "position_ids": later}, **options).logits[0]
+    assert torch.allclose(found, expected, atol=1e-6)  # the rotary embedding is float32
+
+
+def test_left_padding_with_positions_of_three_axes():
+    """Padding of such positions taken for the end of a sample, or a sample that starts again taken for padding."""
+    from hf_xattn.packed_rows import find_samples
+
+    ids, mask = torch.arange(4, 10)[None], torch.tensor([[0, 0, 1, 1, 1, 1]])
+    positions = torch.tensor([[1, 1, 0, 1, 2, 3]]).repeat(3, 1, 1)
+    text = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+    assert find_samples(make_model().config, None, text, None, None, None, True) is None
+    with pytest.raises(ValueError, match="Packed rows"):
+        find_samples(make_model().config, None, {**text, "position_ids": positions.flip(-1)}, None, None, None, True)
+
+
 def test_shared_images():
     """Packed rows that look at the same images."""
     model = packing_model(rule="all")
@@ -221,6 +250,10 @@ REFUSED = {
         {"position_ids": None, "cu_seq_lens_q": torch.tensor([0, 5, 15])},
         "names 2 samples in 1 rows, but there are no `position_ids`",
     ),
+    "bounds and positions of one sample": (
+        {"position_ids": torch.arange(15)[None], "cu_seq_lens_q": torch.tensor([0, 5, 15])},
+        "names 2 samples in 1 rows, but `position_ids` do not start again",
+    ),
 }
 
 
@@ -257,15 +290,15 @@ def test_flash_attention_in_several_rows():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
     text = {"input_ids": positions, "position_ids": positions}
     with pytest.raises(ValueError, match="batch of one row.*`cu_seq_lens_q`"):
-        find_samples(config, None, text, None, None, None)
+        find_samples(config, None, text, None, None, None, True)
     one = {name: values[:1] for name, values in text.items()}
-    assert find_samples(config, None, one, None, None, None).tolist() == [[True, False, False, True, False]]
+    assert find_samples(config, None, one, None, None, None, True).tolist() == [[True, False, False, True, False]]
     bounds = torch.tensor([0, 3, 5, 7, 10], dtype=torch.int32)
     told = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
-    assert find_samples(config, None, text | told, None, None, None) is not None
+    assert find_samples(config, None, text | told, None, None, None, True) is not None
     later = {"input_ids": positions[:1], "position_ids": torch.tensor([[0, 1, 2, 1, 2]])}
     with pytest.raises(ValueError, match="start at the same position"):
-        find_samples(config, None, later, None, None, None)
+        find_samples(config, None, later, None, None, None, True)
 
 
 @torch.no_grad()
@@ -301,6 +334,8 @@ def test_compiled_training():
         assert torch.allclose(compiled(**inputs).logits, expected.logits, atol=1e-5)
     with pytest.raises(RuntimeError, match="Packed rows"):
         compiled(**packed, attention_mask=ALL_TRUE)
+    with pytest.raises(RuntimeError, match="one image marker for each image"):
+        compiled(**{**packed, "cross_attention_states": torch.randn(1, 6, 2, 32)})
     torch._dynamo.reset()
 
 
