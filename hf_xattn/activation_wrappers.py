@@ -5,6 +5,9 @@ A checkpoint wrapper calls the layer again in the backward pass. transformers do
 - The layer must not write into a cache, or it would write twice. [`recomputes_layers`] tells the model.
 - Some decoders do not pass the images to their layers (see `channel.py`). The wrapper gets the images as an argument and keeps it for
   the second call. At that time, the channel is empty.
+
+A reentrant wrapper (`CheckpointImpl.REENTRANT`) gives the images no gradients, and some of these would be missing without a word. It is
+refused.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     Args:
         model ([`XAttnModel`]): its layers in wrappers are prepared for that.
         receives_keywords (`bool`): whether the decoder passes keyword arguments to its layers.
+
+    Raises:
+        ValueError: for a reentrant wrapper.
     """
     if model.training and checkpoints_activations(model):
         return True
@@ -41,6 +47,11 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
         for module in model.text_model.modules()
         if WRAPPED in module._modules and is_cross_attending(unwrapped(module))
     ]
+    if any(getattr(getattr(layer, "checkpoint_impl", None), "name", None) == "REENTRANT" for layer in wrapped):
+        raise ValueError(
+            "Expected checkpoint wrappers around the decoder's layers with `CheckpointImpl.NO_REENTRANT`, got `REENTRANT`, which gives no "
+            'gradients to images. Or call `model.gradient_checkpointing_enable({"use_reentrant": True})`.'
+        )
     if not receives_keywords:
         for layer in wrapped:
             _read_channel_outside(layer)

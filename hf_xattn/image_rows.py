@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from .folded_mask import EVERYTHING, FoldedMask, fold_mask
 from .image_layout import ImageLayout
@@ -173,3 +174,13 @@ def refuse_to_cache(what: str) -> None:
         f"Expected `image_rows` without a cache, as in training, got it with {what}. A cache shares images in equal numbers: call `encode_images` "
         "once and pass the result as `past_key_values`, with the questions about the first image first, and as many about each image."
     )
+
+
+def refuse_data_parallel(model: nn.Module) -> None:
+    """Raises a `ValueError` in a replica of `DataParallel`, which gives the GPUs as many parts of a batch as its smallest tensor has rows."""
+    if getattr(model, "_is_replica", False):
+        raise ValueError(
+            "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which `Trainer` uses with several GPUs in "
+            "one process: it cuts text and images into parts that do not belong together, and drops text rows. Use `torchrun` or "
+            "`accelerate launch`."
+        )

@@ -32,6 +32,7 @@ from .frozen_modes import keep_frozen_in_eval
 from .generation_xattn import XAttnGenerationMixin
 from .gradients import give_gradient, only_images_learn
 from .image_inputs import ImageInputs
+from .image_rows import refuse_data_parallel
 from .images_xattn import XAttnImagesMixin
 from .insertion import check_insertable, insert_blocks
 from .labels_xattn import XAttnLabelsMixin
@@ -135,6 +136,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder with the images as one keyword argument. `runner` is the decoder with or without its head."""
         check_text(text, past_key_values is None, self.get_input_embeddings)
+        if isinstance(images, ImageInputs) and images.image_rows is not None:
+            refuse_data_parallel(self)
         recomputes = recomputes_layers(self, self._interface.receives_keywords)
         skips = may_skip_layers(self.text_model)
         call = read_call(

@@ -116,3 +116,32 @@ def test_nested_layers_are_refused():
     model.activation_checkpointing_enable({"use_reentrant": False})
     model(IDS, cross_attention_states=states, labels=IDS).loss.backward()
     assert model.blocks[0].attn.o_proj.weight.grad.any()
+
+
+@pytest.mark.parametrize("name", ["NO_REENTRANT", "REENTRANT"])
+def test_wrappers_of_torch(name):
+    """Encoded images whose gradients a reentrant wrapper drops: connector and projections stay as they are, without a word."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+    model, ids = make_model().train(), token_ids()
+
+    def gradients():
+        model.zero_grad()
+        model(ids, past_key_values=model.encode_images(pixels()), labels=ids).loss.backward()
+        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        return {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
+
+    expected = gradients()
+    layers = model.get_decoder().layers
+    for index, layer in enumerate(layers):
+        layers[index] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl[name])
+    if name == "REENTRANT":
+        with pytest.raises(ValueError, match="`CheckpointImpl.NO_REENTRANT`, got `REENTRANT`"):
+            gradients()
+        with torch.no_grad():
+            assert model(ids, pixel_values=pixels()).logits.isfinite().all()
+        return
+    found = gradients()
+    assert found.keys() == expected.keys() and any("connector" in name for name in found)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)

@@ -190,6 +190,17 @@ def test_ddp(tmp_path):
         dist.destroy_process_group()
 
 
+def test_data_parallel_is_refused():
+    """One image for four questions on two GPUs of one process: `DataParallel` drops two of the questions without a word."""
+    model, text = make_model(), token_ids(4)
+    shared = {"pixel_values": pixels(1), "image_rows": torch.zeros(4, dtype=torch.long)}
+    assert model.model._replicate_for_data_parallel()._is_replica, "torch's mark of a replica"
+    model.model._is_replica = True
+    model(text, pixel_values=pixels(4))
+    with pytest.raises(ValueError, match="`image_rows`.*DataParallel.*torchrun"):
+        model(text, **shared)
+
+
 def test_sharing_saves_memory():
     """Keys, values or features that are kept for backward once for each text row."""
     model = freeze_base(without_dropout(make_model()))
