@@ -24,7 +24,7 @@ from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import TrainOutput
 
     from .modeling_xattn import XAttnForConditionalGeneration
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 OPTIONS_FILE = "training.json"
 UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
 CHECKPOINTS = "checkpoints"
+WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
+SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
 # Options that do not change the result. They may be different in a resumed run.
 FREE_OPTIONS = ("output", "device", "workers", "log_steps", "adapter_only")
 
@@ -186,8 +188,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     arguments = _arguments(options, len(rows), bool(held_out), half)
     finished = before >= arguments.max_steps
     if finished:  # `Trainer` would take one step more
-        last_weights = XAttnForConditionalGeneration.from_pretrained(str(checkpoint), dtype=torch.float32)
-        model.load_state_dict(last_weights.state_dict())  # in the dtypes of `model`
+        _load_weights(model, checkpoint)
     use_cache = getattr(model.config, "use_cache", None)
     trainer = Trainer(
         model=model,
@@ -196,6 +197,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         eval_dataset=held_out or None,
         data_collator=collator,
         processing_class=processor,
+        callbacks=[_logs_last_step()],
     )
     if finished:
         say(f"no steps left to train after step {before}")
@@ -214,6 +216,18 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     write_model_card(model, options.output, trainer, training=facts)
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")
+
+
+def _logs_last_step() -> TrainerCallback:
+    """Logs after the last step too. `Trainer` averages a loss over the processes when it logs it: the mean of all steps would count the
+    steps after the last log with the rows of one process."""
+    from transformers import TrainerCallback
+
+    class LogsLastStep(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_log |= state.global_step >= state.max_steps
+
+    return LogsLastStep()
 
 
 def _print_loss(result: TrainOutput, before: int) -> None:
@@ -270,6 +284,29 @@ def _last_checkpoint(output: Path) -> Path | None:
         if is_first_process():  # or a folder that is killed a second time would look complete, with files of both times
             (path / STATE).unlink(missing_ok=True)
     return found.last
+
+
+def _tie(weights: dict[str, torch.Tensor], model: XAttnForConditionalGeneration) -> None:
+    """Gives names of one weight one tensor again. Gathered weights are copies, and each would be saved."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = name.replace(f"{WRAPPED}.", "")
+        if name in weights and first.setdefault(id(parameter), name) != name:
+            weights[name] = weights[first[id(parameter)]]
+
+
+def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any) -> None:
+    """Gives the model the weights of a checkpoint, in the dtypes of the model."""
+    import torch
+    from torch.distributed import checkpoint as sharded
+
+    shards = checkpoint / SHARDS
+    if shards.is_dir():
+        # Tensors of the model, which are filled. Each process reads all of them by itself.
+        sharded.load({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
+    else:
+        last = type(model).from_pretrained(str(checkpoint), dtype=torch.float32)
+        model.load_state_dict(last.state_dict())
 
 
 def _processor(name: str) -> XAttnProcessor:
@@ -396,10 +433,14 @@ def _save(
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         weights["state_dict"] = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
-    else:
-        for name, parameter in model.named_parameters():
-            if name in dtypes:
-                parameter.data = parameter.data.to(dtypes[name])
+        _tie(weights["state_dict"], model)
+    for (
+        name,
+        parameter,
+    ) in model.named_parameters():  # sharded ones too: the configuration and the card tell their dtype
+        dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))
+        if dtype is not None:
+            parameter.data = parameter.data.to(dtype)
     if is_first_process():
         processor.save_pretrained(options.output)
     model.save_pretrained(

@@ -126,7 +126,11 @@ def checkpoint_layers(model, how: str | None) -> None:
             layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False)
 
 
-def accelerator_with_fsdp(accelerator: Accelerator | None = None, checkpointing: bool = False) -> Accelerator:
+def accelerator_with_fsdp(
+    accelerator: Accelerator | None = None,
+    checkpointing: bool = False,
+    state_dict_type: str = "full_state_dict",  # what `Trainer.save_model` needs
+) -> Accelerator:
     """accelerate shards nothing on a CPU, unless it is told that this is a run with FSDP."""
     accelerator = accelerator or Accelerator(cpu=True)
     accelerator.state.distributed_type = DistributedType.FSDP
@@ -135,7 +139,7 @@ def accelerator_with_fsdp(accelerator: Accelerator | None = None, checkpointing:
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         cpu_ram_efficient_loading=True,
-        state_dict_type="full_state_dict",  # what `Trainer.save_model` needs
+        state_dict_type=state_dict_type,
         activation_checkpointing=checkpointing,
     )
     return accelerator
