@@ -105,8 +105,8 @@ class GatedCrossAttention(nn.Module):
         self.k_proj = ImageLinear(config.context_size, key_value_size, bias=bias)
         self.v_proj = ImageLinear(config.context_size, key_value_size, bias=bias)
         self.o_proj = zero_init_linear(query_size, config.hidden_size, bias, config.zero_init)
-        self.q_norm = CrossAttentionRMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = CrossAttentionKeyNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = CrossAttentionRMSNorm(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
+        self.k_norm = CrossAttentionKeyNorm(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
         self.relative_attention_bias = (
             nn.Embedding(config.position_bias_num_buckets, config.num_attention_heads) if config.position_bias else None
         )

@@ -136,6 +136,11 @@ def check_positive_int(field: str, value: Any) -> None:
         raise ValueError(f"`{field}` must be a positive integer, got {value!r}.")
 
 
+def check_count(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"`{field}` must be an integer of at least 0, got {value!r}.")
+
+
 def check_number(field: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"`{field}` must be a finite number, got {value!r}.")

@@ -16,6 +16,7 @@ from .config_checks import (
     check_activation,
     check_bool_fields,
     check_choice,
+    check_count,
     check_names,
     check_number,
     check_parts,
@@ -76,6 +77,7 @@ class CrossAttentionConfig(CheckedConfig):
         gate_init (`float`, defaults to 1.0): initial value of the gates, before `tanh`.
         zero_init (`bool`, defaults to `True`): initialise `o_proj` and the MLP's `down_proj` to zero.
         qk_norm (`bool`, defaults to `False`): RMSNorm over `head_dim` on queries and keys.
+        qk_norm_eps (`float`, *optional*): epsilon of these two norms; defaults to `norm_eps`.
         quiet_softmax (`bool`, defaults to `False`): use `exp(x) / (1 + sum(exp(x)))`, which lets a head attend to nothing
             (E. Miller, "Attention Is Off By One", 2023).
         position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias. Use it for a context with an
@@ -99,11 +101,13 @@ class CrossAttentionConfig(CheckedConfig):
         num_key_value_heads: int = TO_BE_FILLED_IN
         head_dim: int = TO_BE_FILLED_IN
         intermediate_size: int = TO_BE_FILLED_IN
+        qk_norm_eps: float = TO_BE_FILLED_IN
     else:
         context_size: int | None = None
         num_key_value_heads: int | None = None
         head_dim: int | None = None
         intermediate_size: int | None = None
+        qk_norm_eps: float | None = None
     hidden_act: str = "silu"
     mlp_type: str = "gated"
     norm_type: str = "rmsnorm"
@@ -139,6 +143,8 @@ class CrossAttentionConfig(CheckedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if _is_left_out(self.intermediate_size):
             self.intermediate_size = 4 * self.hidden_size
+        if _is_left_out(self.qk_norm_eps):
+            self.qk_norm_eps = self.norm_eps
         self._check_fields()
         super().__post_init__(**kwargs)
 
@@ -167,6 +173,7 @@ class CrossAttentionConfig(CheckedConfig):
         check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
         check_probability("attention_dropout", self.attention_dropout)
         check_positive_number("norm_eps", self.norm_eps)
+        check_positive_number("qk_norm_eps", self.qk_norm_eps)
         check_number("gate_init", self.gate_init)
         check_number("initializer_range", self.initializer_range)
         if self.initializer_range < 0:
@@ -201,6 +208,9 @@ class PerceiverConfig(CheckedConfig):
         hidden_size (`int`, *optional*): width of latents and image tokens. Inside an [`XAttnConfig`] it defaults to the
             vision tower's width.
         num_latents (`int`, defaults to 64): number of tokens that the resampler makes of an image.
+        num_image_positions (`int`, defaults to 0): learned positions, one for each image of a row, which are added to the image's
+            tokens (flamingo-pytorch's `media_pos_emb`). A row has at most so many images. 0 = no positions: the images of a row
+            are encoded alike, whatever their order.
         num_hidden_layers (`int`, defaults to 6).
         num_attention_heads (`int`, defaults to 8), head_dim (`int`, defaults to 64).
         intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
@@ -222,6 +232,7 @@ class PerceiverConfig(CheckedConfig):
         hidden_size: int | None = None
         intermediate_size: int | None = None
     num_latents: int = 64
+    num_image_positions: int = 0
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
     head_dim: int = 64
@@ -241,6 +252,7 @@ class PerceiverConfig(CheckedConfig):
         check_bool_fields(self)
         for field in ("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"):
             check_positive_int(field, getattr(self, field))
+        check_count("num_image_positions", self.num_image_positions)
         for field in ("hidden_size", "intermediate_size"):
             if getattr(self, field) is not None:
                 check_positive_int(field, getattr(self, field))
@@ -397,8 +409,7 @@ class XAttnConfig(CheckedConfig):
                 "`image_token_id` to be set, got None."
             )
         added = self.additional_vocab_size
-        if isinstance(added, bool) or not isinstance(added, int) or added < 0:
-            raise ValueError(f"`additional_vocab_size` must be an integer of at least 0, got {added!r}.")
+        check_count("additional_vocab_size", added)
         if self.additional_vocab_in_head and not added:
             raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
         vocab_size = getattr(self.text_config.get_text_config(), "vocab_size", None)

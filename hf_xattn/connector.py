@@ -66,11 +66,19 @@ class XAttnConnector(PreTrainedModel):
             init.zeros_(module.bias)
         elif isinstance(module, PerceiverResampler):
             init.normal_(module.latents, mean=0.0, std=1.0)
+            if module.image_positions is not None:
+                init.normal_(module.image_positions, mean=0.0, std=1.0)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Args:
+            features (`torch.Tensor`): `(..., tokens, vision_hidden_size)`.
+            positions (`torch.LongTensor`, *optional*): place of each image among the images of its row, for a resampler with
+                `num_image_positions`.
+        """
         first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
         if first is not None:  # trained in float32, beside a frozen tower in half precision
             features = to_dtype_of(first, features)
         for layer in self.layers:
-            features = layer(features)
+            features = layer(features, positions) if isinstance(layer, PerceiverResampler) else layer(features)
         return features

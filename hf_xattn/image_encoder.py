@@ -21,6 +21,7 @@ from .distributed import check_callable, has_units, is_distributed
 from .finite_images import check_encoded, check_given, without_padding_images, without_padding_tokens
 from .image_inputs import ImageAxis, ImageInputs
 from .image_layout import ImageLayout, rows_to
+from .image_positions import place_in_row
 from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .pytrees import dataclass_node
@@ -91,12 +92,18 @@ class ImageEncoder:
         self.connector = connector
         self.find_like = find_like
 
-    def features(self, pixel_values: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
+    def features(
+        self, pixel_values: torch.Tensor, tiles: Tiles | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
-        return self.outputs(pixel_values, tiles)[1]
+        return self.outputs(pixel_values, tiles, positions)[1]
 
     def outputs(
-        self, pixel_values: torch.Tensor, tiles: Tiles | None = None, **returns: bool | None
+        self,
+        pixel_values: torch.Tensor,
+        tiles: Tiles | None = None,
+        positions: torch.Tensor | None = None,
+        **returns: bool | None,
     ) -> tuple[BaseModelOutput, torch.Tensor]:
         """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features."""
         assert self.vision_tower is not None and self.connector is not None
@@ -106,13 +113,15 @@ class ImageEncoder:
         output = run_tower(self.vision_tower, pixel_values, tiles, **returns)
         assert output.last_hidden_state is not None
         rows, num_images = pixel_values.shape[:2]
-        return output, self._connected(output.last_hidden_state, (rows, num_images), tiles is not None)
+        return output, self._connected(output.last_hidden_state, (rows, num_images), tiles is not None, positions)
 
-    def _connected(self, features: torch.Tensor, images: tuple[int, int], tiled: bool) -> torch.Tensor:
+    def _connected(
+        self, features: torch.Tensor, images: tuple[int, int], tiled: bool, positions: torch.Tensor | None
+    ) -> torch.Tensor:
         """The tower's own output to `(R, num_images, tokens an image, context_size)`."""
         assert self.connector is not None
         drop_first = self.config.vision_feature_select_strategy == "default"
-        return connect(self.connector, features, images, tiled, drop_first)
+        return connect(self.connector, features, images, tiled, drop_first, positions)
 
     def _of_tower_outputs(self, images: ImageInputs) -> torch.Tensor:
         """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `stand_in.py`)."""
@@ -126,7 +135,9 @@ class ImageEncoder:
             if self.tower_is_waited_for():  # before the connector, as in the other processes
                 features = features + self._zero_of_tower(features)
         try:
-            return self._connected(features if tiled else features.flatten(0, 1), (rows, num_images), tiled)
+            return self._connected(
+                features if tiled else features.flatten(0, 1), (rows, num_images), tiled, images.positions
+            )
         except RuntimeError as error:
             name_wrong_features(features, self.connector, error)
             raise
@@ -189,7 +200,7 @@ class ImageEncoder:
         cached: ImageLayout | None,
         store: StoreReader | None,
     ) -> NewImages | StoredImages:
-        images = inputs.each_image(placement.take)
+        images = place_in_row(self.config, inputs.each_image(placement.take), placement.real, cached)
         assert images.images is not None
         rows, num_images = images.images.shape[:2]
         grid = None if store is None else store.read(images, placement.real, self._dtype_of(images), self._features_of)
@@ -217,9 +228,9 @@ class ImageEncoder:
         """
         if images.pixel_values is not None:
             if placement is None:
-                return self.features(images.pixel_values, images.tiles)
+                return self.features(images.pixel_values, images.tiles, images.positions)
             pixel_values = without_padding_images(images.pixel_values, placement.real)
-            output, features = self.outputs(pixel_values, images.tiles)
+            output, features = self.outputs(pixel_values, images.tiles, images.positions)
             if self.checks_values:
                 assert self.vision_tower is not None and output.last_hidden_state is not None
                 check_encoded(output.last_hidden_state, features, placement, self.vision_tower.config.model_type)

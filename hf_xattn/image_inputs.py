@@ -98,6 +98,8 @@ class ImageInputs:
         text_mask_name (`str`): name of the argument with `text_mask`.
         image_rows (`torch.LongTensor`, *optional*): `(B,)`, which of the `R` image rows each text row looks at.
         features (`torch.Tensor`, *optional*): `(R, n, ...)`, what the vision tower has returned.
+        positions (`torch.LongTensor`, *optional*): `(R, n)`, place of each image among all images of its row (see
+            `image_positions.py`); None for a connector that does not ask.
     """
 
     name: str | None = None
@@ -110,6 +112,7 @@ class ImageInputs:
     text_mask_name: str = "cross_attention_mask"
     image_rows: torch.Tensor | None = None
     features: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -220,6 +223,7 @@ class ImageInputs:
             tiles=None if self.tiles is None else Tiles(*map(change, self.tiles)),
             states=None if self.states is None else change(self.states),
             features=None if self.features is None else change(self.features),
+            positions=None if self.positions is None else change(self.positions),
         )
 
     def at(self, places: list[tuple[int, int]]) -> ImageInputs:

@@ -277,7 +277,7 @@ class StoreReader:
 def content_keys(
     images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
 ) -> list[bytes]:
-    """Returns a SHA-256 for each image at `places` (row, image): of its kind, shape, device, tiles, and values in `dtype`.
+    """Returns a SHA-256 for each image at `places` (row, image): of its kind, shape, device, tiles, position, and values in `dtype`.
 
     Images on a GPU are copied to the host for this, once per call.
     """
@@ -285,11 +285,13 @@ def content_keys(
     content = images.images.detach().to(dtype).cpu().contiguous()
     tiles = None if images.tiles is None else [part.cpu().to(torch.float64) for part in images.tiles]
     # The device is included, so that images on a wrong device raise the same error as without a store, and masks match the images.
+    positions = None if images.positions is None else images.positions.tolist()
     facts = f"{images.name} {dtype} {tuple(content.shape[2:])} {images.images.device} {precision}"
     keys = []
     for row, image in places:
         arrangement = None if tiles is None else [part[row, image].tolist() for part in tiles]
-        digest = hashlib.sha256(f"{facts} {arrangement}\n".encode())
+        position = "" if positions is None else f" image {positions[row][image]}"
+        digest = hashlib.sha256(f"{facts} {arrangement}{position}\n".encode())
         digest.update(content[row, image].view(torch.uint8).numpy())
         keys.append(digest.digest())
     return keys

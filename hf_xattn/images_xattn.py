@@ -26,6 +26,7 @@ from .distributed import has_units, is_distributed
 from .image_cache import ImageCache, device_of
 from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
+from .image_positions import place_in_row
 from .image_store import ImageStore, StoreReader
 from .model_identity import ModelIdentity
 from .stand_in import run_beside, stand_in_images
@@ -124,7 +125,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
         Args:
             pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
-            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here; with `num_image_positions`, padding
+                images take no position.
             output_hidden_states, output_attentions (`bool`, *optional*): return those of the vision tower, where it has them; attentions
                 need its eager implementation. None: as in `config`.
             return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.
@@ -158,6 +160,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         output, features = self.image_encoder.outputs(
             inputs.pixel_values,
             inputs.tiles,
+            place_in_row(self.config, inputs, inputs.real_images, None).positions,
             output_hidden_states=None if output_hidden_states is None else bool(output_hidden_states),
             output_attentions=None if output_attentions is None else bool(output_attentions),
         )

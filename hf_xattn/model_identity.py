@@ -63,10 +63,16 @@ class ModelIdentity:
     def _facts(self, parts: dict[str, nn.Module]) -> dict[str, Any]:
         config, block = self._config, self._config.cross_attention_config
         facts: dict[str, Any] = {name: getattr(block, name) for name in BLOCK_FIELDS}
+        if (
+            block.qk_norm_eps != block.norm_eps
+        ):  # left out where it is the usual one, so that files written without it stay valid
+            facts["qk_norm_eps"] = block.qk_norm_eps
         facts.update((name, getattr(config, name)) for name in MODEL_FIELDS)
         for name in ("vision_config", "perceiver_config"):
             part = getattr(config, name)
             facts[name] = None if part is None else _shape_of(part.to_dict())
+        if facts["perceiver_config"] is not None and not facts["perceiver_config"]["num_image_positions"]:
+            del facts["perceiver_config"]["num_image_positions"]  # likewise
         # Adapters (PEFT) change the output of a layer without changing its weights. So do modules of `modules_to_save`, of which one
         # copy runs. Both have this attribute, unlike a `PreTrainedModel`, which has the others too.
         facts["adapters"] = _adapters_of(parts)

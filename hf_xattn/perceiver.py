@@ -2,7 +2,8 @@
 
 Learned latents attend to the image tokens and to the latents (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each layer is
 `latents + attention(latents, [tokens; latents])`, then `latents + MLP(latents)`. A LayerNorm follows the last layer. As in
-Perceiver, no projection has a bias.
+Perceiver, no projection has a bias. With `num_image_positions`, a learned vector is first added to the tokens of each image of a row:
+that of its place among the row's images (flamingo-pytorch's `media_pos_emb`, OpenFlamingo's `media_time_embs`).
 """
 
 from __future__ import annotations
@@ -77,11 +78,27 @@ class PerceiverResampler(nn.Module):
     def __init__(self, config: PerceiverConfig):
         super().__init__()
         self.latents = nn.Parameter(torch.randn(config.num_latents, config.hidden_size))
+        self.image_positions = (
+            nn.Parameter(torch.randn(config.num_image_positions, config.hidden_size))
+            if config.num_image_positions
+            else None
+        )
         self.layers = nn.ModuleList([PerceiverLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """`(..., tokens, width)` to `(..., num_latents, width)`."""
+    def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """`(..., tokens, width)` to `(..., num_latents, width)`.
+
+        Args:
+            features (`torch.Tensor`): tokens of images.
+            positions (`torch.LongTensor`, *optional*): of each image among the images of its row, from 0, with the first axes of
+                `features`. None: each is the first of its row. Read only with `num_image_positions`.
+        """
+        if self.image_positions is not None:
+            if positions is None:
+                positions = torch.zeros((), dtype=torch.long, device=features.device)
+            added = self.image_positions.to(features.dtype)[positions.to(self.image_positions.device)]
+            features = features + added.reshape(*positions.shape, *[1] * (features.dim() - 1 - positions.dim()), -1)
         context = features.flatten(0, -3)
         latents = self.latents.to(features.dtype).expand(context.shape[0], -1, -1)
         for layer in self.layers:

@@ -241,19 +241,26 @@ def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Ten
 
 
 def connect(
-    connector: torch.nn.Module, features: torch.Tensor, images: tuple[int, int], tiled: bool, drop_first: bool = False
+    connector: torch.nn.Module,
+    features: torch.Tensor,
+    images: tuple[int, int],
+    tiled: bool,
+    drop_first: bool = False,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Maps a tower's `last_hidden_state` to `(R, num_images, tokens of an image, context_size)`.
 
     Args:
         images (`tuple[int, int]`): R and num_images.
         drop_first (`bool`): drop the tower's first token, the class token.
+        positions (`torch.LongTensor`, *optional*): `(R, num_images)`, see [`XAttnConnector`].
     """
+    places = {} if positions is None else {"positions": positions if tiled else positions.flatten()}
     if tiled:
-        return connector(features).flatten(2, 3)  # the tokens of one tile stay together
+        return connector(features, **places).flatten(2, 3)  # the tokens of one tile stay together
     if features.dim() == 4:  # convolutional towers: (batch, channels, height, width)
         features = features.flatten(2).transpose(1, 2)
-    return connector(features[:, 1:] if drop_first else features).unflatten(0, images)
+    return connector(features[:, 1:] if drop_first else features, **places).unflatten(0, images)
 
 
 def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken: dict[str, bool]) -> BaseModelOutput:

@@ -221,7 +221,7 @@ def test_wrong_open_flamingo_checkpoints():
             "wte.weight, which `text` .* does not have",
         ),
         (good | {"surplus": torch.zeros(3)}, "holds surplus"),
-        (good | {"perceiver.frame_embs": torch.zeros(2, VISION)}, "embeddings of frames"),
+        (good | {"perceiver.frame_embs": torch.zeros(2, VISION)}, "expected a resampler of images, got `frame_embs`"),
         ({"perceiver.latents": torch.zeros(3, VISION)}, "not an OpenFlamingo checkpoint"),
         ({key: value for key, value in good.items() if key != "perceiver.latents"}, "holds no latents"),
     ]

@@ -264,10 +264,12 @@ BLOCK_FIELDS = {
     **dict.fromkeys(("hidden_act", "mlp_type", "norm_type", "gate", "gate_granularity"), CHOICE),
     **dict.fromkeys(("attention_bias", "mlp_bias", "zero_init", "qk_norm", "quiet_softmax", "position_bias"), FLAG),
     **dict.fromkeys(("norm_eps", "attention_dropout", "gate_init", "initializer_range"), NUMBER),
+    "qk_norm_eps": value(none=Fine(None), kind="0.5", size=float("nan")),
 }
 PERCEIVER_FIELDS = {
     **dict.fromkeys(("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"), SIZE),
     **dict.fromkeys(("hidden_size", "intermediate_size"), DERIVED),
+    "num_image_positions": value(none=None, kind="8", size=-1, dtype=8.5),
     "hidden_act": CHOICE,
     "qk_norm": FLAG,
     "norm_eps": NUMBER,

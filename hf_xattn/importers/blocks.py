@@ -85,7 +85,13 @@ def language_weights(
         ValueError: for names that the model does not have, or shapes that differ in more than the vocabulary size.
     """
     own, everything = dict(text.named_parameters()), text.state_dict()
-    tables = {id(part.weight) for part in (text.get_input_embeddings(), text.get_output_embeddings())}
+    # The embedding and the head, whose bias also has one number for each token (GPT-J).
+    tables = {
+        id(weight)
+        for part in (text.get_input_embeddings(), text.get_output_embeddings())
+        if part is not None
+        for weight in part.parameters()
+    }
     taken, sizes = {}, set()
     for name, tensor in state.items():
         if name not in everything and re.fullmatch(OLD_BUFFERS, name) is None:

@@ -104,6 +104,7 @@ def recipe(config: IdeficsConfig) -> Recipe:
             intermediate_size=config.intermediate_size,
             hidden_act=config.hidden_act,
             norm_eps=config.rms_norm_eps,
+            qk_norm_eps=config.rms_norm_eps,
             qk_norm=config.qk_layer_norms,
             attention_dropout=config.dropout,
             gate_granularity="channel" if config.alpha_type == "vector" else "scalar",

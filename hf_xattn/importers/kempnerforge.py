@@ -10,7 +10,8 @@ Names are this package's own; `D` width, `H` query heads, `K` K/V heads, `d` hea
 | `attn.o_proj.weight` | (D, H d) | the same |
 | `mlp.{gate_proj,up_proj}.weight`, `mlp.down_proj.weight` | (F, D), (D, F) | the same; no `gate_proj` but with SiLU |
 
-There is no gate. Block `k` stands after the decoder's layer `(k + 1) * every - 1`, so its index here is `(k + 1) * every`.
+There is no gate. KempnerForge builds the norms of a block with an epsilon of 1e-5, whatever `norm_eps` of its configuration says: that
+one is for the decoder's own norms. Block `k` stands after the decoder's layer `(k + 1) * every - 1`, so its index here is `(k + 1) * every`.
 The image features are the output of KempnerForge's adapter, with the decoder's hidden size. Pass them as
 `cross_attention_states`.
 """
@@ -28,6 +29,7 @@ from .blocks import block_options, check_parts, load_parts, shape_of, stack_of, 
 from .recipe import block_name
 
 
+NORM_EPS = 1e-5  # of every block
 BLOCK = r"(?:.+\.)?cross_attention_layers\.(\d+)\.(.+)"
 
 
@@ -39,7 +41,7 @@ def import_kempnerforge(
     every: int,
     hidden_act: str = "silu",
     norm_type: str = "rmsnorm",
-    norm_eps: float = 1e-5,
+    norm_eps: float = NORM_EPS,
 ) -> XAttnForConditionalGeneration:
     """Puts KempnerForge's blocks into a language model.
 
@@ -49,7 +51,9 @@ def import_kempnerforge(
         text (`PreTrainedModel`): the decoder as a causal language model of transformers; changed in place.
         num_attention_heads (`int`): number of query heads. The shapes give only its product with the head width.
         every (`int`): `cross_attention_every_n_layers` of KempnerForge's configuration.
-        hidden_act, norm_type, norm_eps: `activation`, `norm_type` and norm epsilon of KempnerForge's configuration.
+        hidden_act (`str`), norm_type (`str`): `activation` and `norm_type` of KempnerForge's configuration.
+        norm_eps (`float`, defaults to 1e-5): epsilon of the blocks' norms. Not `norm_eps` of KempnerForge's configuration, which its
+            blocks do not read: change it only for blocks that were built with another one.
 
     Raises:
         ValueError: for missing tensors, tensors of a wrong shape, or a number of blocks that does not fit the decoder. The
@@ -96,7 +100,7 @@ def kempnerforge_block_config(
     *,
     hidden_act: str = "silu",
     norm_type: str = "rmsnorm",
-    norm_eps: float = 1e-5,
+    norm_eps: float = NORM_EPS,
 ) -> CrossAttentionConfig:
     """Returns the configuration of a [`GatedCrossAttentionBlock`] that loads the state dict of one block unchanged."""
     names = {"q": "attn.q_proj.weight", "k": "attn.k_proj.weight", "down": "mlp.down_proj.weight"}

@@ -77,6 +77,7 @@ def recipe(config: MllamaConfig) -> Recipe:
     fields: dict[str, Any] = {name: getattr(text, name) for name in (*LLAMA_FIELDS, "num_key_value_heads")}
     num_layers = text.num_hidden_layers - len(cross)
     fields["head_dim"] = text.hidden_size // text.num_attention_heads
+    fields["tie_word_embeddings"] = False  # transformers' Mllama has a head of its own, whatever its configuration says
     target = XAttnConfig(
         text_config=LlamaConfig(**fields, num_hidden_layers=num_layers),
         vision_config=vision,
@@ -89,6 +90,7 @@ def recipe(config: MllamaConfig) -> Recipe:
             intermediate_size=text.intermediate_size,
             hidden_act=text.hidden_act,
             norm_eps=text.rms_norm_eps,
+            qk_norm_eps=text.rms_norm_eps,
             qk_norm=True,
             attention_dropout=text.dropout,
             gate_init=0.0,

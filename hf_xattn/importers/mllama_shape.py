@@ -104,6 +104,7 @@ def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
         "hidden_act": text.hidden_act,
         "norm_type": "rmsnorm",
         "norm_eps": text.rms_norm_eps,
+        "qk_norm_eps": text.rms_norm_eps,
         "qk_norm": True,
         "gate": "tanh",
         "gate_granularity": "scalar",

@@ -16,6 +16,7 @@ width (published checkpoints: `H` 8, `d` 64). `<block>` is `<layers>.<i>.gated_c
 | `... .attn_gate`, `ff_gate` | (1,) | `attn_gate`, `mlp_gate` |
 | `... .ff.0.{weight,bias}`, `ff.1.weight`, `ff.3.weight` | (D,), (4 D, D), (D, 4 D) | `mlp_norm`, `mlp.up_proj`, `mlp.down_proj` |
 | `perceiver.latents` | (latents, V) | `connector.layers.0.latents` |
+| `perceiver.media_time_embs`; flamingo-pytorch: `media_pos_emb` | (images, 1, V) | `image_positions` |
 | `perceiver.layers.<k>.0.{norm_media,norm_latents,to_q,to_kv,to_out}` | as above, with V | `layers.<k>.attn.*` |
 | `perceiver.layers.<k>.1.{0,1,3}`, `perceiver.norm` | as `ff` above | `layers.<k>.mlp.*`, `norm` |
 | `lang_encoder.<name>`, of a layer `<layers>.<i>.decoder_layer.<name>` | | the language model's own |
@@ -54,8 +55,10 @@ BLOCK_RULES = [
     (r"ff\.1\.weight", r"mlp.up_proj.weight"),
     (r"ff\.3\.weight", r"mlp.down_proj.weight"),
 ]
+POSITIONS = "media_time_embs|media_pos_emb"
 PERCEIVER_RULES = [
     (r"latents", r"latents"),
+    (POSITIONS, r"image_positions"),
     (r"norm\.(weight|bias)", r"norm.\1"),
     (r"layers\.(\d+)\.0\.norm_media\.(weight|bias)", r"layers.\1.attn.context_norm.\2"),
     (r"layers\.(\d+)\.0\.norm_latents\.(weight|bias)", r"layers.\1.attn.latents_norm.\2"),
@@ -94,7 +97,15 @@ def import_open_flamingo(
         raise ValueError(f"`head_dim` must be at least 1, got {head_dim}.")
     blocks, perceiver, language = _split(state_dict)
     block_config, _ = open_flamingo_block(blocks[min(blocks)], head_dim)
-    connector = {} if vision is None else _connector(perceiver, head_dim)
+    connector: dict[str, Any] = {}
+    latents: dict[str, torch.Tensor] = {}
+    if vision is not None:
+        perceiver_config, latents = open_flamingo_resampler(perceiver, head_dim)
+        connector = {
+            "connector_type": "perceiver",
+            "perceiver_config": perceiver_config,
+            "vision_feature_select_strategy": "default",  # patch tokens, without CLIP's class token
+        }
     language, text_config = language_weights(text, language)
     config = XAttnConfig(
         text_config=text_config,
@@ -110,11 +121,7 @@ def import_open_flamingo(
     for index, block in blocks.items():
         place = block_name(f"model.text_model.{layers_name}", index, num_layers)
         parts |= {f"{place}.{name}": tensor for name, tensor in open_flamingo_block(block, head_dim)[1].items()}
-    if vision is not None:
-        place = "model.connector.layers.0."
-        parts |= _renamed(
-            perceiver, PERCEIVER_RULES, place, r"layers\.(\d+)\.0\.to_kv\.weight", r"layers.\1.attn.{}_proj.weight"
-        )
+    parts |= {f"model.connector.layers.0.{name}": tensor for name, tensor in latents.items()}
     check_parts(config, layers_name, num_layers, parts)
     check_insertable(text)
     if text_config.vocab_size != text.config.vocab_size:
@@ -160,25 +167,43 @@ def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, tor
     return blocks, perceiver, language
 
 
-def _connector(perceiver: dict[str, torch.Tensor], head_dim: int) -> dict[str, Any]:
-    if "frame_embs" in perceiver or "media_time_embs" in perceiver:
-        raise ValueError("`state_dict`: a resampler with embeddings of frames or of image numbers is not supported.")
-    latents, width = shape_of(perceiver, "latents")
-    depth = len({name.split(".")[1] for name in perceiver if name.startswith("layers.")})
+def open_flamingo_resampler(
+    state_dict: dict[str, torch.Tensor], head_dim: int = 64
+) -> tuple[PerceiverConfig, dict[str, torch.Tensor]]:
+    """Converts the state dict of OpenFlamingo's or flamingo-pytorch's resampler, whose names start at `latents` and `layers.`.
+
+    Args:
+        state_dict (`dict[str, torch.Tensor]`): its tensors. A position for each image (`media_time_embs`, `media_pos_emb`) becomes
+            `num_image_positions`.
+        head_dim (`int`, defaults to 64): width of a head.
+
+    Returns:
+        the configuration and the state dict of a `PerceiverResampler`, the `"perceiver"` connector.
+
+    Raises:
+        ValueError: for missing or unknown tensors, or a resampler of videos, which adds an embedding to each frame.
+    """
+    if "frame_embs" in state_dict:
+        raise ValueError(
+            "`state_dict`: expected a resampler of images, got `frame_embs`, embeddings of a video's frames. They are not supported."
+        )
+    latents, width = shape_of(state_dict, "latents")
+    depth = len({name.split(".")[1] for name in state_dict if name.startswith("layers.")})
     config = PerceiverConfig(
         hidden_size=width,
         num_latents=latents,
+        num_image_positions=next((len(state_dict[name]) for name in POSITIONS.split("|") if name in state_dict), 0),
         num_hidden_layers=depth,
-        num_attention_heads=shape_of(perceiver, "layers.0.0.to_q.weight")[0] // head_dim,
+        num_attention_heads=shape_of(state_dict, "layers.0.0.to_q.weight")[0] // head_dim,
         head_dim=head_dim,
-        intermediate_size=shape_of(perceiver, "layers.0.1.1.weight")[0],
+        intermediate_size=shape_of(state_dict, "layers.0.1.1.weight")[0],
         hidden_act="gelu",
     )
-    return {
-        "connector_type": "perceiver",
-        "perceiver_config": config,
-        "vision_feature_select_strategy": "default",  # patch tokens, without CLIP's class token
-    }
+    both, projections = r"layers\.(\d+)\.0\.to_kv\.weight", r"layers.\1.attn.{}_proj.weight"
+    renamed_state = _renamed(state_dict, PERCEIVER_RULES, "", both, projections)
+    if "image_positions" in renamed_state:  # (images, 1, width)
+        renamed_state["image_positions"] = renamed_state["image_positions"].reshape(-1, width)
+    return config, renamed_state
 
 
 def _renamed(
