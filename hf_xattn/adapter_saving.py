@@ -185,7 +185,7 @@ class _Comparison:
             if self.prefix + name not in state:
                 continue
             ours = _whole(self.model, self.prefix + name, state[self.prefix + name])
-            if _equal(ours, theirs):
+            if equal_bits(ours, theirs):
                 del state[self.prefix + name]
                 if name in self.base and not is_quantized(ours) and ours.dtype != theirs.dtype:
                     dtypes[name] = str(ours.dtype).removeprefix("torch.")
@@ -249,7 +249,7 @@ def _whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return load_offloaded_parameter(model, name) if tensor.is_meta else tensor
 
 
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Bit for bit, in the dtype of `ours`: -0.0 and 0.0 differ, and NaN equals itself."""
     if ours.shape != theirs.shape or is_quantized(ours) != is_quantized(theirs):
         return False

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ..version import __version__
-from . import chat, demo, encode, export, generate, import_, inspect, retrofit, serve, train, web
+from . import chat, check, demo, encode, export, generate, import_, inspect, retrofit, serve, train, web
 
 
 COMMANDS = (
@@ -15,6 +15,7 @@ COMMANDS = (
     import_,
     export,
     inspect,
+    check,
     chat,
     generate,
     encode,
@@ -25,14 +26,14 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, or 2 after an error, whose message goes to stderr."""
+    """Runs one command. Returns the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr."""
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        status = arguments.run(arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"hf-xattn {arguments.command}: error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:

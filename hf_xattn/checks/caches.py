@@ -1,0 +1,159 @@
+"""Generation with each kind of cache against generation without one, and how often an image is projected meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from .blocks import awake_blocks, woken
+from .inputs import LENGTH, image_of_first_row, mark_images, random_text
+from .results import BROKEN, HOLDS, NOT_CHECKED, Result, has_experts, largest, largest_difference, number, rounding_of
+
+
+STEPS = 8
+LONGEST_WINDOW = 1024  # a longer text costs too much without a cache
+FLOAT8, FLOAT8_OF_EXPERTS = 0.25, 0.5  # share of the largest logit by which text in float8 may be off
+QUANTIZED = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "cache-dynamic": {},
+    "cache-static": {"cache_implementation": "static"},
+    "cache-quantized": QUANTIZED,
+    "cache-offloaded": {"cache_implementation": "offloaded"},
+    "cache-encoded": {},
+    "cache-sliding": {},
+}
+
+
+@torch.no_grad()
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    """Greedy, `STEPS` tokens, with the logits of each step."""
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **{
+            "max_new_tokens": STEPS,
+            "min_new_tokens": STEPS,
+            "do_sample": False,
+            "num_beams": 1,
+            "num_return_sequences": 1,
+        },
+        **{"return_dict_in_generate": True, "output_logits": True, "disable_compile": True},
+        **options,
+    )
+
+
+@torch.no_grad()
+def check_projections(model: Any) -> Result:
+    """One call of `k_proj` and `v_proj` in each block, and of the vision tower, while several tokens are generated."""
+    calls: Counter[str] = Counter()
+    modules = {
+        f"{part} of block {b.layer_idx}": getattr(b.attn, part) for b in model.blocks for part in ("k_proj", "v_proj")
+    }
+    if model.base_model.vision_tower is not None:
+        modules["vision tower"] = model.base_model.vision_tower
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: calls.update([name])) for name, module in modules.items()
+    ]
+    try:
+        generate(model, mark_images(model, random_text(model)), **image_of_first_row(model))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    wrong = {name: calls[name] for name in modules if calls[name] != 1}
+    if wrong:
+        name, count = max(wrong.items(), key=lambda item: item[1])
+        line = f"{name} ran {count} times in {STEPS} steps, expected 1 ({len(wrong)} of {len(modules)} modules did not run once)"
+        return Result("projected-once", BROKEN, line, count, 1)
+    tower = " and the vision tower" if model.base_model.vision_tower is not None else ""
+    line = f"1 call in {STEPS} steps: k_proj and v_proj of {len(model.blocks)} blocks{tower}"
+    return Result("projected-once", HOLDS, line, 1, 1)
+
+
+class CacheChecks:
+    """Compares each kind of cache with no cache. What is generated without one is kept for the next kind.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): the model.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._uncached: dict[int, Any] = {}
+
+    def check(self, kind: str) -> Result:
+        """`kind` is a key of `KINDS`."""
+        length, why_not = LENGTH, self._why_not(kind)
+        if kind == "cache-sliding" and why_not is None:
+            window = self._window()
+            if window is None:
+                why_not = "the decoder has no sliding window"
+            elif window > LONGEST_WINDOW:
+                why_not = f"its window of {window} tokens is longer than {LONGEST_WINDOW}"
+            else:
+                length = window + 3
+        if why_not is not None:
+            return Result(kind, NOT_CHECKED, why_not)
+        with awake_blocks(self.model) as awake:
+            return self._check(kind, length, awake)
+
+    def _check(self, kind: str, length: int, awake: int) -> Result:
+        ids = mark_images(self.model, random_text(self.model, length))
+        images = image_of_first_row(self.model)
+        if length not in self._uncached:
+            self._uncached[length] = generate(self.model, ids, **images, use_cache=False)
+        expected = self._uncached[length]
+        if kind == "cache-encoded":
+            with torch.no_grad():
+                images = {"past_key_values": self.model.base_model.encode_images(**images)}
+            generate(self.model, ids, **images)  # a first question must not change the answer to the second
+        try:
+            found = generate(self.model, ids, **images, **KINDS[kind])
+        except Exception as error:
+            reason = self._refusal_of_decoder(kind)
+            if reason is None:
+                raise error
+            return Result(kind, NOT_CHECKED, f"the decoder itself refuses this cache: {reason}")
+        return self._compare(kind, length, expected, found, awake)
+
+    def _compare(self, kind: str, length: int, expected: Any, found: Any, awake: int) -> Result:
+        ours, theirs = torch.stack(found.logits, 1), torch.stack(expected.logits, 1)
+        same = found.sequences[:, length:] == expected.sequences[:, length:]
+        # Up to the first step that chose another word: later steps read another text.
+        counts = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1].cumprod(1).bool()], dim=1)
+        scale = largest(theirs)
+        apart = largest_difference(ours[counts], theirs[counts]) / max(scale, 1e-30)
+        allowed, why = rounding_of(self.model), "rounding"
+        if kind == "cache-quantized":
+            allowed = FLOAT8_OF_EXPERTS if has_experts(self.model.base_model.text_model) else FLOAT8
+            why = "text in float8"
+        steps = int(same.all(0).cumprod(0).sum())
+        words = f"{STEPS} equal tokens" if steps == STEPS else f"{steps} equal tokens of {STEPS}, then {why} decides"
+        line = (
+            f"largest difference of logits {number(apart)} of the largest logit, allowed {number(allowed)} ({why}): {words}, after "
+            f"{length} of text{woken(awake)}"
+        )
+        if apart > allowed:
+            line += "" if self.model.dtype == torch.float32 else ". With `--dtype float32`, rounding is smaller"
+        return Result(kind, HOLDS if apart <= allowed else BROKEN, line, apart, allowed)
+
+    def _why_not(self, kind: str) -> str | None:
+        if kind == "cache-offloaded" and self.model.device.type != "cuda":
+            return f"offloading needs a GPU, the model is on {self.model.device.type}"
+        return None
+
+    def _refusal_of_decoder(self, kind: str) -> str | None:
+        """The error with which the text half refuses a cache by itself, without images."""
+        try:
+            generate(self.model.base_model.text_model, random_text(self.model), **KINDS[kind])
+        except Exception as error:
+            return str(error).partition("\n")[0]
+        return None
+
+    def _window(self) -> int | None:
+        """The largest sliding window among the layers of the text half."""
+        cache = generate(self.model, random_text(self.model)).past_key_values
+        layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
+        windows = [getattr(layer, "sliding_window", None) for layer in layers if getattr(layer, "is_sliding", False)]
+        return max((window for window in windows if isinstance(window, int)), default=None)

@@ -1,0 +1,119 @@
+"""`hf-xattn check`: measures on a model of the user's own what the package promises, one line a promise."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .loading import add_model, check_model
+
+
+if TYPE_CHECKING:
+    from ..checks import Result
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+EXIT_STATUS = "Exit status: 0 if all that was checked holds, 1 if a promise is broken, 2 for wrong usage."
+
+
+def register(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="measure on a model what is promised: base untouched, caches exact, blocks alive, ...",
+        epilog=f"Inputs are random and seeded. {EXIT_STATUS}",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--base",
+        metavar="TEXT",
+        help="the text-only model below the blocks: a folder, a GGUF file or a Hub id. Its weights and logits are compared",
+    )
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="NAME", help="leave a check out, by its name; repeat for several"
+    )
+    parser.add_argument(
+        "--adapter-only",
+        action="store_true",
+        help="save only what was added to the bases, where saving and loading are checked: for models that fill a disk",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_model(_model_of_adapter(arguments.model) or arguments.model)
+    from ..adapters import Adapter
+    from ..checks import BROKEN, NOT_CHECKED, run_checks
+    from ..checks.bases import load_base
+
+    model = _load(arguments.model, arguments)
+    results: list[Result] = []
+    found = run_checks(
+        model,
+        reload=lambda folder: _load(folder, arguments, dtype="auto"),
+        base=None if arguments.base is None else lambda: load_base(model, arguments.base),
+        skip=arguments.skip,
+        adapter_only=arguments.adapter_only or Adapter.find(arguments.model, {}) is not None,
+    )
+    about = _about(model)
+    if not arguments.json:
+        print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+    for result in found:
+        results.append(result)
+        if not arguments.json:
+            print(f"{result.status:<12} {result.name:<16} {result.line}", flush=True)
+    broken = [result.name for result in results if result.status == BROKEN]
+    if arguments.json:
+        checks = [vars(result) for result in results]
+        given = {"model": arguments.model, "base": arguments.base}
+        json.dump({**given, **about, "holds": not broken, "checks": checks}, sys.stdout, indent=2, allow_nan=True)
+        print()
+    elif broken:
+        print(f"broken: {', '.join(broken)}")
+    else:
+        left = sum(result.status == NOT_CHECKED for result in results)
+        print(f"all hold: {len(results) - left}, not checked: {left}")
+    return 1 if broken else 0
+
+
+def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = None) -> XAttnForConditionalGeneration:
+    from transformers import AutoModelForImageTextToText
+
+    options: dict[str, Any] = {"trust_remote_code": True} if arguments.trust_remote_code else {}
+    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype or arguments.dtype, **options)
+    if model.device.type != arguments.device.partition(":")[0]:  # a quantizer may have put it on a GPU
+        model = model.to(arguments.device)
+    return model.eval()
+
+
+def _model_of_adapter(name: str) -> str | None:
+    """The model below an adapter of PEFT, where a folder holds one alone."""
+    file = Path(name) / "adapter_config.json"
+    if not file.is_file() or (file.parent / "config.json").is_file():
+        return None
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: {error}.") from error
+    return base if isinstance(base, str) else None
+
+
+def _about(model: XAttnForConditionalGeneration) -> dict[str, str]:
+    import platform
+
+    import torch
+    import transformers
+
+    from ..version import __version__
+
+    return {
+        "hf_xattn": __version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
