@@ -1,0 +1,54 @@
+"""The README's section on security says what the code does."""
+
+import io
+import pickle
+import re
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from hf_xattn.commands.main import _parser
+from hf_xattn.image_reading import read_image
+from hf_xattn.importers.blocks import read_state_dict
+from hf_xattn.web.visitors import MAX_BYTES, MAX_PIXELS
+
+
+NOTE = (Path(__file__).parents[1] / "README.md").read_text().partition("## Security\n")[2].partition("\n## ")[0]
+
+
+def test_limits_of_pictures():
+    """A limit that the note does not name, or a picture that unpacks to more than the note says."""
+    assert f"up to {MAX_BYTES // 2**20} MiB and {MAX_PIXELS // 10**6} megapixels" in NOTE
+    (most,) = re.findall(r"refuses more than (\d+) megapixels", NOTE)
+    file = io.BytesIO()
+    Image.new("1", (20_000, 10_000)).save(file, "PNG")
+    assert int(most) == 2 * Image.MAX_IMAGE_PIXELS // 10**6 < 200
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_image(f"data:image/png;base64,{b64encode(file.getvalue()).decode()}")
+
+
+@pytest.mark.parametrize("command", ["serve", "web"])
+def test_servers_listen_on_this_machine_alone(command):
+    """A server that all of the network finds."""
+    assert "listen on `localhost` unless `--host` says otherwise" in NOTE
+    assert _parser().parse_args([command, "model"]).host == "localhost"
+
+
+class Runs:
+    """Says so if it is unpickled."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("code of the file was run",))
+
+
+def test_the_one_pickled_file_runs_nothing(tmp_path):
+    """A state dict that runs code."""
+    assert "`torch.load(weights_only=True)`" in NOTE
+    torch.save({"lang_encoder.weight": Runs()}, tmp_path / "blocks.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Runs(), protocol=2))
+    for name in ("blocks.pt", "plain.pt"):
+        with pytest.raises(ValueError, match="holds no state dict"):
+            read_state_dict(tmp_path / name)
