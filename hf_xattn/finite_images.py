@@ -35,10 +35,13 @@ def check_given(inputs: ImageInputs) -> None:
 
 
 @torch.compiler.disable
-def check_encoded(from_tower: torch.Tensor, features: torch.Tensor, placement: Placement, tower: str) -> None:
-    """Checks what vision tower and connector have made of finite pixels.
+def check_encoded(
+    name: str, from_tower: torch.Tensor, features: torch.Tensor, placement: Placement, tower: str
+) -> None:
+    """Checks what vision tower and connector have made of finite images.
 
     Args:
+        name (`str`): the argument with the images: `pixel_values`, or `vision_features`, where the tower did not run.
         from_tower (`torch.Tensor`): the tower's `last_hidden_state`, with `R * n` or `(R, n)` rows.
         features (`torch.Tensor`): `(R, n, tokens, context_size)`, the output of the connector.
         placement ([`Placement`]): where these images stand among those of the call, and which of them are real.
@@ -48,12 +51,12 @@ def check_encoded(from_tower: torch.Tensor, features: torch.Tensor, placement: P
         ValueError: names the row and the index of each image.
     """
     outputs = {f"the vision tower ({tower})": from_tower.reshape(*features.shape[:2], -1), "the connector": features}
-    for name, values in outputs.items():
+    for part, values in outputs.items():
         found = _not_finite(values, placement.real)
         if found:
             remedy = "Load it in bfloat16 or float32" if values.dtype == torch.float16 else "Look at its weights"
             raise ValueError(
-                f"Expected finite values from {name} for finite `pixel_values`, got {_named(values, found, placement)} "
+                f"Expected finite values from {part} for finite `{name}`, got {_named(values, found, placement)} "
                 f"({values.dtype}). {remedy}."
             )
 

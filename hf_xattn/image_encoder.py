@@ -123,13 +123,15 @@ class ImageEncoder:
         drop_first = self.config.vision_feature_select_strategy == "default"
         return connect(self.connector, features, images, tiled, drop_first, positions)
 
-    def _of_tower_outputs(self, images: ImageInputs) -> torch.Tensor:
-        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `stand_in.py`)."""
+    def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
+        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `stand_in.py`). `real`
+        `(R, n)` tells which are no padding.
+        """
         features, tiled = images.features, images.tiles is not None
         assert features is not None and self.vision_tower is not None and self.connector is not None
         check_not_trained(self.vision_tower)
         rows, num_images = features.shape[:2]
-        features = features.to(self._dtype_of(images))
+        features = without_padding_images(features, real).to(self._dtype_of(images))
         if is_distributed():
             check_callable("connector", self.connector)
             if self.tower_is_waited_for():  # before the connector, as in the other processes
@@ -226,19 +228,21 @@ class ImageEncoder:
         Args:
             placement ([`Placement`], *optional*): of these images, to name them.
         """
+        real = None if placement is None else placement.real
         if images.pixel_values is not None:
-            if placement is None:
-                return self.features(images.pixel_values, images.tiles, images.positions)
-            pixel_values = without_padding_images(images.pixel_values, placement.real)
-            output, features = self.outputs(pixel_values, images.tiles, images.positions)
-            if self.checks_values:
-                assert self.vision_tower is not None and output.last_hidden_state is not None
-                check_encoded(output.last_hidden_state, features, placement, self.vision_tower.config.model_type)
-            return features
-        if images.features is not None:
-            return self._of_tower_outputs(images)
-        assert images.states is not None
-        return images.states
+            output, features = self.outputs(
+                without_padding_images(images.pixel_values, real), images.tiles, images.positions
+            )
+            from_tower = output.last_hidden_state
+        elif images.features is not None:
+            from_tower, features = images.features, self._of_tower_outputs(images, real)
+        else:
+            assert images.states is not None
+            return images.states
+        if self.checks_values and placement is not None:
+            assert self.vision_tower is not None and from_tower is not None and images.name is not None
+            check_encoded(images.name, from_tower, features, placement, self.vision_tower.config.model_type)
+        return features
 
     def _digests(self, inputs: ImageInputs) -> Digests:
         images, name = inputs.images, inputs.name

@@ -369,7 +369,7 @@ def test_processes_share_the_pictures(model, tmp_path, launcher):
     """A picture that two processes encode, or none; a file that both write."""
     data, folder = many_pictures(tmp_path / "data", 9), tmp_path / "features"
     words = encode(model, data, folder, "--shard-size", "0.002")
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "hf_xattn.commands.main", *words]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "hf_xattn", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     if launcher == "torchrun":

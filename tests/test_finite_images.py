@@ -7,7 +7,7 @@ import torch
 from conftest import make_model, pixels, token_ids
 from conversation_helpers import MARKER, marked
 
-from hf_xattn import check_images, freeze_base
+from hf_xattn import check_images, freeze, freeze_base
 
 
 BAD = 1  # the row
@@ -20,13 +20,14 @@ def images_of(kind: str, value: float | None = None, num_images: int = 1) -> dic
     if kind == "pixel_values":
         images = pixels(3, num_images)
     else:
-        images = torch.randn(3, num_images, 5, 32, generator=torch.Generator().manual_seed(5))
+        shape = (16, 24) if kind == "vision_features" else (5, 32)  # tokens of an image, and their width
+        images = torch.randn(3, num_images, *shape, generator=torch.Generator().manual_seed(5))
     if value is not None:
         images[BAD, -1].view(-1)[7] = value
     return {kind: images}
 
 
-KINDS = ["pixel_values", "cross_attention_states"]
+KINDS = ["pixel_values", "vision_features", "cross_attention_states"]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -68,12 +69,11 @@ def test_other_rows_of_generate(kind):
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
     "kind, mask",  # a mask of tokens says nothing of pixels: the vision tower looks at all of a real image
-    [(kind, "image_mask") for kind in KINDS]
-    + [(kind, "cross_attention_mask") for kind in KINDS if kind != "pixel_values"],
+    [*((kind, "image_mask") for kind in KINDS), ("cross_attention_states", "cross_attention_mask")],
 )
 def test_padding_may_hold_anything(kind, mask, value):
     """Padding that was never written, or time series that are padded with NaN: 0 times NaN in attention, and in gradients."""
-    model = freeze_base(make_model(), vision=False).train()
+    model = freeze(make_model(), vision=kind == "vision_features").train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -108,7 +108,7 @@ CALLS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_report(kind, call):
     """A NaN in the loss that does not say which of 64 pictures it came from."""
-    model = make_model()
+    model = freeze(make_model())
     CALLS[call](model, **images_of(kind, NAN))  # off: nothing is looked at
     with check_images(model):
         CALLS[call](model, **images_of(kind, num_images=2))
@@ -150,17 +150,18 @@ def test_report_of_the_tower():
         model(IDS, pixel_values=images, past_key_values=cache)
 
 
-def test_report_of_the_connector():
-    """The tower blamed for a connector that overflows."""
+@pytest.mark.parametrize("kind", ["pixel_values", "vision_features"])
+def test_report_of_the_connector(kind):
+    """The tower blamed for a connector that overflows, or nobody, where the tower has run before."""
     model = make_model()
     model.model.connector.half()
     with torch.no_grad():
         model.model.connector.layers[0].weight.fill_(0)[:, ::2] = 6e4
     with (
         check_images(model),
-        pytest.raises(ValueError, match=r"values from the connector .* in row 0, image 0.*float16"),
+        pytest.raises(ValueError, match=rf"values from the connector for finite `{kind}`.* in row 0, image 0.*float16"),
     ):
-        model(IDS, pixel_values=pixels(3))
+        model(IDS, **images_of(kind))
 
 
 def test_padding_beside_known_images():
@@ -236,7 +237,7 @@ def test_weights_survive():
 def test_compiled():
     """Compiled code that looks at nothing although it was asked to, or that pays where it was not."""
     torch._dynamo.reset()
-    model, (good, bad) = make_model(vision=False), (images_of(KINDS[1], value) for value in (None, NAN))
+    model, (good, bad) = make_model(vision=False), (images_of("cross_attention_states", value) for value in (None, NAN))
     whole = torch.compile(model.forward, backend="eager", fullgraph=True)
     with torch.no_grad(), check_images(model):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="check_given"):
