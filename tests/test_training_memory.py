@@ -12,9 +12,9 @@ from conftest import make_model, make_text, pixels, token_ids, vision_config
 from test_distributed import WORLD_SIZE, _leave
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModel, LlamaConfig, SiglipConfig
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, SiglipConfig, TorchAoConfig
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, retrofit
 from hf_xattn.commands.loading import load_shapes, plan_shapes
 from hf_xattn.commands.main import main
 from hf_xattn.training_memory import shown, training_memory, training_memory_table
@@ -284,3 +284,20 @@ def test_command(tmp_path, capsys):
     for arguments, message in wrong:
         assert main(["inspect", *arguments]) == 2
         assert message in capsys.readouterr().err, arguments
+
+
+def test_quantized_weights(tmp_path, capsys):
+    """Figures of weights that were never quantized, without a word."""
+    torchao = pytest.importorskip("torchao.quantization")
+    make_text().save_pretrained(tmp_path / "text")
+    quantized = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    model = retrofit(tmp_path / "text", every=2, quantization_config=quantized, cross_attention={"context_size": 16})
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "adapter", adapter_only=True)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "text", quantization_config=quantized).save_pretrained(
+        tmp_path / "quantized"
+    )
+    for name in ("whole", "adapter", "quantized", "text"):
+        assert main(["inspect", str(tmp_path / name), "--training", "--text-length", "8"]) == 0
+        told = f"{tmp_path / name} is quantized (torchao): its frozen weights need less than the table says"
+        assert (told in capsys.readouterr().out) == (name != "text")

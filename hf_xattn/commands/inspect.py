@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .loading import DTYPES, has_blocks, load_shapes, plan_shapes
+from .loading import DTYPES, has_blocks, load_shapes, plan_shapes, quantization_of
 from .options import add_blocks
 from .output import print_report
 
@@ -80,7 +80,13 @@ def _print_training(name: str, blocks: dict[str, Any], dtype: str = "auto", **gi
         model = load_shapes(name, dtype)
     else:
         model = plan_shapes(name, dtype=dtype, **blocks)
-    print(training_memory_table(training_memory(model, **given), given.get("ranks", 1)))
+    memory = training_memory(model, **given)
+    print(training_memory_table(memory, given.get("ranks", 1)))
+    if method := quantization_of(name):
+        counted = str(memory.dtype).removeprefix("torch.")
+        print(
+            f"{name} is quantized ({method}): its frozen weights need less than the table says, which counts them in {counted}."
+        )
 
 
 def _option(name: str) -> str:

@@ -141,6 +141,22 @@ def has_blocks(name: str) -> bool:
     return not is_gguf_path(name) and AutoConfig.from_pretrained(name).model_type == "xattn"
 
 
+def quantization_of(name: str) -> str | None:
+    """The method that the weights of a checkpoint are quantized with, or None. Reads only the configuration."""
+    from transformers import AutoConfig
+
+    from ..adapters import Adapter
+    from ..gguf_files import is_gguf_path
+
+    if is_gguf_path(name):
+        return None  # a retrofit unpacks it
+    adapter = Adapter.find(name, {})
+    saved = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    if adapter is not None:
+        saved = adapter.manifest.get("quantization_config")
+    return None if saved is None else str(saved["quant_method"])
+
+
 def _given_dtype(dtype: str) -> dict[str, Any]:
     """Keyword arguments of `from_config`."""
     import torch
