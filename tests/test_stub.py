@@ -18,6 +18,7 @@ from transformers.dynamic_module_utils import get_imports
 
 import hf_xattn
 from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnForConditionalGeneration, retrofit, stub
+from hf_xattn.version import __version__
 
 
 AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
@@ -106,7 +107,7 @@ def test_a_missing_package_is_named(folder, tmp_path):
     assert len(lines) == 6 and len(trusted) == 3
     for line in lines:
         asked = (
-            "needs the Python package hf_xattn (0.1.0 or newer). Install it: pip install hf_xattn"
+            f"needs the Python package hf_xattn ({__version__} or newer). Install it: pip install hf_xattn"
             if line in trusted
             else ""
         )
@@ -155,7 +156,10 @@ def test_an_older_package_says_so(folder, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     made = dynamic_module_utils.get_class_from_dynamic_module("xattn_stub.XAttnConfig", folder)
     assert made is hf_xattn.XAttnConfig
-    assert "saved with hf_xattn 0.1.0, but 0.0.9 is installed" in caplog.text and "--upgrade hf_xattn" in caplog.text
+    assert (
+        f"saved with hf_xattn {__version__}, but 0.0.9 is installed" in caplog.text
+        and "--upgrade hf_xattn" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(

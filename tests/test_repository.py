@@ -1,0 +1,109 @@
+"""What newcomers read and what GitHub and package indexes show: the guide, the forms, the workflow, the metadata."""
+
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hf_xattn
+from hf_xattn.commands.main import _parser
+
+
+ROOT = Path(__file__).parents[1]
+GITHUB = ROOT / ".github"
+GUIDE = (GITHUB / "CONTRIBUTING.md").read_text()
+FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+
+
+def test_the_guide_names_what_is_there():
+    """A file that moved, a name that is gone, a command that nobody can run."""
+    files = re.findall(r"`((?:hf_xattn|tests|\.ci|\.github)/[\w./]+|README\.md)`", GUIDE)
+    assert len(files) > 15
+    assert [
+        file for file in files if not (ROOT / file).exists() and file not in ("tests/test_X.py", "hf_xattn/X.py")
+    ] == []
+    code = "\n".join(path.read_text() for folder in ("hf_xattn", "tests") for path in (ROOT / folder).rglob("*.py"))
+    for name in ("DIFFERENT", "EXPERTS", "RECIPES", "Recipe", "BLOCK_FIELDS", "CrossAttentionConfig", "_init_weights"):
+        assert f"`{name}`" in GUIDE or f".{name}`" in GUIDE
+        assert re.search(rf"(?:^|def |class ){name}\b", code, re.MULTILINE), name
+    (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
+    assert set(re.findall(r"`hf-xattn (\w+)", GUIDE)) <= set(commands)
+
+
+def test_the_guide_has_the_commands_of_the_readme():
+    """Two ways to run the tests, of which one is old."""
+    readme = (ROOT / "README.md").read_text()
+    install = re.search(r"<!-- test command -->\n```bash\n(.*) && \.venv/bin/pytest\n", readme)
+    assert install is not None and f"`{install[1]}`" in GUIDE
+    run = (ROOT / ".ci" / "run").read_text()
+    for command in ("ruff check .", "ruff format", "mypy"):
+        assert command in GUIDE and command in run
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.parametrize("path", FORMS, ids=[path.stem for path in FORMS])
+def test_issue_forms(path):
+    """A form that GitHub does not show, because a key is wrong; or that does not ask for the output of `hf-xattn check`."""
+    form = yaml.safe_load(path.read_text())
+    assert form.keys() == {"name", "description", "labels", "body"}
+    identities = [entry["id"] for entry in form["body"]]
+    assert len(set(identities)) == len(identities) and "check" in identities
+    for entry in form["body"]:
+        assert entry.keys() <= {"type", "id", "attributes", "validations"}
+        assert entry["type"] in ("textarea", "input")
+        allowed = {"label", "description", "placeholder"} | ({"render"} if entry["type"] == "textarea" else set())
+        assert "label" in entry["attributes"] and entry["attributes"].keys() <= allowed
+        assert entry.get("validations", {"required": True}) == {"required": True}
+    options = re.findall(r"`hf-xattn (\w+)(?: [A-Z]+)?((?: --[\w-]+)?)", path.read_text())
+    (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
+    for command, option in options:
+        assert not option or option.strip() in commands[command]._option_string_actions
+
+
+def test_two_forms_and_a_private_way():
+    """A weakness that is told to all, because nothing else was offered."""
+    assert [path.stem for path in FORMS] == ["bug", "decoder"]
+    chooser = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text())
+    assert chooser["blank_issues_enabled"] is False
+    (link,) = chooser["contact_links"]
+    assert link["url"].endswith("/security/advisories/new") and link.keys() == {"name", "url", "about"}
+
+
+def test_the_workflow_calls_the_script():
+    """A workflow that runs other commands than contributors do, or may write to the repository."""
+    workflow = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads the key `on` so
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+
+
+def test_metadata():
+    """A package without types for its users, without links, or whose version is written in two places."""
+    assert (Path(hf_xattn.__file__).parent / "py.typed").is_file()
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '"hf_xattn" = ["py.typed"]' in text and "Typing :: Typed" in text
+    urls = dict(re.findall(r'^(\w+) = "(https://github\.com/hf-xattn/hf_xattn[^"]*)"$', text, re.MULTILINE))
+    assert urls.keys() == {"Homepage", "Documentation", "Issues"}
+    found = [
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "*.toml", ".github/**/*", "hf_xattn/**/*.py", "tests/*.py", "examples/**/*.py")
+        for path in ROOT.glob(pattern)
+        if path.is_file() and hf_xattn.__version__ in path.read_text()
+    ]
+    assert found == ["hf_xattn/version.py"]
+
+
+def test_extras_name_each_other():
+    """An extra that asks for an extra which does not exist."""
+    try:
+        extras = set(metadata.metadata("hf_xattn").get_all("Provides-Extra") or [])
+    except metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed")
+    for requirement in metadata.requires("hf_xattn") or []:
+        inner = re.match(r"hf[_-]xattn\[([\w,]+)\]", requirement)
+        assert inner is None or set(inner[1].split(",")) <= extras
