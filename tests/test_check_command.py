@@ -99,6 +99,20 @@ def test_json(folder, capsys):
         }
 
 
+def test_json_has_no_infinity(folder, tmp_path, capsys):
+    """An output that is no JSON, where a weight is no number."""
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    model.model.text_model.lm_head.weight.data[5] = float("nan")
+    model.save_pretrained(tmp_path)
+    status, out, _ = run(capsys, tmp_path, "--json", *QUICK, "--skip", "save-load")
+
+    def refuse(name):
+        raise ValueError(name)
+
+    checks = {check["name"]: check for check in json.loads(out, parse_constant=refuse)["checks"]}
+    assert status == 1 and checks["text-only"]["status"] == "BROKEN" and checks["text-only"]["measured"] is None
+
+
 @pytest.mark.parametrize("name", ["added", "features"])
 def test_other_folders(name, folder, capsys):
     """A folder without the bases' weights, or a model without a vision tower, that cannot be checked."""

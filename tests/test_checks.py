@@ -117,6 +117,16 @@ def test_adapters_on_the_base():
     assert results["save-load"].status == NOT_CHECKED and "adapter (PEFT)" in results["save-load"].line
 
 
+def test_logits_that_are_no_numbers():
+    """A model that computes NaN, as its base does, and is called equal to it."""
+    model, base = make_model(), make_text()
+    for broken in (model.model.text_model, base):
+        broken.lm_head.weight.data[5] = float("nan")
+    results = checked(model, "base-weights", "text-only", base=base)
+    assert results["base-weights"].status == HOLDS
+    assert results["text-only"].status == BROKEN and results["text-only"].line == "the logits are not finite"
+
+
 def test_without_a_base():
     """A line that says the base was checked, or a text half that reads images where there are none."""
     model = make_model()

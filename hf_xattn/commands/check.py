@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{result.status:<12} {result.name:<16} {result.line}", flush=True)
     broken = [result.name for result in results if result.status == BROKEN]
     if arguments.json:
-        checks = [vars(result) for result in results]
+        checks = [{**vars(result), "measured": _finite(result.measured)} for result in results]
         given = {"model": arguments.model, "base": arguments.base}
-        json.dump({**given, **about, "holds": not broken, "checks": checks}, sys.stdout, indent=2, allow_nan=True)
+        json.dump({**given, **about, "holds": not broken, "checks": checks}, sys.stdout, indent=2, allow_nan=False)
         print()
     elif broken:
         print(f"broken: {', '.join(broken)}")
@@ -77,6 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         left = sum(result.status == NOT_CHECKED for result in results)
         print(f"all hold: {len(results) - left}, not checked: {left}")
     return 1 if broken else 0
+
+
+def _finite(number: float | None) -> float | None:
+    """A number that JSON has. It has no infinity."""
+    return number if number is None or math.isfinite(number) else None
 
 
 def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = None) -> XAttnForConditionalGeneration:
