@@ -302,6 +302,33 @@ def test_select_after_repeat():
 
 
 @torch.no_grad()
+def test_repeat_after_select():
+    """Rows counted as before a selection: each kept row is then repeated with the images of another."""
+    model, _ = filled()
+    ids, images, rows = token_ids(3), pixels(3), torch.tensor([2, 0])
+    for encodes_first in (False, True):
+        if encodes_first:
+            cache = model.encode_images(pixel_values=images)
+            cache.batch_select_indices(rows)
+            cache.batch_repeat_interleave(2)
+            assert cache.text_rows == 4
+            given = ids[rows.repeat_interleave(2)]
+        else:
+            cache = model(ids, pixel_values=images).past_key_values
+            cache.batch_select_indices(rows)
+            assert cache.text_rows == 2
+            cache.batch_repeat_interleave(2)
+            assert cache.text_rows == 4 and cache.cross_attention_cache.rows == 2
+            given = token_ids(4, 1, seed=41)
+        logits = model(given, past_key_values=cache).logits[:, -1]
+        four = rows.repeat_interleave(2)
+        full = given if encodes_first else torch.cat([ids[four], given], dim=1)
+        assert torch.allclose(logits, model(full, pixel_values=images[four]).logits[:, -1], atol=1e-4)
+        with pytest.raises(ValueError, match="Expected text of batch 4"):
+            model(token_ids(2, 1), past_key_values=cache)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("visibility", ["all", "previous"])
 def test_select_among_many_questions(visibility):
     """Questions counted as images where several share one: another image's K/V, padding or markers."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import make_model, make_text, pixels, randomize, token_ids
 from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
 
@@ -145,3 +146,20 @@ def test_wrappers_of_torch(name):
     assert found.keys() == expected.keys() and any("connector" in name for name in found)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["asked_for", "callers"])
+def test_no_cache_from_layers_that_run_twice(given):
+    """A cache that comes back empty or with text twice, because its layers run again in the backward pass."""
+    model = without_dropout(make_model())
+    model.activation_checkpointing_enable()
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if given else None
+    inputs = {"labels": token_ids(), "pixel_values": pixels()}
+    outputs = model(token_ids(), past_key_values=cache, use_cache=True, **inputs)
+    assert outputs.past_key_values is None
+    outputs.loss.backward()
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    assert cache is None or (cache.get_seq_length() == 0 and not cache.cross_attention_cache.layers)
+    assert_same(found, gradients(model, input_ids=token_ids(), **inputs))
+    model.eval()  # then nothing runs twice
+    assert model(token_ids(), use_cache=True, **inputs).past_key_values.get_seq_length() == 7

@@ -108,7 +108,7 @@ def test_caches_of_other_models_are_not_combined():
     second = make_model(cross_attention_layers=[0]).encode_images(pixel_values=pixels(1))
     with pytest.raises(ValueError, match="different models"):
         combine_images([first, second])
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="Expected `caches` to hold at least one image cache, got an empty list"):
         combine_images([])
 
 
