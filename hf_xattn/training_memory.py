@@ -65,13 +65,14 @@ class Activations:
     """What a forward holds, see [`ActivationBytes`].
 
     Attributes:
-        plain, checkpointed ([`ActivationBytes`]): without and with gradient checkpointing.
+        plain ([`ActivationBytes`]): without gradient checkpointing.
+        checkpointed ([`ActivationBytes`], *optional*): with gradient checkpointing; None for a decoder that has none.
         recomputed (`int`): with gradient checkpointing: bytes of the layer that holds the most, which the backward computes again.
         copies (`int`): bytes of copies of the weights that train, in the dtype of the computation, which autocast keeps in a forward.
     """
 
     plain: ActivationBytes
-    checkpointed: ActivationBytes
+    checkpointed: ActivationBytes | None
     recomputed: int
     copies: int
 
@@ -158,17 +159,27 @@ def _activations(model: Any, dtype: torch.dtype, batch: int, text_length: int, i
 
     try:
         plain, plain_and_one = held(images), held(images + 1)
-        # Fake tensors have no random state, and it is no activation.
-        checkpoint_activations(model, {"use_reentrant": False, "preserve_rng_state": False})
-        kept, kept_and_one = held(images), held(images + 1)
+        checkpointed = None
+        if _checkpoints(model):
+            checkpointed = _shares(held(images), held(images + 1), batch, text_length, images)
     except RuntimeError as error:  # of fake tensors, which lack values and some operations
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return Activations(
         plain=_shares(plain, plain_and_one, batch, text_length, images),
-        checkpointed=_shares(kept, kept_and_one, batch, text_length, images),
+        checkpointed=checkpointed,
         recomputed=plain.largest_layer,
         copies=plain.copies,
     )
+
+
+def _checkpoints(model: Any) -> bool:
+    """Turns gradient checkpointing on. Returns whether the model has it."""
+    try:
+        # Fake tensors have no random state, and it is no activation.
+        checkpoint_activations(model, {"use_reentrant": False, "preserve_rng_state": False})
+    except ValueError:
+        return False
+    return True
 
 
 def _weight_bytes(weights: list[nn.Parameter], ranks: int) -> WeightBytes:
@@ -242,18 +253,15 @@ def training_memory_table(memory: TrainingMemory, ranks: int = 1) -> str:
         if copies:
             rows.append((f"copies of trained weights ({computes})", None, copies))
         stays, again = rank.total + memory.gathered + copies, memory.activations.recomputed
-        rows += [
-            ("activations of a step", None, plain.batch),
-            ("  with gradient checkpointing", None, kept.batch + again),
-            ("in all, at most", None, stays + plain.batch),
-            ("  with gradient checkpointing", None, stays + kept.batch + again),
-        ]
-        shares = [
-            ("activations a text token", plain.text_token),
-            ("  with gradient checkpointing", kept.text_token),
-            (f"activations {image}", plain.image),
-            ("  with gradient checkpointing", kept.image),
-        ]
+        with_kept = "  with gradient checkpointing"
+        for name, before in (("activations of a step", 0), ("in all, at most", stays)):
+            rows.append((name, None, before + plain.batch))
+            if kept is not None:
+                rows.append((with_kept, None, before + kept.batch + again))
+        for name, field in (("activations a text token", "text_token"), (f"activations {image}", "image")):
+            shares.append((name, getattr(plain, field)))
+            if kept is not None:
+                shares.append((with_kept, getattr(kept, field)))
     shares.append((f"K/V {image}, in {computes}", memory.image_token * (memory.image_tokens or 1)))
     cells = [["", "all ranks", f"each of {ranks} ranks"]]
     cells += [

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import make_model, make_text, pixels, token_ids, vision_config
+from test_architectures import make_tiny, retrofitted
 from test_distributed import WORLD_SIZE, _leave
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
@@ -129,6 +130,17 @@ def test_a_forward_that_cannot_be_followed():
     table = training_memory_table(told)
     assert isinstance(told.activations, str)
     assert "AdamW, two averages" in table and f"The activations are not known ({told.activations})." in table
+
+
+def test_a_decoder_without_checkpointing():
+    """No figures at all, where those of checkpointing are missing."""
+    made = retrofitted(make_tiny("ctrl"))
+    with torch.device("meta"):
+        planned = XAttnForConditionalGeneration._from_config(made.config)
+    told = training_memory(planned, text_length=8)
+    assert not isinstance(told.activations, str) and told.activations.checkpointed is None
+    table = training_memory_table(told)
+    assert "in all, at most" in table and "activations a text token" in table and "checkpointing" not in table
 
 
 @pytest.mark.parametrize(
