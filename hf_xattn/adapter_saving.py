@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from .peft_layers import refuse_adapter_layers
 from .quantization import check_requantizable, quantization_of_text
 from .quantized_weights import first_quantized, is_quantized, plain_tensors
 from .version import __version__
+from .whole_folder import WholeFolder
 
 
 PEFT_FILE = "adapter_config.json"
@@ -52,7 +52,7 @@ def save_adapter(
         ValueError: for a base without a name or a checkpoint, a base whose quantization cannot be repeated, a model with LoRA
             layers, a `state_dict` with gaps, and a folder that holds a whole model or an adapter (PEFT).
     """
-    target = Path(folder).resolve()  # `.` and `..` name no folder to write beside
+    target = Path(folder)
     check_target(target)
     sources = check_bases(model, bases)
     if state_dict is not None:
@@ -69,11 +69,8 @@ def save_adapter(
         config = model.hf_quantizer.quantization_config
         records["quantization_config"] = json.loads(config.to_json_string(use_diff=False))
     added = {name: _whole(model, name, tensor) for name, tensor in state.items()}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-        fresh = Path(temporary) / target.name
+    with WholeFolder(target, lambda folder: folder.glob(f"{WEIGHTS}*.safetensors")) as fresh:
         if (target / CARD).is_file():  # written anew only if no person has changed it
-            fresh.mkdir()
             shutil.copy2(target / CARD, fresh / CARD)
         save(fresh, added, not requantized)
         for path in sorted(fresh.glob("model*")):
@@ -88,7 +85,6 @@ def save_adapter(
         }
         manifest = {"format": FORMAT, "hf_xattn": __version__, **records, "files": files}
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        _move_into_place(fresh, target)
 
 
 def check_target(target: Path, adapter_only: bool = True) -> None:
@@ -136,13 +132,11 @@ def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, Ba
     return sources
 
 
-def forget_adapter(folder: str | os.PathLike[str]) -> None:
-    """Removes what an earlier `adapter_only=True` left in a folder, before a whole model is saved there."""
-    path = Path(folder)
-    if (path / MANIFEST).is_file():
-        (path / MANIFEST).unlink()
-        for file in path.glob(f"{WEIGHTS}*.safetensors"):
-            file.unlink()
+def files_of_adapter(folder: Path) -> Iterator[Path]:
+    """What an earlier `adapter_only=True` left in a folder: its manifest and its weights."""
+    if (folder / MANIFEST).is_file():
+        yield folder / MANIFEST
+        yield from folder.glob(f"{WEIGHTS}*.safetensors")
 
 
 class _Comparison:
@@ -268,18 +262,3 @@ def _equal_plain(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether scales are equal but for rounding to bfloat16."""
     return ours.shape == theirs.shape and torch.allclose(ours.float().cpu(), theirs.float().cpu(), rtol=2**-7, atol=0)
-
-
-def _move_into_place(fresh: Path, target: Path) -> None:
-    """Renames a whole folder. Into a folder that exists, files move one by one, while it has no manifest."""
-    if not target.exists():
-        os.rename(fresh, target)
-        return
-    (target / MANIFEST).unlink(missing_ok=True)
-    for path in target.glob(f"{WEIGHTS}*.safetensors"):
-        path.unlink()
-    files = sorted((path for path in fresh.rglob("*") if path.is_file()), key=lambda path: path.name == MANIFEST)
-    for path in files:
-        place = target / path.relative_to(fresh)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, place)

@@ -35,6 +35,7 @@ from .paths import check_path, check_source
 from .peft_layers import refuse_adapter_layers
 from .quantized_weights import first_quantized, is_quantized, shape_before
 from .vision import follow_tower
+from .whole_folder import finish_interrupted
 
 
 logger = logging.get_logger(__name__)
@@ -119,6 +120,7 @@ class XAttnSetsMixin:
             raise ValueError(f"Expected `name` to be new, got {name!r}. The model has {self.cross_attention_names}.")
         refuse_unknown(self.load_cross_attention, load_kwargs, frozenset(CONFIG_KEYWORDS))
         refuse_adapter_layers(self.text_model, "`load_cross_attention` cannot add blocks to", WITHOUT_ADAPTER)
+        finish_interrupted(Path(folder, load_kwargs.get("subfolder") or ""))
         adapter = Adapter.find(folder, load_kwargs)
         if adapter is None:
             raise ValueError(f"Expected `folder` to be saved with `adapter_only=True`, got {folder}, which is not.")

@@ -8,7 +8,6 @@ over other pictures adds them.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from .processing_xattn import TILE_INPUTS, XAttnProcessor
 from .vision import Tiles, run_tower
 from .vision_features import FORMAT, SHARDS, Maker, maker_of, read_shard, tower_of
+from .whole_folder import replace_file
 
 
 PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
@@ -220,11 +220,9 @@ class _Writer:
     def _write(self) -> None:
         """Writes a file. It is on the disk before it gets its name, which its pictures decide: no other process has the same."""
         save_file(self._tensors, str(self._partial), self._metadata)
-        with open(self._partial, "rb+") as file:
-            os.fsync(file.fileno())
         self.nbytes += self._partial.stat().st_size
         name = hashlib.sha256("".join(sorted(self._digests)).encode()).hexdigest()[:16]
-        os.replace(self._partial, self._folder / SHARDS.replace("*", name))
+        replace_file(self._partial, self._folder / SHARDS.replace("*", name))
         self._digests, self._tensors, self._size = [], {}, 0
 
 

@@ -25,6 +25,7 @@ from .distributed import is_split
 from .image_layout import ImageLayout, rows_to
 from .paths import check_path
 from .tensor_checks import check_integers, type_name
+from .whole_folder import whole_file
 from .xattn_cache import XAttnCache
 
 
@@ -129,7 +130,7 @@ def _check_whole(model: _Model) -> None:
 
 
 def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None:
-    """Writes encoded images to a safetensors file.
+    """Writes encoded images to a safetensors file, whole or not at all.
 
     Args:
         cache ([`ImageCache`]): from `encode_images`.
@@ -139,6 +140,7 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     Raises:
         TypeError: if an argument is not a cache, a path or a model of this package.
         ValueError: if the cache holds no images, or if another model or other weights encoded them.
+        OSError: if the file cannot be written: its folder does not exist, or the disk is full. A file at `path` is then as it was.
     """
     cross, layout = _filled("cache", cache)
     check_path("path", path)
@@ -165,7 +167,8 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
         for name, tensor in tensors.items()
         if tensor is not None
     }
-    save_file(contiguous, str(path), {"format": FORMAT, "identity": identity, "images": json.dumps(facts)})
+    with whole_file(path) as file:
+        save_file(contiguous, str(file), {"format": FORMAT, "identity": identity, "images": json.dumps(facts)})
 
 
 def load_image_cache(path: str | Path, model: _Model) -> ImageCache:

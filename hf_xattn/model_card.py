@@ -21,6 +21,7 @@ from .configuration_xattn import XAttnConfig
 from .inspection import describe
 from .paths import check_path
 from .tensor_checks import type_name
+from .whole_folder import whole_file
 
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def write_model_card(
         training = {**training_facts(trainer), **(training or {})}
         results = {**_losses(trainer), **(results or {})}
     text = _card(config, model, training or {}, results or {}, base)
-    path.write_text(text, encoding="utf-8")
+    with whole_file(path) as file:
+        file.write_text(text, encoding="utf-8")
     return True
 
 

@@ -28,6 +28,7 @@ from .saving import XAttnSavingMixin
 from .stub import NamesItsStub
 from .tensor_parallel import block_plan
 from .transformers_api import has, needs
+from .whole_folder import finish_interrupted
 
 
 class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreTrainedModel):
@@ -127,6 +128,8 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             ValueError: for such a folder that is half written or damaged, or whose base is gone or of another shape.
         """
         _refuse_splitting_of_old(kwargs)
+        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
+            finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()

@@ -19,9 +19,10 @@ from .chat_templates import default_template, to_template
 from .image_reading import is_array, read_image
 from .keywords import refuse_unknown
 from .samples import OF_VIDEOS, lay_out, read_samples, read_texts
-from .stub import NamesItsStub, references, write_stub
+from .stub import NamesItsStub, own_code, references, write_stub
 from .tensor_checks import type_name
 from .transformers_api import has, needs
+from .whole_folder import WholeFolder, finish_interrupted
 
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
@@ -73,10 +74,21 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs) -> list[str]:
-        """`ProcessorMixin.save_pretrained`, with the stub that `auto_map` names."""
+        """`ProcessorMixin.save_pretrained`, with the stub that `auto_map` names. All files are written, or none."""
         self.auto_map = {"AutoProcessor": references("xattn")["AutoProcessor"]}
-        write_stub(save_directory)
-        return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        if push_to_hub:  # transformers uploads what is new in the folder
+            write_stub(save_directory)
+            return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        with WholeFolder(save_directory, own_code) as fresh:
+            write_stub(fresh, target=Path(save_directory))
+            written = super().save_pretrained(fresh, **kwargs)
+        return [os.path.join(save_directory, os.path.relpath(file, fresh)) for file in written]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
+        """`ProcessorMixin.from_pretrained`. Finishes a save into the folder that was interrupted."""
+        finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:

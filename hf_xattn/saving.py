@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import glob
+import inspect
+import math
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .adapter_saving import SAVE_OR_MERGE, check_bases, check_target, forget_adapter, save_adapter
+from .adapter_saving import SAVE_OR_MERGE, check_bases, check_target, files_of_adapter, save_adapter
 from .custom_code import save_code
 from .distributed import gathered_weights, is_sharded_by_transformers, saved_by_one
 from .keywords import refuse_unknown, suggestion
@@ -17,8 +24,9 @@ from .model_card import FILE, is_blank, write_model_card
 from .peft_layers import refuse_adapter_layers
 from .quantization import check_savable, without_quantizer
 from .quantized_weights import first_quantized
-from .stub import write_stub
+from .stub import own_code, write_stub
 from .tensor_checks import type_name
+from .whole_folder import WholeFolder
 
 
 if TYPE_CHECKING:
@@ -33,10 +41,20 @@ distributed_checkpoint""".split()
 )
 
 
+class _Save(NamedTuple):
+    """A save that is under way in this thread. Transformers calls the model's own methods in the middle of it."""
+
+    card: bytes | None = None  # that of the folder: transformers writes the repository's over it before it uploads
+    whole: WholeFolder | None = None  # whose files wait for their places
+
+
+_NONE = _Save()
+_save: contextvars.ContextVar[_Save] = contextvars.ContextVar("save", default=_NONE)
+
+
 class XAttnSavingMixin(Model):
     """What both models share with transformers' saving."""
 
-    _kept_card: bytes | None
     _saved_as: str | None = None
 
     def save_pretrained(
@@ -93,7 +111,9 @@ class XAttnSavingMixin(Model):
             self._save_adapter(target, is_main_process, bases, with_code, kwargs)
         else:
             _refuse_bases(text_base, vision_base)
-            self._save_whole(target, is_main_process, args, with_code, kwargs)
+            saved: Any = super()
+            names = list(inspect.signature(saved.save_pretrained).parameters)[2:]
+            self._save_whole(target, is_main_process, with_code, dict(zip(names, args), **kwargs))
 
     def push_to_hub(  # type: ignore[override]  # transformers' decorator hides its own signature
         self,
@@ -159,16 +179,14 @@ class XAttnSavingMixin(Model):
 
             def save(folder: Path, weights: dict[str, torch.Tensor], keeps_quantization: bool) -> None:
                 with without_quantizer(self, keeps_quantization), saved_by_one(self):
-                    self._write(folder, True, (), with_code, {**options, "state_dict": weights})
+                    self._write(folder, with_code, {**options, "state_dict": weights}, target)
 
             save_adapter(self, target, save, bases, state_dict)
         if is_unnamed:
             self._take_name(target)
 
-    def _save_whole(
-        self, target: Path, is_main_process: bool, args: tuple[Any, ...], with_code: bool, options: dict[str, Any]
-    ) -> None:
-        given = options.get("state_dict", args[0] if args else None)
+    def _save_whole(self, target: Path, is_main_process: bool, with_code: bool, options: dict[str, Any]) -> None:
+        given = options.get("state_dict")
         if self._saves_peft_adapter():
             if with_code:
                 raise ValueError(
@@ -189,44 +207,65 @@ class XAttnSavingMixin(Model):
             whole = given is not None or is_sharded_by_transformers(self)
             gathered = None if whole else gathered_weights(self)
             if gathered is not None:
-                if args:  # the first one is `state_dict`
-                    args = (gathered, *args[1:])
-                else:
-                    options = {**options, "state_dict": gathered}
+                options = {**options, "state_dict": gathered}
         is_unnamed = self._takes_name_of_folder()
-        self._write(target, is_main_process, args, with_code, options)
+        if options.get("distributed_checkpoint"):  # all processes write into the folder
+            self._write(target, with_code, options, target, is_main_process)
+        elif not is_main_process:  # transformers makes a folder in all processes, and writes in one
+            with tempfile.TemporaryDirectory() as nothing:
+                self._write_by_transformers(Path(nothing), options, False, None)
+        else:
+            stale = functools.partial(_earlier_save, variant=options.get("variant"))
+            whole = WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale)
+            with whole as fresh:
+                if (target / FILE).is_file():  # written anew only if no person has changed it
+                    shutil.copy2(target / FILE, fresh / FILE)
+                self._write(fresh, with_code, options, target, True, whole)
         if is_unnamed:
             self._take_name(target)
 
     def _write(
-        self, target: Path, is_main_process: bool, args: tuple[Any, ...], with_code: bool, options: dict[str, Any]
+        self,
+        folder: Path,
+        with_code: bool,
+        options: dict[str, Any],
+        target: Path,
+        is_main_process: bool = True,
+        whole: WholeFolder | None = None,
     ) -> None:
-        """Writes the files of a model, or of its adapter (PEFT)."""
-        saved: Any = super()
-        options = {"save_original_format": False, **options}
-        if self._saves_peft_adapter():
-            saved.save_pretrained(target, is_main_process, *args, **options)
-            return
-        if is_main_process:
+        """Writes the files of a model, or of its adapter (PEFT), into a folder that becomes `target`, or `target` itself."""
+        if is_main_process and not self._saves_peft_adapter():
             body: Any = self.base_model
             config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
-            save_code([(part, own) for part, own in parts if part is not None and own is not None], target)
-            write_stub(target, with_code)
-        card = target / FILE
-        # Transformers writes the repository's card over this one before it uploads.
-        self._kept_card = card.read_bytes() if card.is_file() else None
-        variant = options.get("variant")
-        before = _weight_files(target, variant)
-        try:
-            saved.save_pretrained(target, is_main_process, *args, **options)
-        finally:
-            del self._kept_card
+            save_code([(part, own) for part, own in parts if part is not None and own is not None], folder)
+            write_stub(folder, with_code, target)
+        self._write_by_transformers(folder, options, is_main_process, whole)
         if is_main_process:
-            forget_adapter(target)  # no earlier: a save that fails leaves it as it was
-            _drop_stale(before, _weight_files(target, variant))
-            if (target / "config.json").is_file():
-                write_model_card(self, target)
+            self._write_card(folder)
+
+    def _write_by_transformers(
+        self, folder: Path, options: dict[str, Any], is_main_process: bool, whole: WholeFolder | None
+    ) -> None:
+        saved: Any = super()
+        card = folder / FILE
+        token = _save.set(_Save(card.read_bytes() if card.is_file() else None, whole))
+        try:
+            saved.save_pretrained(folder, is_main_process, **{"save_original_format": False, **options})
+        finally:
+            _save.reset(token)
+
+    def _write_card(self, folder: Path) -> None:
+        if not self._saves_peft_adapter() and (folder / "config.json").is_file():
+            write_model_card(self, folder)
+
+    def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> Any:
+        """Called at the end of `save_pretrained`. Behind it, the other processes may load what was saved."""
+        if (whole := _save.get().whole) is not None and whole.is_open:
+            self._write_card(whole.fresh)
+            whole.commit()
+        waiting: Any = super()
+        return waiting.barrier_after_gathered_checkpoint_save(*args, **kwargs)
 
     def _saves_peft_adapter(self) -> bool:
         """Whether transformers saves an adapter in place of the model."""
@@ -239,16 +278,28 @@ class XAttnSavingMixin(Model):
     def _take_name(self, folder: Path) -> None:
         self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(folder)
 
-    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args, **kwargs) -> Any:
+    def _upload_modified_files(
+        self,
+        working_dir: str | os.PathLike[str],
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        *args,
+        **kwargs,
+    ) -> Any:
         """Called by `save_pretrained` and `push_to_hub`, with transformers' empty card where the repository has none."""
+        save = _save.get()
         card = Path(working_dir) / FILE
         if card.is_file() and is_blank(card.read_text(encoding="utf-8", errors="replace")):
-            kept = getattr(self, "_kept_card", None)
-            if kept is not None:
-                card.write_bytes(kept)
+            if save.card is not None:
+                card.write_bytes(save.card)
             write_model_card(self, working_dir)
+        if save.whole is not None:  # whatever becomes of the upload, the save is complete
+            new = set(os.listdir(working_dir))
+            save.whole.commit()
+            working_dir = save.whole.target
+            files_timestamps = {name: math.inf for name in os.listdir(working_dir) if name not in new}
         uploading: Any = super()
-        return uploading._upload_modified_files(working_dir, *args, **kwargs)
+        return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
 
 
 def _check_flags(**flags: Any) -> None:
@@ -263,17 +314,15 @@ def _refuse_bases(text_base: Any, vision_base: Any) -> None:
             raise ValueError(f"`{name}` needs `adapter_only=True`, got {base!r}.")
 
 
-def _weight_files(folder: Path, variant: str | None) -> dict[Path, int]:
-    """The file with all weights, and the index of shards, where there are such, with the times when they were written."""
-    names: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json")
-    if variant is not None:
-        names = tuple(f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}" for name in names)
-    return {folder / name: (folder / name).stat().st_mtime_ns for name in names if (folder / name).is_file()}
+def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
+    """Weights, the manifest of an adapter and code in a folder: `from_pretrained` would take some before those of a new save."""
+    suffix = "" if variant is None else f".{glob.escape(variant)}"
+    for shard in ("", "-?????-of-?????"):
+        yield from folder.glob(f"model{suffix}{shard}.safetensors")
+    yield from folder.glob(f"model.safetensors.index{suffix}.json")
+    yield from files_of_adapter(folder)
+    yield from own_code(folder)
 
 
-def _drop_stale(before: dict[Path, int], after: dict[Path, int]) -> None:
-    """Removes weights of an earlier save with another number of shards. `from_pretrained` takes a single file before the shards."""
-    if len(after) == 2:
-        for path in after:
-            if before.get(path) == after[path]:
-                path.unlink()
+def _earlier_peft_adapter(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("adapter_model*.safetensors*")

@@ -115,31 +115,38 @@ def references(model_type: str) -> dict[str, str]:
     return {auto_class: f"{STUB}.{name}" for auto_class, name in CLASSES.get(model_type, {}).items()}
 
 
-def write_stub(folder: str | os.PathLike[str], with_code: bool = False) -> None:
+def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: Path | None = None) -> None:
     """Writes the stub into a folder, and the code.
 
     Args:
         folder (`str`): the folder of a model, a configuration or a processor.
         with_code (`bool`): write the code too. It is always written in two cases: if the folder holds code of an earlier save, which
             would be out of date, and if the running code itself came with a checkpoint, because the package is not installed.
+        target (`Path`, *optional*): the folder that the files will be moved to, which `own_code` lists; by default `folder`.
 
     Raises:
-        ValueError: if the folder holds another file with the name of one that is written.
+        ValueError: if that folder holds another file with the name of one that is written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with_code = with_code or holds_code(folder) or PACKAGE != "hf_xattn"
+    target = folder if target is None else target
+    with_code = with_code or holds_code(target) or PACKAGE != "hf_xattn"
     files = {f"{name}.py": f"{NOTICE}\n{_source(name)}" for name in (code_modules() if with_code else ())}
     otherwise = WITH_CODE if with_code else WITHOUT_CODE
     files[f"{STUB}.py"] = TEMPLATE.format(notice=NOTICE, version=__version__, otherwise=otherwise)
-    foreign = [name for name in files if (folder / name).is_file() and not is_own_file(folder / name)]
+    foreign = [
+        name
+        for name in files
+        for where in (folder, target)
+        if (where / name).is_file() and not is_own_file(where / name)
+    ]
     if foreign:
         raise ValueError(
-            f"The code of this package has a file {foreign[0]}, and {folder} holds another file of this name. Save without `with_code`, or "
+            f"The code of this package has a file {foreign[0]}, and {target} holds another file of this name. Save without `with_code`, or "
             "rename that file in the checkpoint that brought it."
         )
-    for path in folder.glob("*.py"):
-        if path.name not in files and is_own_file(path):
+    for path in own_code(folder):
+        if path.name not in files:
             path.unlink()  # a module that this version no longer has
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -149,6 +156,11 @@ def holds_code(folder: Path) -> bool:
     """Whether a folder's stub has the code beside it."""
     stub = folder / f"{STUB}.py"
     return stub.is_file() and WITH_CODE in stub.read_text(encoding="utf-8")
+
+
+def own_code(folder: Path) -> list[Path]:
+    """The files in a folder that [`write_stub`] wrote."""
+    return [path for path in folder.glob("*.py") if is_own_file(path)]
 
 
 def is_own_file(path: Path) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .complete_checkpoints import STATE, find_checkpoints, step_of
 from .launch import is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
+from .whole_folder import replace_file
 
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
 def _write_options(output: Path, saved: dict[str, Any]) -> None:
     """Writes the options under another name first: a run that is killed meanwhile leaves the file whole, or leaves none."""
     (output / UNFINISHED).write_text(json.dumps(saved, indent=2) + "\n")
-    os.replace(output / UNFINISHED, output / OPTIONS_FILE)
+    replace_file(output / UNFINISHED, output / OPTIONS_FILE)
 
 
 def _last_checkpoint(output: Path) -> Path | None:

@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> None:
         convert_checkpoint(arguments.source, output)
         print_report(load_shapes(str(output)))  # shapes only: the weights may not fit into memory
         return
-    from ..importers.streaming import whole_folder
+    from ..whole_folder import WholeFolder
 
     model = _model_of_a_state_dict(arguments)
-    with whole_folder(output) as folder:
+    with WholeFolder(output) as folder:
         model.save_pretrained(folder)
         save_processor(arguments.text, arguments.vision, folder, output=output, image_token_id=arguments.image_token_id)
     print_report(model)

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
 
 
 def new_folder(folder: Path) -> Path:
-    """Checks that `folder` is new or empty, and returns it.
+    """Checks that `folder` is new or empty, and returns it. What a killed process left there is removed.
 
     Raises:
         ValueError: if `folder` is a file or a folder that is not empty.
     """
+    from ..whole_folder import clear_interrupted
+
+    clear_interrupted(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"`--output` ({folder}) must be new or empty, but it exists and is not an empty folder.")
     return folder

@@ -32,6 +32,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
     from ..retrofit import retrofit
+    from ..whole_folder import WholeFolder
 
     hub: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
     if arguments.revision is not None:
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         **hub,
     )
     print(f"Saving to {output}", flush=True)
-    model.save_pretrained(output, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
-    save_processor(arguments.text, arguments.vision, output, gguf_file=arguments.gguf_file, **hub)
+    with WholeFolder(output) as folder:
+        model.save_pretrained(folder, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
+        save_processor(arguments.text, arguments.vision, folder, output=output, gguf_file=arguments.gguf_file, **hub)
     print_report(model)

@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 from ..configuration_xattn import XAttnConfig
 from ..model_card import write_model_card
 from ..modeling_xattn import XAttnForConditionalGeneration
+from ..whole_folder import WholeFolder
 from . import idefics, mllama
 from .mllama_processor import write_processor
 from .mllama_shape import missing_rows, mllama_config, parts_of, with_rows
@@ -27,7 +28,6 @@ from .streaming import (
     copy_side_files,
     read_headers,
     read_tensors,
-    whole_folder,
 )
 
 
@@ -57,7 +57,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
     recipe = _recipe(AutoConfig.from_pretrained(folder))
     headers = read_headers(folder)
     plan = _plan(recipe, headers)
-    with whole_folder(output) as target_folder:
+    with WholeFolder(output) as target_folder:
         writer = FolderWriter(target_folder)
         for file, tensors in read_tensors(folder, headers):
             parts = {
@@ -94,7 +94,7 @@ def import_checkpoint(
             check_folder(output)
         model = _import_model(source)
         if output is not None:
-            with whole_folder(output) as target_folder:
+            with WholeFolder(output) as target_folder:
                 model.save_pretrained(target_folder)
         return model
     if output is None:
@@ -145,7 +145,7 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
     expected = _shapes(_skeleton_of_source(config))
     for name, shape in expected.items():
         _check_parts(name, shape, parts_of(name, recipe, changed), shapes, missing_rows(name, changed))
-    with whole_folder(output) as target_folder:
+    with WholeFolder(output) as target_folder:
         writer = FolderWriter(target_folder)
         for number, names in enumerate(_shards(expected, dtype), start=1):
             tensors = {}

@@ -1,11 +1,9 @@
-"""Reads and writes safetensors folders one tensor at a time. An output folder appears complete, or not at all."""
+"""Reads and writes safetensors folders one tensor at a time."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +14,7 @@ from safetensors.torch import save_file
 
 from ..paths import check_path
 from ..stub import is_own_file
+from ..whole_folder import clear_interrupted, finish_interrupted
 
 
 INDEX = "model.safetensors.index.json"
@@ -36,6 +35,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     Raises:
         ValueError: if a file is missing or truncated, or if a tensor is not in the file that the index names.
     """
+    finish_interrupted(folder)
     if (folder / INDEX).is_file():
         try:
             index = dict(json.loads((folder / INDEX).read_text())["weight_map"])
@@ -96,29 +96,14 @@ class FolderTensors(Mapping[str, torch.Tensor]):
 
 
 def check_folder(output: str | Path) -> None:
-    """Raises a `ValueError` if `output` is a file, a folder that is not empty, or has no parent folder."""
+    """Raises a `ValueError` if `output` is a file, a folder that is not empty, or has no parent folder. Removes what a killed process left."""
     check_path("output", output)
     output = Path(output)
+    clear_interrupted(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"`output` ({output}) exists and is not an empty folder.")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"`output` ({output}): its parent folder does not exist.")
-
-
-@contextlib.contextmanager
-def whole_folder(output: str | Path) -> Iterator[Path]:
-    """Yields a hidden folder beside `output` and renames it to `output` at the end. After an error, removes it."""
-    output = Path(output).absolute()
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if output.exists():
-            output.rmdir()
-        folder.rename(output)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 class FolderWriter:

@@ -1,0 +1,319 @@
+"""Folders and files that are written whole or not at all: full disks, several writers, links, and hidden folders of others."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_models import make_base, make_vision, same_model
+from conftest import make_model, pixels, randomize
+from transformers import AutoModelForImageTextToText
+
+from hf_xattn import retrofit
+from hf_xattn.commands.main import main
+from hf_xattn.image_cache import load_image_cache, save_image_cache
+from hf_xattn.whole_folder import WholeFolder, clear_interrupted, finish_interrupted, replace_file, whole_file
+
+
+posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="limits and locks of POSIX")
+NAME = ".hf_xattn-save-0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    bases = make_base(folder / "text"), make_vision(folder / "vision")
+    return [randomize(retrofit(*bases, cross_attention_layers=places)) for places in ([1, 3], [0, 2, 3])]
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class SmallDisk:
+    """In the `with` statement, this process cannot write a file of more than `size` bytes."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __enter__(self):
+        import resource
+
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *error):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+# --- a full disk
+
+
+@posix
+@pytest.mark.parametrize("adapter_only", [False, True], ids=["whole", "added"])
+def test_a_full_disk(adapter_only, models, tmp_path):
+    """A model that is lost for one that was not written; an error that does not say so, or names a hidden folder."""
+    models[0].save_pretrained(tmp_path / "old", adapter_only=adapter_only)
+    before = content(tmp_path)
+    for name in ("old", "new"):
+        with pytest.raises(
+            OSError, match=rf"{name} could not be written: File too large. It is as it was before"
+        ) as raised:
+            with SmallDisk(30_000):
+                models[1].save_pretrained(tmp_path / name, adapter_only=adapter_only)
+        assert raised.value.errno and "hf_xattn-" not in str(raised.value)
+        assert content(tmp_path) == before
+    same_model(models[0], AutoModelForImageTextToText.from_pretrained(tmp_path / "old"))
+
+
+@posix
+def test_a_full_disk_under_a_command_and_an_image_cache(models, tmp_path, capsys):
+    """A half-made folder that blocks the next try; encoded images that are lost; a traceback of safetensors."""
+    folder = Path(models[0].model.text_model.name_or_path)
+    arguments = ["retrofit", str(folder), "--output", str(tmp_path / "made")]
+    with SmallDisk(30_000):
+        assert main(arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path / 'made'} could not be written: File too large" in error
+    assert list(tmp_path.iterdir()) == []
+    assert main(arguments) == 0
+    model, file = make_model(), tmp_path / "images.safetensors"
+    cache = model.encode_images(pixel_values=pixels())
+    save_image_cache(cache, file, model)
+    before = file.read_bytes()
+    with SmallDisk(1000), pytest.raises(OSError, match="images.safetensors could not be written"):
+        save_image_cache(cache, file, model)
+    assert file.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
+    load_image_cache(file, model)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full(tmp_path):
+    """As above, on a file system without room: a file of that size could still be made, and mapped memory would end the process."""
+    script = """
+import sys
+from pathlib import Path
+from conftest import make_model
+folder = Path(sys.argv[1])
+make_model(vision=False).save_pretrained(folder / "old")
+before = {path.name: path.read_bytes() for path in (folder / "old").iterdir()}
+for name in ("old", "new"):
+    try:
+        make_model().save_pretrained(folder / name)
+    except OSError as error:
+        print(error)
+assert before == {path.name: path.read_bytes() for path in (folder / "old").iterdir()}
+assert [path.name for path in folder.iterdir()] == ["old"]
+"""
+    mount = f'mount -t tmpfs -o size=600k tmpfs {tmp_path} && exec "$@"'
+    root = Path(__file__).parents[1]
+    run = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", mount, "sh", sys.executable, "-c", script, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"},
+        capture_output=True,
+        text=True,
+    )
+    if "unshare" in run.stderr or "mount" in run.stderr:
+        pytest.skip(f"no file system can be mounted: {run.stderr}")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("could not be written: No space left on device") == 2
+
+
+# --- writers side by side
+
+
+@posix
+def test_another_writer_is_left_alone(tmp_path):
+    """Files of a save that is under way, removed as leftovers of a killed one."""
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new"):
+        with WholeFolder(tmp_path / name) as first:
+            (first / "config.json").write_text("1")
+            with WholeFolder(tmp_path / name) as second:
+                (second / "config.json").write_text("2")
+                (second / "more.json").write_text("2")
+            clear_interrupted(tmp_path / name)
+            assert (tmp_path / name / "config.json").read_text() == "2"
+        assert content(tmp_path / name) == {"config.json": b"1", "more.json": b"2"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "there"]
+
+
+def test_threads_that_save_one_model(models, tmp_path):
+    """An error, or files of two saves in one folder."""
+    errors = []
+
+    def save(folder):
+        try:
+            for _ in range(3):
+                models[0].save_pretrained(folder)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(tmp_path / name,)) for name in ("one", "one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for name in ("one", "two"):
+        same_model(models[0], AutoModelForImageTextToText.from_pretrained(tmp_path / name))
+        assert content(tmp_path / name) == content(tmp_path / "two")
+
+
+def test_an_interrupt_in_the_middle(models, tmp_path, monkeypatch):
+    """Ctrl-C while files move: a folder that stays between two models."""
+    models[0].save_pretrained(tmp_path / "model")
+    replace, calls = os.replace, []
+
+    def interrupted(source, target):
+        replace(source, target)
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        models[1].save_pretrained(tmp_path / "model")
+    monkeypatch.undo()
+    models[1].save_pretrained(tmp_path / "new")
+    assert content(tmp_path / "model") == content(tmp_path / "new")
+
+
+# --- what lies in a folder
+
+
+def test_links(models, tmp_path):
+    """A link to a folder, or to a file in a cache of downloads, that is replaced, or written through."""
+    models[0].save_pretrained(tmp_path / "real")
+    blob = tmp_path / "blob"
+    (tmp_path / "real" / "model.safetensors").rename(blob)
+    (tmp_path / "real" / "model.safetensors").symlink_to(blob)
+    before = blob.read_bytes()
+    (tmp_path / "link").symlink_to("real")
+    models[1].save_pretrained(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and blob.read_bytes() == before
+    assert not (tmp_path / "real" / "model.safetensors").is_symlink()
+    same_model(models[1], AutoModelForImageTextToText.from_pretrained(tmp_path / "real"))
+
+
+def test_a_folder_in_the_place_of_a_file(models, tmp_path):
+    """A save that fails when a part of its files has moved."""
+    models[0].save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    (tmp_path / "model" / "model.safetensors").mkdir()
+    before = content(tmp_path)
+    with pytest.raises(IsADirectoryError, match="Expected a file, or nothing, in the place of a new file"):
+        models[1].save_pretrained(tmp_path / "model")
+    assert content(tmp_path) == before
+    with (
+        pytest.raises(FileExistsError, match="Expected a folder, got a file"),
+        WholeFolder(tmp_path / "model" / "config.json"),
+    ):
+        pass
+    with (
+        pytest.raises(FileNotFoundError, match="Expected the folder of the file to exist"),
+        whole_file(tmp_path / "no" / "a"),
+    ):
+        pass
+
+
+def waiting(folder, journal, files=("a.json", "sub/b.json")):
+    """A hidden folder as a process leaves it that is killed between its first move and the others."""
+    for name in files:
+        path = folder / NAME / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (folder / NAME / "journal.json").write_text(json.dumps(journal) if isinstance(journal, dict) else journal)
+
+
+FINE = {"folder": "model", "first": "config.json", "stale": ["old.json"]}
+
+
+def test_finishing(tmp_path):
+    """Files that wait for ever; a finished save that removes what it should keep."""
+    (tmp_path / "old.json").write_text("old")
+    (tmp_path / "mine.json").write_text("mine")
+    waiting(tmp_path, FINE)
+    finish_interrupted(tmp_path)
+    assert content(tmp_path) == {"a.json": b"a.json", "sub/b.json": b"sub/b.json", "mine.json": b"mine"}
+
+
+@pytest.mark.parametrize(
+    "journal",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        json.dumps(FINE) + " " * 2**20,
+        {**FINE, "stale": ["../victim"]},
+        {**FINE, "stale": ["/etc/passwd"]},
+        {**FINE, "stale": [3]},
+        {**FINE, "stale": [".."]},
+        {**FINE, "folder": ".."},
+        {**FINE, "folder": "../.."},
+        {**FINE, "first": 3},
+        {**FINE, "more": 1},
+        {**FINE, "first": "a.json"},  # which has not moved
+    ],
+    ids=lambda journal: str(journal)[-60:].strip(),
+)
+def test_a_hidden_folder_of_a_stranger(journal, tmp_path):
+    """A downloaded checkpoint that moves or removes files of this machine when it is loaded."""
+    (tmp_path / "victim").write_text("mine")
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    waiting(folder, journal)
+    before = content(tmp_path)
+    finish_interrupted(folder)
+    assert content(tmp_path) == before
+
+
+def test_links_in_a_hidden_folder_of_a_stranger(tmp_path):
+    """A file that moves out of the folder, through a link beside the hidden folder."""
+    folder, elsewhere = tmp_path / "downloaded", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    waiting(folder, FINE)
+    (folder / "sub").symlink_to(elsewhere)
+    with pytest.raises(OSError, match="was interrupted, and its files cannot be moved.*got a link"):
+        finish_interrupted(folder)
+    assert list(elsewhere.iterdir()) == []
+    (folder / NAME).rename(elsewhere / NAME)
+    (folder / NAME).symlink_to(elsewhere / NAME)  # hidden folders that are links are nobody's
+    finish_interrupted(folder)
+    assert (folder / NAME).is_symlink()
+
+
+def test_files(tmp_path):
+    """A file that is gone after an error; hidden folders beside it."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(ValueError), whole_file(path) as fresh:
+        fresh.write_text("half")
+        raise ValueError
+    assert content(tmp_path) == {"file": b"old"}
+    with whole_file(path) as fresh:
+        fresh.write_text("new")
+    (tmp_path / "partial").write_text("newer")
+    assert path.read_text() == "new"
+    replace_file(tmp_path / "partial", path)
+    assert content(tmp_path) == {"file": b"newer"}
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_without_locks(tmp_path, monkeypatch):
+    """A system that cannot lock folders, where a save fails, or removes files of one that is under way."""
+    monkeypatch.setattr("hf_xattn.whole_folder.fcntl", None)
+    for age, remains in ((0, True), (2 * 24 * 3600, False)):
+        left = tmp_path / ".hf_xattn-new-0123456789abcdef"
+        left.mkdir(exist_ok=True)
+        now = left.stat().st_mtime
+        os.utime(left, (now - age, now - age))
+        model = torch.nn.Linear(2, 2)
+        with WholeFolder(tmp_path / "made") as fresh:
+            torch.save(model.state_dict(), fresh / "weights.pt")
+        assert (tmp_path / "made" / "weights.pt").is_file() and left.exists() == remains
