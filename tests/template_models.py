@@ -1,6 +1,7 @@
 """Chat templates in the styles of the well-known families, written for these tests, with a tokenizer and a tiny model for them."""
 
 import functools
+import os
 import string
 
 import numpy as np
@@ -128,6 +129,13 @@ def make_chat_model(
     made = XAttnConfig(text_config=text.config, vision_config=vision_config(), **config)
     model = XAttnForConditionalGeneration(made, text_model=text)
     return randomize(model) if random else model
+
+
+def save_chat_model(folder: str | os.PathLike[str], **config) -> None:
+    """A folder for `hf-xattn train`: the model, and a processor with the template of ChatML."""
+    processor = make_processor(CHATML)
+    make_chat_model(processor, **config).save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def picture(seed: int = 0) -> Image.Image:

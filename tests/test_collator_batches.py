@@ -5,7 +5,7 @@ import torch
 from collator_rows import ANSWER, QUESTION, SHORT, row
 from template_models import CHATML, make_chat_model, make_processor, picture
 from test_checkpointing import without_dropout
-from test_collator_training import arguments
+from test_collator_training import arguments, sft_settings
 from test_image_rows import run
 from transformers import Trainer
 
@@ -121,19 +121,9 @@ def test_sft_trainer(tmp_path, processor):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     rows = [{**given, "images": given.get("images") or [picture()]} for given in ROWS]
-    config = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        disable_tqdm=True,
-        max_steps=1,
-        per_device_train_batch_size=4,
-    )
     trainer = trl.SFTTrainer(
         model=make_chat_model(processor, image_visibility="previous"),
-        args=config,
+        args=sft_settings(tmp_path, max_steps=1, per_device_train_batch_size=4),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=processor,
         data_collator=XAttnDataCollator(processor, padding_free=True),

@@ -92,23 +92,18 @@ def test_trainer_that_removes_columns(tmp_path):
         trainer.train()
 
 
+def sft_settings(folder, **given):
+    trl = pytest.importorskip("trl")
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    return trl.SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, **quiet, **given)
+
+
 def sft(folder, dataset, **given):
     trl = pytest.importorskip("trl")
     processor = make_processor(given.pop("template", CHATML))
     model = make_chat_model(processor)
     collator = XAttnDataCollator(processor) if given.pop("ours", False) else None
-    config = trl.SFTConfig(
-        output_dir=str(folder),
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        disable_tqdm=True,
-        max_steps=2,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        **given,
-    )
+    config = sft_settings(folder, max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, **given)
     set_seed(0)
     trainer = trl.SFTTrainer(
         model=model, args=config, train_dataset=dataset, processing_class=processor, data_collator=collator

@@ -13,7 +13,7 @@ import pytest
 import test_importers_mllama
 import torch
 from safetensors import safe_open
-from template_models import CHATML, make_chat_model, make_processor, picture
+from template_models import picture, save_chat_model
 from test_train_command import CAPTIONS, CHAT, COLOURS, MIXED, draw, write
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
@@ -27,9 +27,7 @@ from hf_xattn.vision_features import SHARDS
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("features") / "model"
-    processor = make_processor(CHATML)
-    make_chat_model(processor, connector_type="mlp").save_pretrained(folder)
-    processor.save_pretrained(folder)
+    save_chat_model(folder, connector_type="mlp")
     return folder
 
 

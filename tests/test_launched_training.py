@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from template_models import CHATML, make_chat_model, make_processor
+from template_models import save_chat_model
 from test_train_command import CAPTIONS, run, write
 
 from hf_xattn import launch
@@ -36,9 +36,7 @@ TWO = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_pro
 def desk(tmp_path_factory):
     """A model, and eight captions of several lengths."""
     folder = tmp_path_factory.mktemp("launched")
-    processor = make_processor(CHATML)
-    make_chat_model(processor).save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
+    save_chat_model(folder / "model")
     lines = [{**line, "text": line["text"] * (1 + index % 3)} for index, line in enumerate(CAPTIONS)]
     write(folder / "data", lines)
     return folder

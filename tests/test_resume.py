@@ -14,7 +14,7 @@ import killed_runs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from template_models import CHATML, make_chat_model, make_processor
+from template_models import save_chat_model
 from test_train_command import MIXED, write
 
 from hf_xattn import last_complete_checkpoint
@@ -30,9 +30,7 @@ slow = pytest.mark.slow  # a file more of the same kind
 def arguments(tmp_path_factory):
     """Ten steps with an evaluation in between, a checkpoint after every two, a shuffled order, and gradient accumulation."""
     folder = tmp_path_factory.mktemp("resume")
-    processor = make_processor(CHATML)
-    make_chat_model(processor).save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
+    save_chat_model(folder / "model")
     data = write(folder / "data", MIXED)
     options = "--steps 10 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --eval-share 0.25 --log-steps 1 --device cpu"
     return [str(folder / "model"), "--data", str(data), "--learning-rate", "0.01", *options.split()]

@@ -10,7 +10,7 @@ import torch
 from conftest import make_text, randomize
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
-from template_models import CHATML, make_chat_model, make_processor
+from template_models import make_processor, save_chat_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
@@ -54,9 +54,7 @@ MIXED = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train") / "model"
-    processor = make_processor(CHATML)
-    make_chat_model(processor).save_pretrained(folder)
-    processor.save_pretrained(folder)
+    save_chat_model(folder)
     return folder
 
 
