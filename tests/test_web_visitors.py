@@ -146,11 +146,42 @@ def test_the_oldest_are_forgotten(visitors, monkeypatch):
     assert found[0].session._cache is not None and found[1].session._cache is None
     visitors.welcome()
     with pytest.raises(ValueError, match="Reload"):
+        visitors.find(names[2])  # has only opened the page
+    list(visitors.find(visitors.welcome()).ask(TEXT))
+    visitors.welcome()
+    with pytest.raises(ValueError, match="Reload"):
         visitors.find(names[1])
     for wrong in ("", None, "somebody"):
         with pytest.raises(ValueError, match="Reload"):
             visitors.find(wrong)
     assert visitors.find(names[0]) is found[0]
+
+
+def test_opened_pages_take_no_conversation(visitors, monkeypatch):
+    """Anybody who opens the page often enough, and so ends the conversations of all others."""
+    monkeypatch.setattr(module, "MAX_VISITORS", 3)
+    talking = visitors.welcome()
+    visitors.find(talking).add(data_url(drawing(0)), "a.png")
+    for _ in range(10):
+        visitors.welcome()
+    assert len(visitors.find(talking).waiting) == 1 and len(visitors._visitors) == 3
+
+
+def test_pictures_of_all_visitors_are_bounded(visitors, monkeypatch):
+    """Memory that grows with every visitor's pictures: those who came longest ago are forgotten."""
+    names = [visitors.welcome() for _ in range(3)]
+    for seed, name in enumerate(names):
+        visitors.find(name).add(data_url(drawing(seed)), "a.png")
+    list(visitors.find(names[0]).ask(TEXT))  # asked about: still kept
+    each = visitors.find(names[0]).kept
+    assert each == visitors.find(names[1]).kept > 0
+    monkeypatch.setattr(module, "MAX_KEPT", 2 * each)
+    visitors.make_room(names[1])
+    with pytest.raises(ValueError, match="Reload"):
+        visitors.find(names[2])
+    assert all(visitors.find(name).kept == each for name in names[:2])
+    visitors.make_room(names[1])
+    assert len(visitors._visitors) == 2
 
 
 def test_looks(visitor, model, processor):

@@ -177,6 +177,7 @@ def _add_api(server: Any, error_type: Callable[..., Exception], visitors: Visito
         """Returns the pictures that wait, small."""
         found = visitors.find(visitor)
         found.add(picture, name)
+        visitors.make_room(visitor)
         return _waiting(found)
 
     @api(**at_once)

@@ -26,6 +26,7 @@ MAX_CACHES = 8  # conversations whose cache of the text is kept
 MAX_WAITING = 8  # pictures of one message
 MAX_BYTES = 20 * 2**20  # of a picture's file
 MAX_PIXELS = 64 * 2**20  # a small file may unpack to gigabytes
+MAX_KEPT = 2**30  # bytes of all pictures that are kept, for all visitors
 MAX_SIDE = 2048  # larger pictures are scaled down: no model reads more, and they are kept while the conversation lasts
 
 
@@ -37,6 +38,9 @@ class Visitor:
         waiting (`list[PIL.Image.Image]`): pictures for the next message.
         answering (`bool`): whether a question is being answered.
     """
+
+    # Unpacked, a picture takes much more memory than its file: one after another.
+    _unpacking = threading.Lock()
 
     def __init__(self, session: ChatSession):
         self.session = session
@@ -69,13 +73,27 @@ class Visitor:
             raise ValueError(f"A message may have {MAX_WAITING} pictures.")
         try:
             pixels = _num_pixels(source)
-            picture = read_image(source, "picture") if pixels <= MAX_PIXELS else None
+            with Visitor._unpacking:
+                picture = read_image(source, "picture") if pixels <= MAX_PIXELS else None
+                if picture is not None:
+                    picture.thumbnail((MAX_SIDE, MAX_SIDE))
         except Exception as error:  # decoders raise errors of many kinds
             raise ValueError(f"{name} cannot be read as a picture. Try a PNG or JPEG file.") from error
         if picture is None:
             raise ValueError(f"{name} is too large: a picture may have {MAX_PIXELS // 10**6} megapixels.")
-        picture.thumbnail((MAX_SIDE, MAX_SIDE))
         self.waiting.append(picture)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the pictures that wait, and of those in the conversation."""
+        contents = [message["content"] for message in self.session.messages if isinstance(message["content"], list)]
+        asked = [part["image"] for content in contents for part in content if part["type"] == "image"]
+        return sum(3 * picture.width * picture.height for picture in (*self.waiting, *asked))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is something to lose: a picture that waits, a question."""
+        return bool(self.waiting or self.session.messages)
 
     def remove(self, index: int) -> None:
         """Removes a picture that waits. An index that does not exist is ignored: the picture is gone already."""
@@ -147,7 +165,7 @@ def _num_pixels(source: str) -> int:
 
 
 class Visitors:
-    """All visitors of a page. Those who came longest ago are forgotten first.
+    """All visitors of a page. Those who have only opened it are forgotten first, then those who came longest ago.
 
     Args:
         model ([`XAttnForConditionalGeneration`]), processor, system, options: as in [`ChatSession`].
@@ -171,10 +189,26 @@ class Visitors:
         name = secrets.token_urlsafe(24)
         with self._lock:
             self._visitors[name] = Visitor(self._session())
-            idle = [known for known, visitor in self._visitors.items() if not visitor.answering]
-            for known in idle[: max(0, len(self._visitors) - MAX_VISITORS)]:
+            for known in self._idle(name)[: max(0, len(self._visitors) - MAX_VISITORS)]:
                 del self._visitors[known]
         return name
+
+    def make_room(self, name: str) -> None:
+        """Forgets others until all pictures that are kept take at most `MAX_KEPT` bytes. To be called after a visitor has added one."""
+        with self._lock:
+            kept = {known: visitor.kept for known, visitor in self._visitors.items()}
+            total = sum(kept.values())
+            for known in self._idle(name):
+                if total <= MAX_KEPT:
+                    return
+                if kept[known]:
+                    total -= kept[known]
+                    del self._visitors[known]
+
+    def _idle(self, name: str) -> list[str]:
+        """Names of the visitors that can be forgotten, except `name`: first those who have done nothing yet, then who came longest ago."""
+        idle = [known for known, visitor in self._visitors.items() if known != name and not visitor.answering]
+        return sorted(idle, key=lambda known: self._visitors[known].has_begun)
 
     def find(self, name: str) -> Visitor:
         """Returns the visitor of a name.
