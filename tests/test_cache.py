@@ -329,6 +329,26 @@ def test_repeat_after_select():
 
 
 @torch.no_grad()
+def test_repeat_counts_text_rows():
+    """Questions that share images, or have none, counted as image rows when they are repeated: later text of their number is refused."""
+    model = make_model()
+    cache = model.encode_images(pixel_values=pixels(2))
+    ids = token_ids(6, 5)
+    model(ids, past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    assert cache.text_rows == 12 and cache.cross_attention_cache.rows == 2
+    token = token_ids(12, 1, seed=41)
+    logits = model(token, past_key_values=cache).logits
+    full = torch.cat([ids.repeat_interleave(2, dim=0), token], dim=1)
+    expected = model(full, pixel_values=pixels(2).repeat_interleave(6, dim=0)).logits[:, -1:]
+    assert torch.allclose(logits, expected, atol=1e-4)
+    cache = model(token_ids(2, 5), use_cache=True).past_key_values
+    cache.batch_repeat_interleave(3)
+    assert cache.text_rows == 6
+    assert model(token_ids(6, 1), past_key_values=cache).logits.shape[0] == 6
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("visibility", ["all", "previous"])
 def test_select_among_many_questions(visibility):
     """Questions counted as images where several share one: another image's K/V, padding or markers."""

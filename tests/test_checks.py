@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from conftest import make_model, make_text
+from quantized_bases import quantized_retrofit
 from test_architectures import SERVED, make_tiny, retrofitted
 from tiny_architectures import EXPERTS
 from transformers import AutoModelForCausalLM
@@ -148,6 +149,21 @@ def test_rows_that_see_the_image_of_another(vision, monkeypatch):
     monkeypatch.setattr(GatedCrossAttentionBlock, "forward", lambda *args, **named: forward(*args, **named) + 1e-4)
     (result,) = checked(model, "image-less-rows").values()
     assert result.status == BROKEN and 1e-6 < result.measured < 1 and result.allowed == 0
+
+
+@torch.no_grad()
+def test_rows_of_8_bit_layers():
+    """Rounding by other rows that is called a leak: with large activations, these layers choose columns by the values of all rows."""
+    model = quantized_retrofit("bitsandbytes_8bit")
+    for block in model.blocks:
+        block.attn.o_proj.weight.mul_(100)
+        block.mlp.down_proj.weight.mul_(30)
+    for name, module in model.model.text_model.named_modules():
+        if name.endswith("layernorm"):
+            module.weight.mul_(5)
+    (result,) = checked(model, "image-less-rows").values()
+    assert result.status == HOLDS and 0 < result.measured < result.allowed
+    assert "(rounding: bitsandbytes chooses" in result.line
 
 
 @pytest.mark.parametrize("part", ["attn.o_proj", "mlp.down_proj", "attn.v_proj", "attn_gate", "mlp_gate"])
