@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
-from .adapters import FORMAT, MANIFEST, PARTS, WEIGHTS, fingerprint, shapes_of, weights_of, without_ties
+from .adapter_manifest import FORMAT
+from .adapters import MANIFEST, PARTS, WEIGHTS, fingerprint, shapes_of, weights_of, without_ties
 from .bases import BaseSource, base_of, named_base
 from .file_digests import sha256_of
 from .model_card import FILE as CARD

@@ -15,7 +15,6 @@ and loading quantizes the base again. A checkpoint that holds quantized weights 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from .adapter_manifest import read_manifest
 from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, load_text, load_vision, named_base
+from .checkpoint_files import check_inside, read_headers
 from .configuration_xattn import XAttnConfig
 from .file_digests import sha256_of
 from .model_identity import checksum
@@ -40,7 +41,6 @@ logger = logging.get_logger(__name__)
 
 MANIFEST = "cross_attention.json"
 WEIGHTS = "cross_attention"  # and what transformers appends to `model` for shards
-FORMAT = 1
 
 # Name of the part, its argument of `save_pretrained` and `from_pretrained`, and the function that loads it.
 PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
@@ -101,7 +101,7 @@ class Adapter:
         """Reads the manifest. None if there is none, or if `name` is no folder and no repository.
 
         Raises:
-            ValueError: for a folder that is half written, or was written by a later version.
+            ValueError: for a folder that is half written or damaged, or was written by a later version.
         """
         if not isinstance(name, (str, os.PathLike)) or load_kwargs.get("state_dict") is not None:
             return None
@@ -114,14 +114,7 @@ class Adapter:
                     f"{folder} holds weights of blocks, but no {MANIFEST}: it was only half written. Save it again."
                 )
             return None
-        try:
-            manifest = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}. Save the model again.") from error
-        if manifest.get("format") != FORMAT:
-            raise ValueError(
-                f"{path} has format {manifest.get('format')!r}, this version of hf_xattn reads {FORMAT}. Update hf_xattn."
-            )
+        manifest = read_manifest(path)
         return cls(os.fspath(name), manifest, hub)
 
     def file(self, name: str) -> Path:
@@ -150,7 +143,9 @@ class Adapter:
         weights: dict[str, torch.Tensor] = {}
         for name in self.manifest["files"]:
             if name.endswith(".safetensors"):
-                weights.update(load_file(self.file(name)))
+                path = self.file(name)
+                read_headers([path], {}, where=self.name)  # the manifest may name a file that is none
+                weights.update(load_file(path))
         return weights
 
     def check_settings(self) -> None:
@@ -255,8 +250,11 @@ def _recorded(record: dict[str, Any]) -> BaseSource:
 def _find(name: str, file: str, hub: dict[str, Any]) -> Path | None:
     """The path of a file in a folder or repository, downloaded if necessary. None if there is no such file."""
     if os.path.isdir(name):
-        path = Path(name) / hub.get("subfolder", "") / file
-        return path if path.is_file() else None
+        folder = Path(name) / hub.get("subfolder", "")
+        if not (folder / file).is_file():
+            return None
+        check_inside(folder, folder / file)
+        return folder / file
     quiet = {f"_raise_exceptions_for_{case}": False for case in ("gated_repo", "missing_entries", "connection_errors")}
     found = cached_file(name, file, **quiet, **hub)
     return None if found is None else Path(found)

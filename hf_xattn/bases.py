@@ -5,19 +5,24 @@ A model that was made from checkpoints remembers their names, so that it can be 
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .architectures import architecture
+from .checkpoint_files import refuse_pickled
+from .config_sizes import check_against_weights, is_quantized
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
 from .insertion import check_kind
 from .keywords import refuse_unknown
+from .loading_checks import check_config_file, check_folder, refuse_pickles
 from .paths import check_source
 from .sizes import TILED_VISION_TYPES
 from .tensor_checks import type_name
@@ -57,7 +62,7 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
         return text_half(load_gguf("text", text, config, load_kwargs))
     source = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
     loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
-    return text_half(_load(loader, text, load_kwargs))
+    return text_half(_load("text", loader, text, load_kwargs))
 
 
 def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
@@ -71,7 +76,7 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
         from transformers import MllamaVisionModel
 
         tower_class = MllamaVisionModel  # not registered with AutoModel
-    return _load(tower_class, vision, load_kwargs, config=config)
+    return _load("vision", tower_class, vision, load_kwargs, config)
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ def text_config_of(
         config = gguf_config("text", gguf_path("text", text, load_kwargs))
     else:
         check_source("text", text, KINDS)
-        config = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
+        config = _read_config("text", text, load_kwargs)
     if config.model_type == "xattn":
         raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
     if config.is_encoder_decoder:
@@ -197,7 +202,7 @@ def text_config_of(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
         raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
     if reads_weights and "gguf_file" not in load_kwargs:
-        _check_safetensors("text", text, load_kwargs.get("subfolder") or "")
+        _check_checkpoint("text", text, load_kwargs)
     return config
 
 
@@ -228,13 +233,13 @@ def vision_config_of(
             f"Expected `vision` to be a folder or a Hub id, got {str(vision)!r}. GGUF files are read for text models alone."
         )
     check_source("vision", vision)
-    config = AutoConfig.from_pretrained(vision, **config_kwargs(load_kwargs))
+    config = _read_config("vision", vision, load_kwargs)
     config = getattr(config, "vision_config", None) or config
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # the pooled output is not used, so this head would never get a gradient
     check_tower_config("vision", config)
     if reads_weights:
-        _check_safetensors("vision", vision, load_kwargs.get("subfolder") or "")
+        _check_checkpoint("vision", vision, load_kwargs)
     return config
 
 
@@ -246,28 +251,62 @@ def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *
             f"`{next(iter(load_kwargs))}` is an argument for loading a checkpoint, but the models are already loaded. Pass it to "
             "their `from_pretrained`."
         )
-    if load_kwargs.get("use_safetensors") is False:
-        raise ValueError(
-            "`use_safetensors=False` would read pickled weights, which can run code. Only safetensors are supported."
-        )
+    refuse_pickles(load_kwargs)
 
 
 def config_kwargs(load_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: load_kwargs[name] for name in CONFIG_KEYWORDS if name in load_kwargs}
 
 
-def _check_safetensors(name: str, source: str | Path, subfolder: str = "") -> None:
-    """Raises a `ValueError` if a local folder holds no safetensors. Pickled weights are never read."""
-    folder = Path(source) / subfolder
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        hint = (
-            f" It holds {others}. If you trust these files, load the model with transformers and save it again."
-            if others
-            else ""
-        )
-        raise ValueError(f"`{name}` ({source}) holds no *.safetensors file.{hint}")
+def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """Reads the configuration of a checkpoint. Checks it before transformers builds anything from it.
+
+    Raises:
+        ValueError: for a configuration that no model has, or that transformers cannot read.
+    """
+    try:
+        check_config_file(source, load_kwargs)
+        return AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs))
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # whatever its class stumbles over
+        raise ValueError(f"`{name}` ({source}): {error if str(error) else type(error).__name__}") from error
 
 
-def _load(auto_class, source: str | Path, load_kwargs: dict[str, Any], **kwargs) -> PreTrainedModel:
-    return auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **kwargs})
+def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> None:
+    """Checks the files of a folder (see `loading_checks.py`).
+
+    Raises:
+        ValueError: for a folder with anything but whole safetensors files. Pickled weights are never read.
+    """
+    try:
+        checked = check_folder(source, load_kwargs)
+    except ValueError as error:
+        raise ValueError(f"`{name}` ({source}): {error}") from error
+    if checked is not None and not checked.headers:
+        folder = Path(source) / (load_kwargs.get("subfolder") or "")
+        refuse_pickled(folder, f"`{name}` ({source})")
+
+
+def _load(
+    name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
+) -> PreTrainedModel:
+    """Loads a base, if its configuration and its weights are of one size. Otherwise transformers would take memory for the difference."""
+    checked = check_folder(source, load_kwargs)
+    if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
+        shapes = _shapes(auto_class, config or AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs)))
+        if shapes is not None:
+            quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
+            check_against_weights(shapes, checked.headers, quantized, f"`{name}` ({source})")
+    options = {} if config is None else {"config": config}
+    return auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+
+
+def _shapes(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The model without values. None if it cannot be built so: loading it says why."""
+    build = auto_class._from_config if issubclass(auto_class, PreTrainedModel) else auto_class.from_config
+    try:
+        with torch.device("meta"):
+            return build(copy.deepcopy(config))
+    except Exception:
+        return None

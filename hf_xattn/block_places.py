@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .checkpoint_files import short
 from .config_checks import check_positive_int
 
 
@@ -21,8 +22,12 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
         ValueError: for an empty list, indices outside `[0, num_layers]`, or repeated indices.
     """
     if not isinstance(layers, (list, tuple, range, set)) or not all(type(index) is int for index in layers):
-        raise ValueError(f"`cross_attention_layers` must be a list of integers, got {layers!r}.")
+        raise ValueError(f"`cross_attention_layers` must be a list of integers, got {short(layers)}.")
     layers = list(layers)
+    if len(layers) > 2 * num_layers + 2:  # before they are compared with each other, and written into a message
+        raise ValueError(
+            f"`cross_attention_layers`: the decoder has {num_layers} layers, and a layer takes one block, got {len(layers)} indices."
+        )
     if not layers:
         raise ValueError("`cross_attention_layers` is empty: name at least one decoder layer.")
     outside = [index for index in layers if not 0 <= index <= num_layers]

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
+from .config_sizes import check_fields
 from .keywords import suggestion
 from .stub import NamesItsStub, references, write_stub
 from .transformers_api import DeclaresParts
@@ -51,11 +52,40 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, **kwargs) -> Any:
+        """`PreTrainedConfig.from_pretrained`. Errors name the checkpoint."""
+        kwargs.setdefault("name_or_path", os.fspath(pretrained_model_name_or_path))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Any:
         """Like `PreTrainedConfig.from_dict`, which sets some fields after the checks: so the checks run once more.
 
         Keeps unknown attributes of a file, whatever their names, and warns.
+
+        Raises:
+            ValueError, TypeError: for fields that no model has, before anything is built from them (see `config_sizes.py`), and for
+                fields that transformers or this package refuses.
         """
+        name = kwargs.get("name_or_path")
+        where = cls.__name__ if not name else f"{cls.__name__} of {name}"
+        check_fields(config_dict, where)
+        for field in config_dict:
+            if callable(getattr(cls, field, None)):
+                raise ValueError(
+                    f"{where}: expected the names of settings, got `{field}`, which has a meaning in Python."
+                )
+        try:
+            return cls._from_checked(config_dict, kwargs)
+        except (OSError, ImportError):
+            raise
+        except TypeError as error:
+            raise TypeError(f"{where}: {error}") from error
+        except Exception as error:  # whatever the classes of the parts stumble over
+            raise ValueError(f"{where}: {error if str(error) else type(error).__name__}") from error
+
+    @classmethod
+    def _from_checked(cls, config_dict: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         later = {name: value for name, value in config_dict.items() if _resembles(cls, name)}
         made = super().from_dict({name: value for name, value in config_dict.items() if name not in later}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made

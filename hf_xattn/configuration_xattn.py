@@ -27,6 +27,7 @@ from .config_checks import (
     config_of_fields,
     refuse_unknown_fields,
 )
+from .config_sizes import MAX_VOCABULARY
 from .custom_code import UnreadConfig, read_config
 from .sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 from .transformers_api import SubConfigSpec
@@ -410,6 +411,8 @@ class XAttnConfig(CheckedConfig):
             )
         added = self.additional_vocab_size
         check_count("additional_vocab_size", added)
+        if added > MAX_VOCABULARY:
+            raise ValueError(f"`additional_vocab_size` must be at most {MAX_VOCABULARY}, got {added}.")
         if self.additional_vocab_in_head and not added:
             raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
         vocab_size = getattr(self.text_config.get_text_config(), "vocab_size", None)

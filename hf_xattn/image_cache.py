@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .block import GatedCrossAttentionBlock
+from .checkpoint_files import Stored, read_headers, short
 from .cross_cache import CrossCache
 from .digests import Digests
 from .distributed import is_split
@@ -30,6 +31,8 @@ from .xattn_cache import XAttnCache
 
 
 FORMAT = "hf_xattn image cache 3"
+FLOATS = ("F64", "F32", "F16", "BF16")
+KINDS_OF_DIGESTS = ("pixel_values", "vision_features", "cross_attention_states")
 
 
 class _Model(Protocol):
@@ -188,6 +191,10 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, got {path}, which does not exist.")
     try:
+        headers = read_headers([Path(path)], {}, where=str(Path(path).parent))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
@@ -200,74 +207,86 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
                     f"{path} was written by another model, or by other weights of this one: its identity is "
                     f"{str(metadata.get('identity'))[:12]}, this model's is {identity[:12]}. Encode the images again."
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            try:
+                cross = _cross_of_file(file, headers, metadata, model, identity)
+            except KeyError as error:
+                raise ValueError(f"{path} is damaged: it has no {error.args[0]}.") from error
+            except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+                raise ValueError(f"{path} is damaged: {error}.") from error
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    try:
-        cross = _cross_of_file(metadata, tensors, model, identity)
-    except KeyError as error:
-        raise ValueError(f"{path} is damaged: it has no {error.args[0]}.") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error}.") from error
     return image_cache_of(cross, DynamicCache(config=model.config.get_text_config(decoder=True)))
 
 
 def _cross_of_file(
-    metadata: dict[str, str], tensors: dict[str, torch.Tensor], model: _Model, identity: str
+    file: Any, headers: dict[str, Stored], metadata: dict[str, str], model: _Model, identity: str
 ) -> CrossCache:
-    """Checks and converts the content of a file."""
+    """Checks and converts the content of a file. A tensor is read after its shape and its dtype have been checked."""
     block = model.config.cross_attention_config
     facts = json.loads(metadata["images"])
-    sizes = tuple(int(size) for size in facts["sizes"])
+    if not isinstance(facts, dict):
+        raise ValueError(f"expected an object of facts, got {short(facts)}")
+    sizes = _sizes("sizes", facts["sizes"])
     count = sum(sizes)
-    rows = tensors["layers.0.keys"].shape[0]
+    known: set[str] = set()
+
+    def read(name: str, shape: tuple[int | None, ...], dtypes: tuple[str, ...]) -> torch.Tensor:
+        stored = headers[name]
+        known.add(name)
+        fits = len(stored.shape) == len(shape) and all(want in (None, got) for want, got in zip(shape, stored.shape))
+        if not fits or stored.dtype not in dtypes or 0 in stored.shape:
+            raise ValueError(f"expected {name} of shape {shape}, got {stored.shape} of {stored.dtype}")
+        return file.get_tensor(name)
+
+    rows: int | None = None
     keys_values = []
     for index, layer in enumerate(model.blocks):
         device = device_of(layer.attn.k_proj)
         pair = []
         for name in (f"layers.{index}.keys", f"layers.{index}.values"):
-            heads = block.num_key_value_heads
-            _check_tensor(tensors, name, (rows, heads, count + block.quiet_softmax, block.head_dim), None)
-            pair.append(tensors[name].to(device))
+            shape = (rows, block.num_key_value_heads, count + block.quiet_softmax, block.head_dim)
+            pair.append(read(name, shape, FLOATS).to(device))
+            rows = pair[0].shape[0]
+            if pair[-1].dtype != pair[0].dtype:
+                raise ValueError(f"expected {name} of its keys' dtype, got {pair[-1].dtype}")
         keys_values.append((pair[0], pair[1]))
     device = keys_values[0][0].device
+    masks: dict[str, torch.Tensor] = {}
     for name, width in (("images.token_mask", count), ("images.image_mask", len(sizes))):
-        if name in tensors:
-            _check_tensor(tensors, name, (None, width), torch.bool)
+        if name in headers:
+            masks[name] = read(name, (None, width), ("BOOL",)).to(device)
+            if masks[name].shape[0] % _rows_of(keys_values):
+                raise ValueError(f"expected {name} to have a multiple of {rows} rows, got {masks[name].shape[0]}")
     digests = None
     if facts["digests"] is not None:
         parts = []
         for index, entry in enumerate(facts["digests"]):
-            width = sum(entry["sizes"])
-            _check_tensor(tensors, f"digests.{index}.values", (rows, width), torch.int64)
-            if f"digests.{index}.real" in tensors:
-                _check_tensor(tensors, f"digests.{index}.real", (rows, width), torch.bool)
-            real = tensors.get(f"digests.{index}.real")
-            values = tensors[f"digests.{index}.values"]
-            parts.append(
-                Digests(
-                    entry["of"],
-                    getattr(torch, entry["dtype"]),
-                    values.to(device),
-                    None if real is None else real.to(device),
-                    tuple(entry["sizes"]),
-                )
-            )
+            of, dtype, widths = entry["of"], getattr(torch, entry["dtype"]), _sizes("digests", entry["sizes"])
+            if of not in KINDS_OF_DIGESTS or not isinstance(dtype, torch.dtype):
+                raise ValueError(f"expected digests of images and their dtype, got {short(entry)}")
+            values = read(f"digests.{index}.values", (rows, sum(widths)), ("I64",)).to(device)
+            real = None
+            if f"digests.{index}.real" in headers:
+                real = read(f"digests.{index}.real", (rows, sum(widths)), ("BOOL",)).to(device)
+            parts.append(Digests(of, dtype, values, real, widths))
         digests = tuple(parts)
-    masks = [tensors.get(f"images.{name}") for name in ("token_mask", "image_mask")]
-    token_mask, image_mask = (None if mask is None else mask.to(device) for mask in masks)
+    if others := sorted(headers.keys() - known):
+        raise ValueError(f"it holds {short(others[0])}, which an image cache of this model does not have")
     cross = CrossCache()
-    cross.fill(ImageLayout.of(sizes, device, token_mask, image_mask, digests), keys_values, identity)
+    layout = ImageLayout.of(sizes, device, masks.get("images.token_mask"), masks.get("images.image_mask"), digests)
+    cross.fill(layout, keys_values, identity)
     return cross
 
 
-def _check_tensor(
-    tensors: dict[str, torch.Tensor], name: str, shape: tuple[int | None, ...], dtype: torch.dtype | None
-) -> None:
-    tensor = tensors[name]
-    fits = tensor.dim() == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape))
-    if not fits or (dtype is not None and tensor.dtype != dtype):
-        raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)} of {tensor.dtype}")
+def _rows_of(keys_values: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    return keys_values[0][0].shape[0]
+
+
+def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    """Numbers of tokens, one for each image."""
+    if not isinstance(sizes, list) or not sizes or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
+        raise ValueError(f"expected `{name}` to be the number of tokens of each image, got {short(sizes)}")
+    return tuple(sizes)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-import struct
+import warnings
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +22,8 @@ import torch
 from transformers.image_utils import ChannelDimension, infer_channel_dimension_format
 from transformers.utils import logging
 
+from .downloads import download
+from .image_limits import LIMITS, ImageLimits
 from .tensor_checks import type_name
 
 
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-URL_TIMEOUT = 60.0  # seconds
+# Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
+OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
 KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64 or paths"
 
 
@@ -44,7 +47,14 @@ def is_pil(image: Any) -> bool:
     return isinstance(image, Image.Image)
 
 
-def read_image(image: Any, name: str = "images", *, input_data_format: Any = None, rescale: bool = True) -> Any:
+def read_image(
+    image: Any,
+    name: str = "images",
+    *,
+    input_data_format: Any = None,
+    rescale: bool = True,
+    limits: ImageLimits | None = None,
+) -> Any:
     """Returns an upright RGB image: PIL images, files and URLs as a PIL image, arrays as `(3, height, width)`.
 
     Transparent areas become white, as in transformers' `convert_to_rgb`.
@@ -54,14 +64,18 @@ def read_image(image: Any, name: str = "images", *, input_data_format: Any = Non
         name (`str`): name of the argument in errors.
         input_data_format (*optional*): as in the image processor; for arrays only.
         rescale (`bool`): whether the image processor will divide the values by 255.
+        limits ([`ImageLimits`], *optional*): of files and addresses. Default: [`LIMITS`].
 
     Raises:
         TypeError: for an image of any other type.
-        ValueError: for a file that is not an image, and for an array with a wrong shape or wrong values.
+        ValueError: for a file that is not an image, is broken, or is larger than `limits` allow; for an address that cannot be loaded;
+            and for an array with a wrong shape or wrong values.
     """
+    limits = limits or LIMITS
     if isinstance(image, (str, Path)):
-        image = _open(image, name)
+        image = _open(image, name, limits)
     if is_pil(image):
+        _check_size(image, name, limits)
         return _rgb(image, name)
     if is_array(image):
         return _rgb_array(image, name, input_data_format, rescale)
@@ -127,45 +141,85 @@ def _evenly(frames: Sequence[Any], number: int) -> list[Any]:
     return [frames[round(place)] for place in np.linspace(0, len(frames) - 1, number).tolist()]
 
 
-def _open(source: str | Path, name: str) -> Image:
-    """Opens the image of a path, URL, data URL or base64.
+def _open(source: str | Path, name: str, limits: ImageLimits) -> Image:
+    """Opens the image of a path, URL, data URL or base64. Its pixels are not read yet.
 
     Transformers' `load_image` is not used: it drops the alpha channel, so transparent areas would not become white.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     text = str(source)
     try:
         if isinstance(source, str) and text.startswith(("http://", "https://")):
-            return Image.open(BytesIO(_download(text, name)))
+            return _decoder(BytesIO(_download(text, name, limits)))
         if isinstance(source, str) and text.startswith("data:"):
-            return Image.open(BytesIO(base64.b64decode(text.partition(",")[2], validate=False)))
+            _check_length(text, name, limits)
+            return _decoder(BytesIO(base64.b64decode(text.partition(",")[2], validate=False)))
         if isinstance(source, str) and text.startswith("file://"):
             source = Path(url2pathname(urlsplit(text).path))
-        if isinstance(source, Path) or os.path.isfile(text):
-            return Image.open(source)
-        return Image.open(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
+        if isinstance(source, Path) or _is_file(text):
+            return _decoder(source)
+        _check_length(text, name, limits)
+        return _decoder(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
     except (UnidentifiedImageError, binascii.Error, UnicodeError) as error:
-        if isinstance(source, Path) or os.path.isfile(text) or text.startswith(("http://", "https://", "data:")):
+        if isinstance(source, Path) or _is_file(text) or text.startswith(("http://", "https://", "data:")):
             raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read as an image.") from error
         as_text = " Pass text as `text=`." if name == "images" and " " in text.strip() else ""
         raise ValueError(
             f"Expected `{name}` to hold an image, or its path, URL, data URL or base64, got {_short(source)}: there is no such "
             f"file.{as_text}"
         ) from error
-    except (OSError, Image.DecompressionBombError) as error:
+    except _Refused as error:
+        raise ValueError(str(error)) from error.__cause__
+    except Exception as error:  # decoders of broken files raise errors of many kinds
         raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error
 
 
-def _download(url: str, name: str) -> bytes:
-    from huggingface_hub.utils import httpx  # as transformers' own `load_image`
+class _Refused(Exception):
+    """Holds a message that names the image already."""
 
+
+def _is_file(text: str) -> bool:
     try:
-        answer = httpx.get(url, timeout=URL_TIMEOUT, follow_redirects=True)
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
-        raise ValueError(f"`{name}` holds {_short(url)}, which cannot be loaded: {error}") from error
-    return answer.content
+        return os.path.isfile(text)
+    except ValueError:  # a null character
+        return False
+
+
+def _decoder(file: Any) -> Image:
+    """Opens an image with a decoder of PIL that runs no other program."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `max_pixels` decides
+        image = Image.open(file)
+    if image.format in OTHER_PROGRAMS:
+        raise OSError(f"{image.format} files are read by another program, which is not started for an image.")
+    return image
+
+
+def _check_length(text: str, name: str, limits: ImageLimits) -> None:
+    if len(text) * 3 // 4 > limits.max_bytes:
+        raise _Refused(
+            f"`{name}` holds {_short(text)}: expected at most {limits.max_bytes} bytes of an image (`ImageLimits.max_bytes`), got "
+            f"{len(text) * 3 // 4}."
+        )
+
+
+def _check_size(image: Image, name: str, limits: ImageLimits) -> None:
+    """Raises a `ValueError` for an image that is too large to be read. Its header says so: no pixel is read before."""
+    if image.width * image.height > limits.max_pixels:
+        raise ValueError(
+            f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {limits.max_pixels} pixels. A larger limit is "
+            "set with `hf_xattn.image_limits.LIMITS.max_pixels`."
+        )
+
+
+def _download(url: str, name: str, limits: ImageLimits) -> bytes:
+    try:
+        return download(url, limits)
+    except ValueError as error:
+        raise _Refused(f"`{name}` holds {_short(url)}, which cannot be loaded: {error}") from error
 
 
 def _short(source: str | Path) -> str:
@@ -181,16 +235,19 @@ def _rgb(image: Image, name: str) -> Image:
         if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
             return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
         if image.mode in ("I", "F"):
-            raise ValueError(
+            raise _Refused(
                 f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of values is "
                 "not known. Scale the values to 0..255 and call `convert('L')`."
             )
         if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-            image = Image.alpha_composite(white, image)
+            white.alpha_composite(image)
+            image = white
         return image.convert("RGB")
-    except (OSError, EOFError, SyntaxError, struct.error, Image.DecompressionBombError) as error:  # a broken file
+    except _Refused as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:  # a broken file: decoders raise errors of many kinds
         raise ValueError(f"`{name}` holds an image that cannot be read: {error}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import find_adapter_config_file, is_peft_available
 
 from .adapters import Adapter
 from .config_checks import check_parts
@@ -21,8 +19,10 @@ from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, trusting
 from .input_gradients import give_gradient_to_inputs
 from .insertion import BLOCKS
+from .loading_checks import check_complete, check_folder, check_shapes, refuse_other_files, refuse_pickles
 from .lost_updates import warn_of_half_precision
 from .no_split import XAttnUnitsMixin, fsdp_plan
+from .peft_bases import check_adapter_folder, find_peft
 from .quantization import finish_quantized, keep_added_precise
 from .saving import XAttnSavingMixin
 from .stub import NamesItsStub
@@ -125,34 +125,74 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, if they have moved.
 
         Raises:
-            ValueError: for such a folder that is half written or damaged, or whose base is gone or of another shape.
+            ValueError: for such a folder that is half written or damaged, or whose base is gone or of another shape. For any folder with a
+                configuration that no model has, with files that are not whole, lie elsewhere or are pickled, or with weights missing
+                (see `loading_checks.py`).
         """
         _refuse_splitting_of_old(kwargs)
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        refuse_pickles(kwargs)
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
                 config.read_custom_code()
-            peft_folder, source = _base_of_peft(pretrained_model_name_or_path, kwargs)
+            peft = find_peft(pretrained_model_name_or_path, kwargs)
+            source = pretrained_model_name_or_path
+            peft_name = kwargs.get("adapter_name") or "default"
+            if peft is not None:
+                check_adapter_folder(peft.name, peft.hub.get("subfolder", ""))
+                source, kwargs = peft.base, peft.base_kwargs(kwargs)
+            check_folder(source, kwargs)
             adapter = Adapter.find(source, kwargs)
             if adapter is not None:
-                peft_name = kwargs.get("adapter_name") or "default"
                 loaded: Any = cls._from_adapter(adapter, model_args, config, kwargs)
-                if peft_folder is not None:
-                    (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(peft_folder, peft_name)
+                if peft is not None:
+                    (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(
+                        peft.name, peft_name, adapter_kwargs=peft.hub
+                    )
                 return loaded
             for name in ("text_base", "vision_base"):
                 if kwargs.pop(name, None) is not None:
                     raise ValueError(
-                        f"`{name}` is for folders of `save_pretrained(folder, adapter_only=True)`, but {pretrained_model_name_or_path} "
-                        "holds a whole model."
+                        f"`{name}` is for folders of `save_pretrained(folder, adapter_only=True)`, but {source} holds a whole model."
                     )
             if kwargs.get("quantization_config") is not None:
                 known = config if isinstance(config, XAttnConfig) else _read_config(source, kwargs)
                 kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
-            loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-        finish_quantized(loaded[0] if isinstance(loaded, tuple) else loaded)
-        return loaded
+            info_wanted = kwargs.pop("output_loading_info", False)
+            try:
+                pair: Any = super().from_pretrained(
+                    source, *model_args, config=config, output_loading_info=True, **kwargs
+                )
+            except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:  # of the parts' own classes
+                raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}.") from error
+            model, info = pair
+            check_complete(model, info["missing_keys"], source, lambda: _read_config(source, kwargs))
+            finish_quantized(model)
+            if peft is not None and peft.base != peft.name:
+                info = model.load_adapter(peft.name, peft_name, adapter_kwargs=peft.hub).to_dict()
+        return (model, info) if info_wanted else model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    ) -> Any:
+        """transformers' own, which reads the weights. The model has shapes until then, and no values."""
+        if expected_keys is None:  # otherwise the weights are an adapter's (PEFT)
+            check_shapes(model, state_dict, checkpoint_files, load_config)
+        else:
+            refuse_other_files(checkpoint_files)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:
+        """`PreTrainedModel.load_adapter`. Checks the adapter's folder before it adds layers.
+
+        Raises:
+            ValueError: for pickled weights, a file that is damaged, and a rank that the weights do not have.
+        """
+        subfolder = (kwargs.get("adapter_kwargs") or {}).get("subfolder")
+        check_adapter_folder(peft_model_id, subfolder or "")
+        return super().load_adapter(peft_model_id, *args, **kwargs)
 
     @classmethod
     def _from_adapter(
@@ -165,11 +205,15 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             load_kwargs["quantization_config"] = keep_added_precise(
                 load_kwargs["quantization_config"], load_kwargs["config"]
             )
-        loaded: Any = super().from_pretrained(None, *model_args, **load_kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        info_wanted = load_kwargs.pop("output_loading_info", False)
+        pair: Any = super().from_pretrained(None, *model_args, output_loading_info=True, **load_kwargs)
+        model, info = pair
+        missing = info["missing_keys"]
+        hub = adapter.hub
+        check_complete(model, missing, adapter.name, lambda: XAttnConfig.from_pretrained(adapter.name, **hub), False)
         finish_quantized(model)
         model.config.name_or_path = model.name_or_path = adapter.name
-        return loaded
+        return (model, info) if info_wanted else model
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         """`PreTrainedModel.resize_token_embeddings`.
@@ -186,23 +230,6 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
-
-
-def _base_of_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> tuple[str | None, Any]:
-    """For a folder with an adapter (PEFT): the folder, and the checkpoint of the model below it. Otherwise None, and `checkpoint`."""
-    known = (load_kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-    if known is not None:  # from an Auto class, which has replaced `checkpoint`
-        return known, checkpoint
-    if not isinstance(checkpoint, (str, os.PathLike)) or not is_peft_available():
-        return None, checkpoint
-    hub = {name: load_kwargs[name] for name in (*HUB_ARGUMENTS, "subfolder") if load_kwargs.get(name) is not None}
-    hub.pop("code_revision", None)
-    file = find_adapter_config_file(os.fspath(checkpoint), **hub)
-    if file is None:
-        return None, checkpoint
-    if Path(checkpoint, "config.json").is_file():
-        return os.fspath(checkpoint), checkpoint
-    return os.fspath(checkpoint), json.loads(Path(file).read_text(encoding="utf-8"))["base_model_name_or_path"]
 
 
 def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import _get_template_variables, rend
 
 from .chat_messages import is_batch, of_row, read_conversation, with_images
 from .chat_templates import default_template, to_template
+from .image_limits import check_image_processor
 from .image_reading import is_array, read_image
 from .keywords import refuse_unknown
 from .samples import OF_VIDEOS, lay_out, read_samples, read_texts
@@ -61,6 +62,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             if given is not None and not isinstance(given, kinds):
                 expected = " or a ".join(kind.__name__ for kind in kinds)
                 raise TypeError(f"Expected `{name}` to be a {expected}, got {type_name(given)}.")
+        check_image_processor(image_processor)
         self.image_token = image_token
         self.image_token_id = None
         if image_token is not None:

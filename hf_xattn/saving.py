@@ -216,11 +216,11 @@ class XAttnSavingMixin(Model):
                 self._write_by_transformers(Path(nothing), options, False, None)
         else:
             stale = functools.partial(_earlier_save, variant=options.get("variant"))
-            whole = WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale)
-            with whole as fresh:
+            saved = WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale)
+            with saved as fresh:
                 if (target / FILE).is_file():  # written anew only if no person has changed it
                     shutil.copy2(target / FILE, fresh / FILE)
-                self._write(fresh, with_code, options, target, True, whole)
+                self._write(fresh, with_code, options, target, True, saved)
         if is_unnamed:
             self._take_name(target)
 

@@ -35,6 +35,7 @@ from transformers.utils import logging
 
 from . import image_reading
 from .chat_templates import check_template
+from .image_limits import ImageLimits
 from .tensor_checks import type_name
 
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+SERVED = ImageLimits(max_pixels=2**26, max_bytes=20 * 2**20, max_seconds=30.0, private_addresses=False)
 TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
 IMAGE_PARTS = ("image_url", "input_image")
 IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
@@ -67,8 +69,11 @@ MESSAGE_FIELDS = frozenset(
 class OneModel(ModelManager):
     """Holds a loaded model under one name. Never loads or unloads a model."""
 
-    def __init__(self, name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
+    def __init__(
+        self, name: str, model: XAttnForConditionalGeneration, processor: Any, limits: ImageLimits = SERVED
+    ) -> None:
         super().__init__()
+        self.limits = limits
         self.force_model = name  # the server refuses requests for another model
         self.model, self.processor = model, processor
         self.created = int(time.time())
@@ -123,10 +128,15 @@ class _Checked(_Worded):
             raise HTTPException(
                 400, f"{self.model_manager.force_model} cannot read images: it was saved without an image processor."
             )
+        limits = self._limits()
         for place, part in parts:
             # In a thread, so that a slow address or a large image does not delay other requests.
-            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"))
+            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), limits)
         return await super().handle_request(body, request_id)
+
+    def _limits(self) -> ImageLimits:
+        manager: Any = self.model_manager
+        return manager.limits
 
     def _served(self) -> tuple[Any, Any]:
         manager: Any = self.model_manager
@@ -226,12 +236,12 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
                 )
 
 
-def read_image(place: str, address: Any) -> Image:
+def read_image(place: str, address: Any, limits: ImageLimits = SERVED) -> Image:
     """Reads an image from the web or from a data URL, as the processor does.
 
     Raises:
-        HTTPException: for any other address, because transformers would also read files of this machine, and for data that are
-            not an image.
+        HTTPException: for any other address, because transformers would also read files of this machine, for an address that `limits`
+            refuse, and for data that are not an image or are too large.
     """
     url = address.get("url") if isinstance(address, dict) else address
     if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
@@ -240,7 +250,7 @@ def read_image(place: str, address: Any) -> Image:
             400, f"Expected the address of {place} to start with {', '.join(IMAGE_ADDRESSES)}, got {got}."
         )
     try:
-        return image_reading.read_image(url, "image_url")
+        return image_reading.read_image(url, "image_url", limits=limits)
     except Exception as error:  # decoders and connections raise errors of many kinds
         raise HTTPException(400, f"The image in {place} cannot be read: {error}") from error
 
@@ -254,9 +264,15 @@ def _newer_handlers(manager: ModelManager, state: GenerationState) -> dict[str, 
     return {"systemone_handler": SystemOneHandler(manager, state)}
 
 
-def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any) -> FastAPI:
-    """Builds transformers' server for a loaded model. `name` is the name of the model for clients."""
-    manager, state = OneModel(name, model, processor), _State()
+def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any, limits: ImageLimits = SERVED) -> FastAPI:
+    """Builds transformers' server for a loaded model.
+
+    Args:
+        name (`str`): of the model, for clients.
+        model ([`XAttnForConditionalGeneration`]), processor: as loaded.
+        limits ([`ImageLimits`]): of the images that clients name. By default none is fetched from a private network.
+    """
+    manager, state = OneModel(name, model, processor, limits), _State()
     app = build_server(
         manager,
         _Chat(manager, state),

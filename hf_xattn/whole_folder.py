@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 
 
+fcntl: Any
 try:
     import fcntl
 except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 BESIDE, INSIDE = ".hf_xattn-new-", ".hf_xattn-save-"
 JOURNAL = "journal.json"
@@ -363,7 +364,7 @@ def _explained(target: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         code = _code_of(error)
-        if code not in FULL:
+        if code is None or code not in FULL:
             raise
         raise OSError(
             code,

@@ -30,6 +30,7 @@ TRANSFORMERS = {
     "get_input_embeddings",
     "get_output_embeddings",
     "initialize_weights",
+    "load_adapter",
     "prepare_inputs_for_generation",
     "register_for_auto_class",
     "resize_token_embeddings",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
 from .loading import add_model, load_model_and_images
 from .options import add_listening, check_listening
@@ -13,18 +14,34 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("serve", help="answer clients of the OpenAI API (needs the extra `serve`)")
     add_model(parser, device="auto")
     parser.add_argument("--name", help="name of the model for clients (default: DIR as given)")
+    parser.add_argument(
+        "--max-image-mib",
+        type=int,
+        default=20,
+        metavar="MIB",
+        help="largest image that a client may send or name, in MiB (default: 20)",
+    )
+    parser.add_argument(
+        "--private-addresses",
+        action="store_true",
+        help="fetch images that clients name also from this machine and from private networks",
+    )
     add_listening(parser, port=8000)
     parser.set_defaults(run=run, image=None)
 
 
 def run(arguments: argparse.Namespace) -> None:
     check_listening(arguments)
+    if arguments.max_image_mib < 1:
+        raise ValueError(f"`--max-image-mib` must be at least 1, got {arguments.max_image_mib}.")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'hf_xattn[serve]'`.")
     from ..listening import address_of, bind
-    from ..serving import Server, build_app, check_answers
+    from ..serving import SERVED, Server, build_app, check_answers
+
+    limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)
 
     with bind(arguments.host, arguments.port) as listener:
         name = arguments.name or arguments.model
@@ -39,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"Ready: {address} serves {name}. Stop with Ctrl-C.\n{_question(address, name)}", flush=True)
 
         try:
-            Server(build_app(name, model, processor), ready).run(sockets=[listener])
+            Server(build_app(name, model, processor, limits), ready).run(sockets=[listener])
         except KeyboardInterrupt:  # raised again by uvicorn after a clean stop
             pass
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..block import GatedCrossAttentionBlock
+from ..checkpoint_files import read_headers, short
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..connector import XAttnConnector
 from ..decoder import find_decoder
@@ -49,16 +49,17 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: if the file holds something else.
     """
-    if Path(file).suffix == ".safetensors":
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or not a safetensors file ({error}).") from error
+    path = Path(file)
+    if path.suffix == ".safetensors":
+        read_headers([path], {}, where=str(path.parent))
+        return load_file(file)
+    _check_zip(path)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # the restricted unpickler stumbles over a stranger's file in many ways
         raise ValueError(
-            f"{file} holds no state dict that can be read: expected a complete file of `torch.save` with tensors and plain values."
+            f"{file} holds no state dict that can be read: expected a complete file of `torch.save` with tensors and plain values. "
+            "Code in a file is not run."
         ) from error
     while isinstance(state, dict):
         inner = next((state[key] for key in ("model_state_dict", "state_dict", "model") if key in state), None)
@@ -67,7 +68,28 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
         state = inner
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise ValueError(f"{file} holds no state dict of tensors.")
+    for name, tensor in state.items():
+        if not tensor.is_meta and tensor.layout == torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"{file} holds {short(name)} of shape {tuple(tensor.shape)}: expected {tensor.nbytes} bytes, got "
+                f"{tensor.untyped_storage().nbytes()}, which are used more than once."
+            )
     return state
+
+
+def _check_zip(path: Path) -> None:
+    """Raises a `ValueError` for a file that unpacks to more than it holds. `torch.save` compresses nothing."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as parts:
+            unpacked = sum(part.file_size for part in parts.infolist())
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
+    if unpacked > path.stat().st_size:
+        raise ValueError(
+            f"{path} unpacks to {unpacked} bytes, but has {path.stat().st_size}: expected a file of `torch.save`, which is not compressed."
+        )
 
 
 def language_weights(
@@ -99,6 +121,8 @@ def language_weights(
         if name not in own:  # a buffer, or the second name of tied weights
             continue
         grows = id(own[name]) in tables
+        if not tensor.is_floating_point():
+            raise ValueError(f"`state_dict` holds {name} of dtype {tensor.dtype}: expected floating-point weights.")
         if tensor.shape[grows:] != own[name].shape[grows:]:
             raise ValueError(
                 f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, but `text` ({type(text).__name__}) has shape "
@@ -146,6 +170,8 @@ def check_parts(config: XAttnConfig, layers: str, num_layers: int, parts: dict[s
     if missing := sorted(expected.keys() - parts.keys()):
         raise ValueError(f"`state_dict` is not complete: no tensor for {missing[0]} ({len(missing)} missing).")
     for name, tensor in parts.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"`state_dict`: expected floating-point weights for {name}, got {tensor.dtype}.")
         if not fits(tuple(tensor.shape), expected[name]):
             raise ValueError(f"`state_dict`: expected shape {expected[name]} for {name}, got {tuple(tensor.shape)}.")
 

@@ -12,7 +12,10 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from ..checkpoint_files import INTEGERS
+from ..config_sizes import check_layer_count
 from ..configuration_xattn import XAttnConfig
+from ..loading_checks import check_config_file
 from ..model_card import write_model_card
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..whole_folder import WholeFolder
@@ -28,6 +31,7 @@ from .streaming import (
     copy_side_files,
     read_headers,
     read_tensors,
+    side_files,
 )
 
 
@@ -54,8 +58,9 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
     """
     check_folder(output)
     folder = _folder_of(source)
-    recipe = _recipe(AutoConfig.from_pretrained(folder))
     headers = read_headers(folder)
+    recipe = _recipe(_config_of(folder, headers))
+    side_files(folder)
     plan = _plan(recipe, headers)
     with WholeFolder(output) as target_folder:
         writer = FolderWriter(target_folder)
@@ -124,6 +129,7 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
             or if `output` is not empty.
     """
     check_folder(output)
+    changed: PreTrainedConfig
     state: Mapping[str, torch.Tensor]
     if isinstance(source, PreTrainedModel):
         folder, changed, state = None, source.config, source.state_dict()
@@ -131,7 +137,9 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         dtype = source.dtype
     else:
         folder = _folder_of(source)
-        changed, headers = AutoConfig.from_pretrained(folder), read_headers(folder)
+        headers = read_headers(folder)
+        changed = _config_of(folder, headers)
+        side_files(folder)
         state, shapes = FolderTensors(folder, headers), {name: header.shape for name, header in headers.items()}
         dtype = torch.float32
     if isinstance(changed.dtype, torch.dtype):
@@ -188,7 +196,30 @@ def _recipe(config: PreTrainedConfig) -> Recipe:
             f"`source` must be a model of type {sorted(RECIPES)}, got a {config.model_type!r} model, which cannot be imported. For "
             "a text-only model use `retrofit`."
         )
-    return RECIPES[config.model_type](config)
+    try:
+        return RECIPES[config.model_type](config)
+    except ValueError:
+        raise
+    except Exception as error:  # sizes of zero, missing parts, lists that are none
+        raise ValueError(
+            f"`source` has a configuration of a {config.model_type!r} model that cannot be one: {type(error).__name__}: {error}."
+        ) from error
+
+
+def _config_of(folder: Path, headers: dict[str, Header]) -> PreTrainedConfig:
+    """Reads the configuration in a folder, after its sizes were checked.
+
+    Raises:
+        ValueError: for a configuration that no model has, or that transformers cannot read.
+    """
+    try:
+        fields = check_config_file(folder, {})
+        check_layer_count(fields, len(headers), f"{folder / 'config.json'}")
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(f"`source` ({folder}): {error if str(error) else type(error).__name__}") from error
 
 
 def _folder_of(source: str | Path) -> Path:
@@ -244,7 +275,9 @@ def _plan(recipe: Recipe, headers: dict[str, Header]) -> dict[str, list]:
     Raises:
         ValueError: if names or shapes do not fit the model type, or if tensors are missing.
     """
-    expected = _shapes(_skeleton(recipe.config))
+    skeleton = _skeleton(recipe.config)
+    expected = _shapes(skeleton)
+    dtypes = {name: tensor.dtype for name, tensor in skeleton.state_dict().items()}
     plan: dict[str, list] = {}
     unknown, found = [], set()
     for name, header in headers.items():
@@ -262,6 +295,10 @@ def _plan(recipe: Recipe, headers: dict[str, Header]) -> dict[str, list]:
                     f"{shape} for {target.name}."
                 )
             plan[name].append((target, shape))
+            if header.dtype in INTEGERS and dtypes[target.name].is_floating_point:
+                raise ValueError(
+                    f"`source` holds {name} of dtype {header.dtype}: expected floating-point weights. Quantized checkpoints are not imported."
+                )
             found.add(target.name)
     if unknown:
         raise ValueError(f"`source` holds tensors that its model type does not have: {_few(unknown)}.")

@@ -52,9 +52,14 @@ def places(text_config: MllamaTextConfig) -> dict[int, int]:
     A self-attention layer becomes the decoder layer. A cross-attention layer becomes the block in front of it.
 
     Raises:
-        ValueError: if two cross-attention layers have no self-attention layer in between.
+        ValueError: if two cross-attention layers have no self-attention layer in between, or for a layer that does not exist.
     """
     cross = set(text_config.cross_attention_layers or ())
+    if outside := sorted(index for index in cross if index not in range(text_config.num_hidden_layers)):
+        raise ValueError(
+            f"`cross_attention_layers`: expected indices from 0 to {text_config.num_hidden_layers - 1}, because the text model has "
+            f"{text_config.num_hidden_layers} layers, got {outside[:5]}."
+        )
     result, count = {}, 0
     for index in range(text_config.num_hidden_layers):
         result[index] = count

@@ -6,63 +6,51 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ..checkpoint_files import INDEX, Stored, check_inside, read_index, refuse_pickled, short
+from ..checkpoint_files import read_headers as checked_headers
 from ..paths import check_path
 from ..stub import is_own_file
 from ..whole_folder import clear_interrupted, finish_interrupted
 
 
-INDEX = "model.safetensors.index.json"
 # Files that are written anew (weights, index, configuration), and files that are not needed.
 NOT_COPIED = ("*.safetensors", "*.index.json", "config.json", "*.bin", "*.pt", "*.pth", "*.md", ".*")
 
 
-class Header(NamedTuple):
-    """File and shape of a tensor."""
-
-    file: str
-    shape: tuple[int, ...]
+# File, shape and dtype of a tensor.
+Header = Stored
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
     """Returns the file and the shape of every tensor in a folder, by name. Reads no weights.
 
     Raises:
-        ValueError: if a file is missing or truncated, or if a tensor is not in the file that the index names.
+        ValueError: if a file is missing, truncated or outside the folder, or if a tensor is not in the file that the index names.
     """
     finish_interrupted(folder)
-    if (folder / INDEX).is_file():
-        try:
-            index = dict(json.loads((folder / INDEX).read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"`source` ({folder}): expected a `weight_map` in {INDEX}, got a damaged file.") from error
-        files = sorted(set(index.values()))
-        if strange := [file for file in files if Path(file).name != file]:
-            raise ValueError(f"`source` ({folder}): {INDEX} names {strange[0]!r}, which is not a file in the folder.")
-    else:
-        index, files = {}, sorted(path.name for path in folder.glob("*.safetensors"))
+    where, index_file = f"`source` ({folder})", folder / INDEX
+    index: dict[str, str] = {}
+    try:
+        if index_file.is_file():
+            check_inside(folder, index_file)
+            index = read_index(index_file)
+        files = [folder / file for file in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))
+        for file in files:
+            check_inside(folder, file)
+            if file.parent != folder:
+                raise ValueError(
+                    f"{INDEX} names {short(str(file.relative_to(folder)))}, which is not a file in the folder."
+                )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if not files:
-        raise ValueError(f"`source` ({folder}) holds no *.safetensors file.")
-    headers: dict[str, Header] = {}
-    for file in files:
-        if not (folder / file).is_file():
-            raise ValueError(f"`source` ({folder}) is not complete: {file} is missing.")
-        try:
-            with safe_open(folder / file, "pt") as opened:
-                for name in opened.keys():
-                    headers[name] = Header(file, tuple(opened.get_slice(name).get_shape()))
-        except SafetensorError as error:
-            raise ValueError(
-                f"`source` ({folder}): {file} is truncated or not a safetensors file ({error})."
-            ) from error
-    if lost := [name for name, file in index.items() if name not in headers or headers[name].file != file]:
-        raise ValueError(f"`source` ({folder}) is not complete: the index names {lost[0]}, which is not in its file.")
-    return headers
+        refuse_pickled(folder, where)
+    return checked_headers(files, index, where)
 
 
 def read_tensors(folder: Path, headers: dict[str, Header]) -> Iterator[tuple[str, Iterator[tuple[str, torch.Tensor]]]]:
@@ -132,6 +120,24 @@ class FolderWriter:
 
 def copy_side_files(source: Path, target: Path) -> None:
     """Copies the files of the tokenizer, the processor and the generation settings."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED) and not is_own_file(path):
-            shutil.copy(path, target / path.name)
+    for path in side_files(source):
+        shutil.copy(path, target / path.name)
+
+
+def side_files(source: Path) -> list[Path]:
+    """Returns the files that [`copy_side_files`] copies.
+
+    Raises:
+        ValueError: for a link to a file elsewhere: a copy would publish its contents.
+    """
+    files = [
+        path
+        for path in sorted(source.iterdir())
+        if not any(path.match(pattern) for pattern in NOT_COPIED) and path.is_file()
+    ]
+    for path in files:
+        try:
+            check_inside(source, path)
+        except ValueError as error:
+            raise ValueError(f"`source` ({source}): {error}") from error
+    return [path for path in files if not is_own_file(path)]

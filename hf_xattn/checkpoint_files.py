@@ -1,0 +1,229 @@
+"""Checks the files of a checkpoint before anything of them is loaded.
+
+A checkpoint may come from a stranger, or be cut off or damaged. transformers opens the files that an index names wherever they are, unpickles
+where it finds no safetensors, and reads weights before it knows whether they fit. Here a file must lie in the checkpoint's folder, be a
+whole safetensors file, and hold what the index promises. Only headers are read: this takes milliseconds.
+
+safetensors files have no checksum. A bit that is flipped inside a weight's values cannot be noticed here: compare the SHA-256 that the
+source publishes. Folders of `save_pretrained(folder, adapter_only=True)` carry the SHA-256 of their files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDS_OF_RANKS = "shard-*-model-*.safetensors"  # written by transformers for several processes
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+SIDE_FILES = ("generation_config.json",)  # transformers falls back to defaults where it cannot read them
+MAX_JSON = 2**26  # bytes; the index of a model with a million weights is of this size
+MAX_HEADER = 2**25  # bytes
+QUOTES = "'\""
+INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: the file's name, the shape, and the dtype as safetensors names it."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str = "F32"
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Raises a `ValueError` for a file that lies elsewhere: by `..`, or as a symbolic link.
+
+    A snapshot in the cache of huggingface_hub consists of links to the repository's own files, which are allowed.
+    """
+    real = Path(os.path.realpath(path))
+    allowed = [Path(os.path.realpath(folder))]
+    for parent in (Path(os.path.abspath(folder)), *Path(os.path.abspath(folder)).parents):
+        if parent.parent.name == "snapshots":
+            allowed.append(Path(os.path.realpath(parent.parent.parent / "blobs")))
+    if not any(real.is_relative_to(root) for root in allowed):
+        raise ValueError(
+            f"{path}: expected a file in {folder}, got one that leads out of it. Nothing outside the folder is read. If you trust "
+            "the file, copy it into the folder."
+        )
+
+
+def check_name(name: Any, where: str) -> str:
+    """Returns the name of a file in a folder, from a list that a checkpoint brings.
+
+    Raises:
+        ValueError: for anything but the name of a file in the folder: no absolute path, no `..`, no empty text.
+    """
+    if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
+        path = PurePosixPath(name)
+        if not path.is_absolute() and ".." not in path.parts and path.parts:
+            return name
+    raise ValueError(f"{where} names {short(name)}, which is not a file in the folder.")
+
+
+def short(value: Any) -> str:
+    """A value for a message: its beginning, if it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer with more digits than Python writes, or lists in lists
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a file with one JSON object.
+
+    Raises:
+        ValueError: for a file that is too large, or holds something else.
+    """
+    size = path.stat().st_size
+    if size > MAX_JSON:
+        raise ValueError(f"{path} is too large: expected a JSON file of at most {MAX_JSON} bytes, got {size}.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # also text that is no UTF-8, and integers with too many digits
+        raise ValueError(f"{path} is damaged: expected JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: expected a JSON object, got {short(content)}.")
+    return content
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Returns the file of each tensor, from the index of a sharded checkpoint.
+
+    Raises:
+        ValueError: for an index without a `weight_map`, and for one that names anything but safetensors files in its folder.
+    """
+    content = read_json(path)
+    index = content.get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ValueError(f"{path} is damaged: expected a `weight_map` of tensors and files, got {short(index)}.")
+    if not isinstance(content.get("metadata", {}), dict):
+        raise ValueError(f"{path} is damaged: expected `metadata` to be an object, got {short(content['metadata'])}.")
+    for file in index.values():
+        if not check_name(file, str(path)).endswith(".safetensors"):
+            raise ValueError(
+                f"{path} names {short(file)}: expected a *.safetensors file. Pickled weights are not read."
+            )
+    return index
+
+
+def weight_files(
+    folder: Path, variant: str | None = None, named: str | None = None
+) -> tuple[list[Path], dict[str, str]]:
+    """Returns the weight files that `from_pretrained` would read from a folder, and the index; empty if there is none.
+
+    Args:
+        folder (`Path`): the folder.
+        variant (`str`, *optional*): as for `from_pretrained`.
+        named (`str`, *optional*): the file, or the index, where the configuration names it (`transformers_weights`).
+
+    Raises:
+        ValueError: as [`read_index`], and for a file that leads out of the folder.
+    """
+    single, index_file = (folder / _variant(name, variant) for name in (WEIGHTS, INDEX))
+    if named is not None:
+        single, index_file = (folder / "", folder / named) if named.endswith(".json") else (folder / named, folder / "")
+    index: dict[str, str] = {}
+    if named is None and (ranks := sorted(folder.glob(SHARDS_OF_RANKS))):
+        files = ranks
+    elif single.is_file() or single.is_symlink():
+        files = [single]
+    elif index_file.is_file() or index_file.is_symlink():
+        check_inside(folder, index_file)
+        index = read_index(index_file)
+        files = [folder / file for file in sorted(set(index.values()))]
+    else:
+        files = []
+    for file in files:
+        check_inside(folder, file)
+    return files, index
+
+
+def _variant(name: str, variant: str | None) -> str:
+    stem, _, ending = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{ending}"
+
+
+def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> dict[str, Stored]:
+    """Returns the tensors of safetensors files, by name. Reads no weights.
+
+    Args:
+        files (`Iterable[Path]`): all of one folder.
+        index (`dict[str, str]`): the file of each tensor; empty if there is no index.
+        where (`str`): the checkpoint, for messages.
+
+    Raises:
+        ValueError: if a file is missing or no whole safetensors file, if two files hold one tensor, or if a tensor is not in the file
+            that the index names.
+    """
+    headers: dict[str, Stored] = {}
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{where} is not complete: {path.name} is missing.")
+        for name, stored in _header(path, where).items():
+            if name in headers and not index:
+                raise ValueError(f"{where}: {path.name} and {headers[name].file} hold the same tensor {short(name)}.")
+            if name not in headers or Path(index.get(name, "")).name == stored.file:
+                headers[name] = stored
+    if lost := [name for name, file in index.items() if name not in headers or headers[name].file != Path(file).name]:
+        raise ValueError(
+            f"{where} is not complete: the index names {short(lost[0]).strip(QUOTES)}, which is not in its file {index[lost[0]]}."
+        )
+    return headers
+
+
+def _header(path: Path, where: str) -> dict[str, Stored]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise ValueError(
+            f"{where}: {path.name} is truncated or not a safetensors file: it has {size} bytes, and a header of {length} bytes (expected at "
+            f"most {MAX_HEADER})."
+        )
+    try:
+        with safe_open(path, "pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            return {name: Stored(path.name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{where}: {path.name} is truncated or not a safetensors file ({error}).") from error
+
+
+def refuse_pickled(folder: Path, what: str) -> None:
+    """Raises a `ValueError` for a folder without safetensors. Pickled weights can run code, so they are never read."""
+    others = sorted({path.name for pattern in PICKLED for path in folder.glob(pattern)})
+    hint = (
+        f" It holds {others[:5]}. If you trust these files, load the model with transformers and save it again."
+        if others
+        else ""
+    )
+    raise ValueError(f"{what} holds no *.safetensors file.{hint}")
+
+
+def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> None:
+    """Raises a `ValueError` for weights of integers in a checkpoint that is not quantized: they would be cast, and be wrong."""
+    if quantized:
+        return
+    for name, stored in headers.items():
+        if name.endswith(".weight") and stored.dtype in INTEGERS:
+            raise ValueError(
+                f"{where}: {stored.file} holds {short(name)} of dtype {stored.dtype}: expected floating-point weights, because the configuration "
+                "names no `quantization_config`."
+            )
+
+
+__all__ = ["Stored", "check_inside", "check_name", "read_headers", "read_index", "read_json", "weight_files"]

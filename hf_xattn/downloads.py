@@ -1,0 +1,103 @@
+"""Fetches an image from the web, within limits: of size, of time, and of the networks that it may come from.
+
+Where private addresses are refused, the host's name is resolved here, all its addresses are checked, and the connection goes to one of them:
+a name that resolves to another address a moment later is not asked again. Each redirect is checked in the same way.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from .image_limits import ImageLimits
+
+
+MOST_REDIRECTS = 5
+REDIRECTS = (301, 302, 303, 307, 308)
+
+
+def download(url: str, limits: ImageLimits) -> bytes:
+    """Returns the content of an `http://` or `https://` address.
+
+    Raises:
+        ValueError: for an address that cannot be loaded, is refused, or sends more than `limits` allow.
+    """
+    from huggingface_hub.utils import httpx  # as transformers' own `load_image`
+
+    deadline = time.monotonic() + limits.max_seconds
+    try:
+        # A proxy of the environment would resolve names itself, so it is used only where all addresses are allowed.
+        with httpx.Client(timeout=limits.max_seconds, trust_env=limits.private_addresses) as client:
+            for _ in range(MOST_REDIRECTS + 1):
+                where, options = (url, {}) if limits.private_addresses else _pinned(url)
+                with client.stream("GET", where, **options) as answer:
+                    if answer.status_code in REDIRECTS and "location" in answer.headers:
+                        url = urljoin(url, answer.headers["location"])
+                        if urlsplit(url).scheme not in ("http", "https"):
+                            raise ValueError(f"it leads to {url[:80]!r}: expected http:// or https://.")
+                        continue
+                    answer.raise_for_status()
+                    return _content(answer, limits, deadline)
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    raise ValueError(f"it leads from address to address more than {MOST_REDIRECTS} times.")
+
+
+def _content(answer: Any, limits: ImageLimits, deadline: float) -> bytes:
+    too_large = f"expected at most {limits.max_bytes} bytes (`ImageLimits.max_bytes`)"
+    length = answer.headers.get("content-length", "")
+    if length.isdigit() and int(length[:20]) > limits.max_bytes:
+        raise ValueError(f"{too_large}, got {length[:20]}.")
+    parts, size = [], 0
+    for part in answer.iter_bytes(2**16):  # unpacked: a small answer may be a large one that was compressed
+        size += len(part)
+        if size > limits.max_bytes:
+            raise ValueError(f"{too_large}, got more.")
+        if time.monotonic() > deadline:
+            raise ValueError(f"expected it within {limits.max_seconds} seconds (`ImageLimits.max_seconds`).")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _pinned(url: str) -> tuple[str, dict[str, Any]]:
+    """The address with the host's name replaced by a public IP, and what the request needs to be one for that name.
+
+    Raises:
+        ValueError: for a host that cannot be resolved, or of which any address is private.
+    """
+    split = urlsplit(url)
+    try:
+        host, port = split.hostname or "", split.port
+        found = socket.getaddrinfo(host, port or (443 if split.scheme == "https" else 80), type=socket.SOCK_STREAM)
+    except (OSError, ValueError, UnicodeError) as error:
+        raise ValueError(f"its host cannot be found: {error}") from error
+    addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
+    if not addresses or not all(map(is_public, addresses)):
+        raise ValueError(
+            f"{host} is an address of this machine or of a private network, from which no images are fetched "
+            "(`ImageLimits.private_addresses`)."
+        )
+    address = addresses[0]
+    place = f"[{address}]" if ":" in address else address
+    netloc = place if port is None else f"{place}:{port}"
+    named = f"[{host}]" if ":" in host else host
+    headers = {"Host": named if port is None else f"{named}:{port}"}
+    return split._replace(netloc=netloc).geturl(), {"headers": headers, "extensions": {"sni_hostname": host}}
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet: not of this machine, a private network, or a group."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if inner is not None:
+            return is_public(str(inner))
+        if ip in ipaddress.ip_network("64:ff9b::/96"):  # translated to IPv4 by the network
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+__all__ = ["download", "is_public"]

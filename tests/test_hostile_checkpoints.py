@@ -1,0 +1,118 @@
+"""Checkpoints of strangers and of bad disks: refused with an error of this package, or the model that was saved, and nothing else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hostile_inputs as hostile
+import pytest
+import torch
+from conftest import make_model
+from hostile_inputs import REFUSED, SAME, fresh, mark_of
+from transformers import AutoModelForCausalLM
+
+import hf_xattn
+from hf_xattn import XAttnForConditionalGeneration
+
+
+PACKAGE = str(Path(hf_xattn.__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One checkpoint in one file and in shards, its weights, and a file in another folder."""
+    folder, model = tmp_path_factory.mktemp("hostile"), make_model()
+    model.save_pretrained(folder / "whole")
+    model.save_pretrained(folder / "shards", max_shard_size="100KB")
+    outside = folder / "outside" / "model.safetensors"
+    outside.parent.mkdir()
+    outside.write_bytes((folder / "whole" / "model.safetensors").read_bytes())
+    return folder, {name: tensor.clone() for name, tensor in model.state_dict().items()}, outside
+
+
+def is_ours(error):
+    """Whether the error was raised by this package, and names a file, a folder or an argument."""
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    words = str(error)
+    named = "`" in words or "/" in words
+    return (
+        isinstance(error, (ValueError, TypeError)) and frame.tb_frame.f_code.co_filename.startswith(PACKAGE) and named
+    )
+
+
+def outcome(load, folder, weights):
+    """What comes of a folder: `REFUSED`, `SAME`, or what is wrong."""
+    try:
+        model = load(folder)
+    except Exception as error:
+        if is_ours(error):
+            return REFUSED
+        if isinstance(error, OSError) and "Error no file named" in str(error):
+            return "refused by transformers"
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    state = model.state_dict()
+    same = state.keys() == weights.keys() and all(
+        torch.equal(state[name], weights[name]) for name in weights if not state[name].is_meta
+    )
+    return SAME if same else "another model"
+
+
+def check(cases, source, work, weights, load=XAttnForConditionalGeneration.from_pretrained):
+    wrong = {}
+    for case in cases:
+        folder = fresh(source, work / "copy")
+        case.change(folder)
+        got = outcome(load, folder, weights)
+        if got not in case.expected.split(", or "):
+            wrong[case.name] = f"{got} instead of {case.expected}"
+        if mark_of(folder).exists():
+            wrong[case.name] = "its code was run"
+            mark_of(folder).rmdir()
+    assert not wrong, "\n".join(f"{name}: {why}" for name, why in wrong.items())
+
+
+GROUPS = {
+    "truncated": lambda source, outside: hostile.truncated(source, hostile.WEIGHTS, 20, seed=1),
+    "flipped": lambda source, outside: hostile.flipped(source, 60, seed=2),
+    "headers": lambda source, outside: hostile.headers(source),
+    "configs": lambda source, outside: hostile.configs(source),
+    "pickles": lambda source, outside: hostile.pickles(source),
+    "code": lambda source, outside: hostile.code(source),
+    "indexes": hostile.indexes,
+}
+
+
+def cases_of(group, saved):
+    folder, _, outside = saved
+    source = folder / ("shards" if group == "indexes" else "whole")
+    return source, list(GROUPS[group](source, outside))
+
+
+def test_there_are_many_cases(saved):
+    """A generator that yields next to nothing, and a test that then passes."""
+    names = [(group, case.name) for group in GROUPS for case in cases_of(group, saved)[1]]
+    assert len(names) == len(set(names)) and len(names) >= 300
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_checkpoints_are_refused_or_the_same(saved, tmp_path, group, caplog):
+    """A checkpoint that gives another model than the one that was saved, runs code, or fails deep inside of torch."""
+    source, cases = cases_of(group, saved)
+    check(cases, source, tmp_path, saved[1])
+
+
+@pytest.mark.parametrize("group", ["code", "pickles"])
+def test_auto_classes_run_no_code(saved, tmp_path, group):
+    """Code that runs because an Auto class, which reads `auto_map`, was asked."""
+    source, cases = cases_of(group, saved)
+    check(cases, source, tmp_path, saved[1], AutoModelForCausalLM.from_pretrained)
+
+
+def test_memory_and_time_stay_bounded():
+    """Sizes that are asked for before they are checked: a terabyte, or a loop that never ends."""
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("hostile_memory.py")], capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
