@@ -89,7 +89,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
         """`ProcessorMixin.from_pretrained`. Finishes a save into the folder that was interrupted."""
-        finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
+            finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @property
