@@ -62,7 +62,7 @@ def test_wrong_sources_are_refused(tmp_path):
     refused(f"the index names {lost}, which is not in its file")
     for damaged in ("{", "[]", "{}", '{"weight_map": 3}'):
         (source / "model.safetensors.index.json").write_text(damaged)
-        refused("expected a `weight_map` in .*index.json, got a damaged file")
+        refused("index.json is damaged: expected")
     moved = {name: f"../{file}" for name, file in index["weight_map"].items()}
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": moved}))
     refused("index.json names '../model-.*', which is not a file in the folder")
