@@ -206,6 +206,21 @@ def test_seeing_nothing_is_zero(dtype, implementation, quiet, fields, num_tokens
         assert not output[dark].any() and not weights.transpose(1, 2)[dark].any()
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
+def test_seeing_nothing_of_what_is_no_number(implementation, num_tokens):
+    """NaN in padding that reaches a position which sees none of it, because a product with the mask is NaN, too."""
+    layer = make_layer(implementation)
+    hidden, states = inputs(num_tokens=num_tokens)
+    states[1] = float("nan")
+    mask = torch.ones(BATCH, num_tokens, dtype=torch.bool)
+    mask[1] = False
+    with torch.no_grad():
+        output, weights = layer(hidden, states, mask, output_attentions=num_tokens > 1)
+    assert output[0].isfinite().all() and output[0].any() and not output[1].any()
+    assert weights is None or not weights[1].any()
+
+
 @pytest.mark.parametrize("heads", KV_HEADS)
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("mask", ["none", "padding", "per token"])

@@ -214,10 +214,11 @@ def test_many_questions_with_masks_and_markers(visibility):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["pixels", "states", "padded_states"])
+@pytest.mark.parametrize("kind", ["pixels", "states", "padded_states", "quiet"])
 def test_appending_equals_one_call_with_all(kind):
-    """Images added to an encoded cache that differ from images encoded together."""
-    model, ids, images = make_model(), token_ids(), pixels(2, 3)
+    """Images added to an encoded cache that differ from images encoded together; a second null key between them."""
+    model = make_model(cross_attention_config={"quiet_softmax": kind == "quiet"})
+    kind, ids, images = "pixels" if kind == "quiet" else kind, token_ids(), pixels(2, 3)
     states = features(model, images).flatten(1, 2)
     token_mask = torch.rand(2, 48) < 0.7
 

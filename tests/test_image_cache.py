@@ -106,10 +106,52 @@ def test_caches_of_other_models_are_not_combined():
     """Rows of different widths in one batch."""
     first = make_model().encode_images(pixel_values=pixels(1))
     second = make_model(cross_attention_layers=[0]).encode_images(pixel_values=pixels(1))
-    with pytest.raises(ValueError, match="different models"):
+    with pytest.raises(
+        ValueError, match=r"different models: \(blocks, K/V heads, head width\) are \[\(1, 2, 8\), \(2, 2, 8\)\]"
+    ):
         combine_images([first, second])
     with pytest.raises(ValueError, match="Expected `caches` to hold at least one image cache, got an empty list"):
         combine_images([])
+
+
+def test_a_file_with_null_keys(tmp_path):
+    """A file of quiet softmax, whose first key is not an image's, that is called damaged."""
+    model, ids = make_model(cross_attention_config={"quiet_softmax": True}), token_ids()
+    cache = model.encode_images(pixel_values=pixels())
+    save_image_cache(cache, tmp_path / "images.safetensors", model)
+    loaded = load_image_cache(tmp_path / "images.safetensors", model)
+    assert loaded.cross_attention_cache.layers[0].keys.shape[2] == 17
+    assert torch.equal(answers(model, ids, past_key_values=loaded), answers(model, ids, past_key_values=cache))
+
+
+def test_images_of_a_forward(tmp_path):
+    """Images that a forward has put into its cache, and that cannot be saved because nobody wrote down who encoded them."""
+    model, ids = make_model(), token_ids()
+    cache = model(ids, pixel_values=pixels()).past_key_values
+    assert cache.cross_attention_cache.made_by is None
+    save_image_cache(cache, tmp_path / "images.safetensors", model)
+    loaded = load_image_cache(tmp_path / "images.safetensors", model)
+    assert torch.equal(answers(model, ids, past_key_values=loaded), answers(model, ids, pixel_values=pixels()))
+
+
+def test_a_cache_without_images():
+    """An error from deep inside, for a cache that holds text alone."""
+    model = make_model()
+    cache = model(token_ids(), use_cache=True).past_key_values
+    for call in (lambda: select_images(cache, [0]), lambda: combine_images([cache])):
+        with pytest.raises(ValueError, match="XAttnCache that holds no images"):
+            call()
+
+
+@torch.no_grad()
+def test_a_reset_cache_forgets_who_encoded_its_images():
+    """New images that are refused for the sake of others that are gone."""
+    model, ids = make_model(), token_ids()
+    cache = model.encode_images(pixel_values=pixels())
+    cache.reset()
+    model.blocks[0].attn.k_proj.weight.mul_(2)
+    found = model(ids, pixel_values=pixels(), past_key_values=cache).logits
+    assert torch.allclose(found, model(ids, pixel_values=pixels()).logits, atol=1e-5)
 
 
 def damaged(file, change, metadata=None):
