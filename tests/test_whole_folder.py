@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapter_models import make_base, make_vision, same_model
 from conftest import make_model, pixels, randomize
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hf_xattn import retrofit
 from hf_xattn.commands.main import main
@@ -164,6 +164,18 @@ def test_threads_that_save_one_model(models, tmp_path):
     for name in ("one", "two"):
         same_model(models[0], AutoModelForImageTextToText.from_pretrained(tmp_path / name))
         assert content(tmp_path / name) == content(tmp_path / "two")
+
+
+def test_other_ranks_go_on_when_all_files_are_there(models, tmp_path, monkeypatch):
+    """A rank that loads the folder behind transformers' barrier, before the first one has moved its files."""
+    name, seen = "barrier_after_gathered_checkpoint_save", []
+    if not hasattr(PreTrainedModel, name):
+        pytest.skip("this version of transformers has no such barrier")
+    monkeypatch.setattr(PreTrainedModel, name, lambda self, config: seen.append(content(tmp_path / "model")))
+    models[0].save_pretrained(tmp_path / "model")
+    assert seen == [content(tmp_path / "model")] and "README.md" in seen[0]
+    models[1].save_pretrained(tmp_path / "model", is_main_process=False)
+    assert seen[1] == seen[0] and len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_interrupt_in_the_middle(models, tmp_path, monkeypatch):
