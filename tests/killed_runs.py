@@ -8,12 +8,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
+from killed_saves import Killer
 from transformers import Trainer, TrainerState, modeling_utils, trainer_utils
 
 from hf_xattn import last_complete_checkpoint
@@ -115,7 +117,13 @@ def in_options(number):
     in_place_of(os, "replace", replace)
 
 
+def at_event(number):
+    """When the process touches the disk for this number of times, whatever it writes."""
+    Killer(tempfile.gettempdir(), number).install()
+
+
 MOMENTS = {
+    "event": at_event,
     "step": at_step,
     "weights": in_weights,
     "optimizer": in_optimizer,

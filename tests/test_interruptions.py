@@ -46,6 +46,7 @@ def empty_cache(model, kind):
     return EncoderDecoderCache(text, DynamicCache())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupts that Python swallows itself
 @pytest.mark.parametrize("times", [2, pytest.param(60, marks=slow)], ids=["some", "many"])
 @pytest.mark.parametrize("store", [False, True], ids=["", "store"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from test_train_command import MIXED, write
 
 from hf_xattn import last_complete_checkpoint
 from hf_xattn.complete_checkpoints import find_checkpoints
-from hf_xattn.training_run import CHECKPOINTS, OPTIONS_FILE
+from hf_xattn.training_run import CHECKPOINTS, OPTIONS_FILE, UNFINISHED
 
 
 KILLED = -signal.SIGKILL
@@ -125,6 +126,29 @@ def test_killed_from_outside(file, arguments, whole, tmp_path):
     assert run.wait() == KILLED
     assert killed_runs.run(killed_runs.command, [*command[4:], "--resume"]) == 0
     check_same(tmp_path / "out", whole)
+
+
+@slow
+@pytest.mark.parametrize("seed", range(20))
+def test_killed_at_any_moment(seed, arguments, whole, tmp_path):
+    """A moment that nobody thought of, after which a run does not go on, or goes on as another one."""
+    out = tmp_path / "out"
+    command = [*arguments, "--output", str(out)]
+    rng = random.Random(seed)
+    for _ in range(2):
+        begun = (out / OPTIONS_FILE).exists() or (out / UNFINISHED).exists()
+        again = [*command, "--resume"] if begun else command
+        code = killed_runs.run(killed_runs.command, again, "event", rng.randrange(1, 400))
+        assert code in (0, KILLED)
+        if code == 0:
+            break
+    log = tmp_path / "log"
+    if "complete" not in ((out / OPTIONS_FILE).read_text() if (out / OPTIONS_FILE).exists() else ""):
+        begun = (out / OPTIONS_FILE).exists() or (out / UNFINISHED).exists()
+        assert killed_runs.run(killed_runs.command, [*command, "--resume"] if begun else command, output=log) == 0, (
+            log.read_text()
+        )
+    check_same(out, whole)
 
 
 @pytest.mark.parametrize("moment, number", [("step", 5), ("weights", 2), pytest.param("state", 2, marks=slow)])
