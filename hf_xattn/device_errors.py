@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 
-def name_wrong_device(text: Mapping[str, Any], embedding: nn.Module, error: RuntimeError) -> None:
+def name_wrong_device(text: Mapping[str, Any], embedding: nn.Module, error: Exception) -> None:
     """Raises a `ValueError` if the text arguments of a failed call are on different devices, or not on the embedding's device.
 
     Args:
         text (`Mapping`): `input_ids` or `inputs_embeds`, `attention_mask`, `position_ids`, `labels`, ...
         embedding (`nn.Module`): the decoder's embedding.
-        error (`RuntimeError`): torch's error, which becomes the cause.
+        error (`Exception`): torch's error, which becomes the cause.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return
@@ -48,7 +48,7 @@ def name_wrong_features(features: torch.Tensor, connector: nn.Module, error: Run
         _check("vision_features", features, weight.device, "connector", error)
 
 
-def _check(name: str, value: torch.Tensor, device: torch.device, owner: str, error: RuntimeError) -> None:
+def _check(name: str, value: torch.Tensor, device: torch.device, owner: str, error: Exception) -> None:
     if value.device != device:
         raise ValueError(
             f"Expected `{name}` on {device}, the device of the {owner}, got it on {value.device}."

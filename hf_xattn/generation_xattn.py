@@ -26,7 +26,7 @@ from .image_rows import refuse_to_cache
 from .images_xattn import XAttnImagesMixin
 from .outputs import StepAttentions
 from .stand_in import run_beside
-from .text_inputs import check_embeds, check_ids, check_in_vocabulary
+from .text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
 from .xattn_cache import XAttnCache
 
 
@@ -59,7 +59,7 @@ class XAttnGenerationMixin:
         with `cross_attentions`, which `output_attentions=True` fills.
 
         Raises:
-            TypeError: for text that is no tensor or of a wrong dtype.
+            TypeError: for text or an `attention_mask` that is no tensor, or text of a wrong dtype.
             ValueError: for text of a wrong rank, if the text has image markers but there are no images, if the numbers of markers and
                 images differ (with `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks and cache
                 do not fit together.
@@ -86,6 +86,10 @@ class XAttnGenerationMixin:
                 check_ids(name, input_ids)
                 check_in_vocabulary(name, input_ids, self.model.text_model.get_input_embeddings())
             xattn_cache = cache if isinstance(cache, XAttnCache) else None
+            mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+            if mask is not None and (input_ids is None or embeds is None):  # with both, the mask covers the longer one
+                starts = cache is None or (xattn_cache is not None and xattn_cache.text_rows is None)
+                check_attention_mask(mask, text.shape[0], text.shape[1], starts)
             images.check_rows(text.shape[0], 0 if xattn_cache is None else xattn_cache.cross_attention_cache.rows)
             self._check_markers(input_ids, images, xattn_cache)
             length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
@@ -222,7 +226,7 @@ class XAttnGenerationMixin:
         return own(config=text_config, past_key_values=past_key_values, **kwargs)
 
 
-def _text_of_generate(text: torch.Tensor, attention_mask: torch.Tensor | None, cache: XAttnCache | None) -> TextOfCall:
+def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:
     """How much of the text is new: `input_ids` hold the whole text, or the new text where `attention_mask` is longer.
 
     Raises:
@@ -232,7 +236,7 @@ def _text_of_generate(text: torch.Tensor, attention_mask: torch.Tensor | None, c
     if cache is None or cache.text_rows is None:
         return TextOfCall(rows, length)
     cached = int(cache.get_seq_length())
-    if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[1] != length:
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and attention_mask.shape[1] != length:
         return TextOfCall(rows, length, cached)
     if cached and length <= cached:
         raise ValueError(

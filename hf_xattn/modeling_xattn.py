@@ -39,6 +39,7 @@ from .labels_xattn import XAttnLabelsMixin
 from .loss import IGNORED, LossInputs, loss_over_all_logits
 from .model_identity import ModelIdentity
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
+from .position_errors import name_wrong_positions
 from .pretrained import XAttnPreTrainedModel, keep_weights
 from .quantization import adopt_quantizer, share_quantizer
 from .rollback import whole_or_not_at_all
@@ -168,8 +169,10 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 keep(call, prepared)
                 if call.cache is not None and prepared.new is not None:
                     call.cache.cross_attention_cache.read_by = self._mark
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             name_wrong_device(text, self.get_input_embeddings(), error)
+            decoder = self.config.get_text_config(decoder=True)
+            name_wrong_positions(decoder, text, call.length, call.text_cache, error)
             raise
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
         return outputs, (cache if call.use_cache else None), weights

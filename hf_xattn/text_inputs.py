@@ -45,15 +45,15 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
     else:
         rows, length = check_embeds(inputs_embeds, find_embedding())
     if (mask := text.get("attention_mask")) is not None:
-        _check_attention_mask(mask, rows, length, starts)
+        check_attention_mask(mask, rows, length, starts)
     if (positions := text.get("position_ids")) is not None:
         check_tensor("position_ids", positions)
         check_integers("position_ids", positions)
-        if positions.dim() not in (2, 3) or positions.shape[-1] != length:
+        if positions.dim() not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, rows):
             raise ValueError(
-                f"Expected `position_ids` of shape (batch, text_len={length}), got {tuple(positions.shape)}."
+                f"Expected `position_ids` of shape (batch={rows}, text_len={length}), got {tuple(positions.shape)}."
             )
-    _check_kept(text.get("logits_to_keep"))
+    _check_kept(text.get("logits_to_keep"), length)
 
 
 def _is_decode_step(ids: Any) -> bool:
@@ -101,8 +101,17 @@ def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
     return embeds.shape[0], embeds.shape[1]
 
 
-def _check_kept(keep: Any) -> None:
-    if keep is None or isinstance(keep, torch.Tensor):
+def _check_kept(keep: Any, length: int) -> None:
+    if isinstance(keep, torch.Tensor):
+        check_integers("logits_to_keep", keep)
+        outside = keep.device.type == "cpu" and not is_fake(keep) and ((keep < -length) | (keep >= length)).any()
+        if keep.dim() > 1 or outside:
+            raise ValueError(
+                f"Expected `logits_to_keep` to be an integer, or a tensor (positions,) of positions below text_len={length}, got shape "
+                f"{tuple(keep.shape)}{' and positions outside of the text' if outside else ''}."
+            )
+        return
+    if keep is None:
         return
     if not isinstance(keep, SupportsIndex) or operator.index(keep) < 0:
         raise ValueError(
@@ -110,7 +119,8 @@ def _check_kept(keep: Any) -> None:
         )
 
 
-def _check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
+def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
+    """Raises for a mask that is no tensor, or does not cover the text: that of the call if it `starts`, else also the earlier text."""
     if isinstance(mask, Mapping) or (not isinstance(mask, torch.Tensor) and isinstance(mask, BlockMask)):
         return  # made by transformers: one for each kind of layer, or for flex attention
     check_tensor("attention_mask", mask)

@@ -159,6 +159,67 @@ def test_generate_names_its_text(served, case):
         served.generate(input_ids=ids, pixel_values=pixels())
 
 
+@pytest.mark.parametrize("mask", ["list", "rank", "rows", "length"])
+def test_generate_names_its_attention_mask(served, mask):
+    """An IndexError or a missing `long` from inside transformers, after the images were encoded."""
+    ids = token_ids()
+    wrong = {
+        "list": (torch.ones_like(ids).tolist(), TypeError, "`attention_mask` to be a torch.Tensor, got list"),
+        "rank": (torch.ones(7), ValueError, r"`attention_mask` of shape .*, got \(7,\)"),
+        "rows": (torch.ones(1, 7), ValueError, r"batch=2.*got \(1, 7\)"),
+        "length": (torch.ones(2, 8), ValueError, r"text_len=7.*got \(2, 8\)"),
+    }[mask]
+    with pytest.raises(wrong[1], match=wrong[2]):
+        served.generate(ids, attention_mask=wrong[0], pixel_values=pixels(), max_new_tokens=2)
+
+
+BAD_POSITIONS = {
+    "rows": ("llama", {"position_ids": torch.zeros(3, 7, dtype=torch.long)}, r"batch=2, text_len=7\), got \(3, 7\)"),
+    "none": ("llama", {"position_ids": torch.zeros(0, 7, dtype=torch.long)}, r"batch=2, text_len=7\), got \(0, 7\)"),
+    "axes": (
+        "llama",
+        {"position_ids": torch.zeros(1, 2, 7, dtype=torch.long)},
+        r"\(1, 2, 7\), which this decoder \(llama\)",
+    ),
+    "negative": (
+        "gpt2",
+        {"position_ids": torch.arange(-7, 0)[None]},
+        "`position_ids` from 0 to 127, .* got -7 to -1",
+    ),
+    "behind": (
+        "gpt2",
+        {"position_ids": torch.arange(122, 129)[None]},
+        "`position_ids` from 0 to 127, .* got 122 to 128",
+    ),
+    "long": ("gpt2", {"input_ids": token_ids(2, 129)}, "a text of at most 128 tokens, .* got 129"),
+    "kept_float": ("llama", {"logits_to_keep": torch.tensor([1.0])}, "`logits_to_keep`.*float32"),
+    "kept_rank": ("llama", {"logits_to_keep": torch.zeros(2, 2, dtype=torch.long)}, r"`logits_to_keep` .* \(2, 2\)"),
+    "kept_behind": (
+        "llama",
+        {"logits_to_keep": torch.tensor([7])},
+        "`logits_to_keep` .* positions outside of the text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_POSITIONS)
+def test_positions_are_named(case):
+    """An IndexError of an embedding, or torch's word on sizes, for positions that a decoder cannot read."""
+    decoder, given, message = BAD_POSITIONS[case]
+    with torch.no_grad(), pytest.raises((ValueError, TypeError), match=message):
+        make_model(decoder)(**{"input_ids": token_ids(), "pixel_values": pixels(), **given})
+
+
+def test_text_that_outgrows_the_table_of_positions():
+    """The same in a later turn, where the call itself is short; the cache stays as it was."""
+    model = make_model("gpt2")
+    with torch.no_grad():
+        cache = model(token_ids(1, 126), pixel_values=pixels(1), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="at most 128 tokens, .* got 129"):
+            model(token_ids(1, 3), past_key_values=cache)
+        assert cache.get_seq_length() == 126 and model(token_ids(1, 2), past_key_values=cache).logits.shape[1] == 2
+
+
 def test_empty_batches_are_not_encoded(served):
     """An empty cache that fails when it is used."""
     with pytest.raises(ValueError, match="`pixel_values` with at least one image"):

@@ -1,0 +1,227 @@
+"""What does not fit is refused by this package, with an error that is its own: never an IndexError, never torch's word on shapes.
+
+A case starts from a call that works and damages some of its arguments: another rank, size, dtype or type, swapped axes, values out of
+range, an argument that contradicts another. The call may still work. Otherwise the error must be a `ValueError` or `TypeError`, and the
+line that raised it must stand in this package.
+"""
+
+import random
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from properties import MARKER, model_of, run, slow_seed, tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+import hf_xattn
+from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnConfig
+from hf_xattn.configuration_xattn import PerceiverConfig
+
+
+PACKAGE = str(Path(hf_xattn.__file__).parent)
+# What transformers checks of its own arguments, and of the fields of a configuration.
+THEIRS = ("transformers/generation", "huggingface_hub/dataclasses")
+
+
+def check_refusal(error: Exception, theirs: tuple[str, ...] = ()) -> None:
+    """Raises an `AssertionError` for an error that is not one of ours."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    ours = last.startswith(PACKAGE) or any(part in last for part in theirs)
+    if not (ours and isinstance(error, (ValueError, TypeError))):
+        raise AssertionError(f"{type(error).__name__} from {last}: {error}") from error
+    assert str(error), "an error without a word"
+
+
+def damaged(draw: random.Random, value: Any) -> Any:
+    """A tensor with another shape, dtype or content; or something else in its place."""
+    if not isinstance(value, torch.Tensor):
+        return draw.choice([None, [], "many", 3, -1, 2.5, True, torch.zeros(())])
+    axis = draw.randrange(max(1, value.dim()))
+    half = value.shape[axis] // 2 if value.dim() else 0
+    made = {
+        "none": lambda: None,
+        "list": value.tolist,
+        "array": value.numpy,
+        "rank": lambda: value[None],
+        "flat": lambda: value.flatten(),
+        "scalar": lambda: value.flatten()[0],
+        "first": lambda: value.select(axis, 0),
+        "empty": lambda: value.narrow(axis, 0, 0),
+        "shorter": lambda: value.narrow(axis, 0, half),
+        "longer": lambda: torch.cat([value, value], dim=axis),
+        "swapped": lambda: value.transpose(0, -1),
+        "float": value.float,
+        "double": value.double,
+        "half": value.half,
+        "long": value.long,
+        "bool": value.bool,
+        "uint8": lambda: value.to(torch.uint8),
+        "complex": lambda: value.to(torch.complex64),
+        "negative": lambda: -value.float().to(value.dtype) if value.dtype != torch.bool else ~value,
+        "huge": lambda: (value.double() * 10**6).to(value.dtype),
+    }
+    return made[draw.choice(list(made))]()
+
+
+def call_of(draw: random.Random) -> tuple[Any, dict[str, Any]]:
+    """A method of a model, and arguments that fit."""
+    rule = draw.choice(["all", "all", "latest"])
+    decoder = draw.choice(["llama", "gpt2"])
+    model = model_of(decoder, rule, draw.choice(["default", "one K/V head, quiet", "positions"]))
+    rows, length, images = draw.randint(1, 2), draw.randint(3, 6), draw.randint(1, 2)
+    ids = torch.tensor([[MARKER] * images + [draw.randint(4, 95) for _ in range(length)] for _ in range(rows)])
+    length += images
+    pictures: dict[str, Any] = draw.choice(
+        [
+            {"pixel_values": tensor(1, rows, images, 3, 32, 32)},
+            {"cross_attention_states": tensor(1, rows, images, 4, 32)},
+            {"vision_features": tensor(1, rows, images, 16, 24)},
+        ]
+    )
+    tokens = images * (4 if "cross_attention_states" in pictures else 16)
+    masks = {
+        "image_mask": torch.ones(rows, images, dtype=torch.bool),
+        "cross_attention_mask": torch.ones(rows, tokens, dtype=torch.bool),
+    }
+    of_text = {
+        "cross_attention_mask": torch.ones(rows, length, tokens, dtype=torch.bool),
+        "image_attention_mask": torch.ones(rows, length, images, dtype=torch.long),
+    }
+    given = {**pictures, **{name: mask for name, mask in masks.items() if draw.random() < 0.4}}
+    method = draw.choice(["forward", "forward", "forward", "encode_images", "generate"])
+    if method == "encode_images":
+        return model.encode_images, given
+    if draw.random() < 0.3:
+        name = draw.choice(list(of_text))
+        given = {**{key: value for key, value in given.items() if key != "cross_attention_mask"}, name: of_text[name]}
+    text = {"input_ids": ids}
+    if draw.random() < 0.5:
+        text["attention_mask"] = torch.ones_like(ids)
+    if method == "generate":
+        return model.generate, {**text, **given, "max_new_tokens": 2, "do_sample": False}
+    positions = torch.arange(length).expand(rows, -1)
+    optional = {
+        "position_ids": positions.clone(),
+        "labels": ids.clone(),
+        "logits_to_keep": 1,
+        "image_rows": torch.arange(rows),
+        "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        "use_cache": True,
+        "output_attentions": True,
+    }
+    names = draw.sample(list(optional), draw.randint(0, 2))
+    return model.forward, {**text, **given, **{name: optional[name] for name in names}}
+
+
+def calls_are_refused_by_us(seed: int) -> None:
+    """Rules out an error from deep inside torch, of a call that someone will make by mistake."""
+    draw = random.Random(seed)
+    method, given = call_of(draw)
+    if seed % 8 == 0 and "past_key_values" not in given:
+        method(**given)  # whole, it works
+    for name in draw.sample(list(given), min(len(given), draw.choice([1, 1, 2]))):
+        given[name] = damaged(draw, given[name])
+    try:
+        method(**given)
+    except Exception as error:
+        theirs = THEIRS if method.__name__ == "generate" else ()
+        try:
+            check_refusal(error, theirs)
+        except AssertionError as wrong:
+            shapes = {
+                name: f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+                for name, value in given.items()
+            }
+            raise AssertionError(f"{method.__name__}({shapes}): {wrong}") from error
+
+
+def blocks_are_refused_by_us(seed: int) -> None:
+    """The same for a block on its own."""
+    draw = random.Random(seed)
+    rows, length, tokens = draw.randint(1, 2), draw.randint(1, 4), draw.randint(1, 4)
+    block = GatedCrossAttentionBlock(CrossAttentionConfig(hidden_size=8, context_size=6, num_attention_heads=2)).eval()
+    given: dict[str, Any] = {
+        "hidden_states": tensor(1, rows, length, 8),
+        "cross_attention_states": tensor(2, rows, tokens, 6),
+        "cross_attention_mask": torch.ones(rows, *draw.choice([(), (length,)]), tokens, dtype=torch.bool),
+    }
+    name = draw.choice(list(given))
+    given[name] = damaged(draw, given[name])
+    try:
+        block(**given)
+    except Exception as error:
+        check_refusal(error)
+
+
+VALUES = [None, 0, 1, 2, 3, 7, -1, 0.0, 0.5, 1.0, -2.5, 1e-6, float("nan"), float("inf"), True, False]
+VALUES += [
+    "",
+    "none",
+    "tanh",
+    "silu",
+    "rmsnorm",
+    "perceiver",
+    "latest",
+    [],
+    [0],
+    [1, 1],
+    {},
+    {"a": 1},
+    (1, 2),
+    10**12,
+    torch.tensor(3),
+]
+
+
+def configurations_are_refused_by_us(seed: int) -> None:
+    """A field with a value that no branch reads, taken now and failing in a layer."""
+    draw = random.Random(seed)
+    made = draw.choice([CrossAttentionConfig, PerceiverConfig, XAttnConfig])
+    fields = {
+        CrossAttentionConfig: [
+            name for name in CrossAttentionConfig().to_dict() if name in CrossAttentionConfig.__annotations__
+        ],
+        PerceiverConfig: list(PerceiverConfig.__annotations__),
+        XAttnConfig: [name for name in XAttnConfig.__annotations__ if name != "sub_configs_defaults"],
+    }[made]
+    given = {name: draw.choice(VALUES) for name in draw.sample(fields, draw.randint(1, 3))}
+    if made is XAttnConfig:
+        given.setdefault("text_config", model_of("llama", "all", "default").config.text_config)
+    try:
+        config = made(**given)
+        if (
+            made is CrossAttentionConfig
+            and max(config.hidden_size, config.context_size, config.intermediate_size) < 2**13
+        ):
+            if config.num_attention_heads * config.head_dim < 2**13:
+                with torch.device("meta"):
+                    GatedCrossAttentionBlock(config)
+    except Exception as error:
+        check_refusal(error, THEIRS)
+
+
+# Name: what is checked, how many cases in the default run, and in a slow one.
+PROPERTIES = {
+    "calls": (calls_are_refused_by_us, 150, 3000),
+    "blocks": (blocks_are_refused_by_us, 60, 500),
+    "configurations": (configurations_are_refused_by_us, 100, 1000),
+}
+SEEDS = st.integers(0, 2**32)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_property(name):
+    """Mistakes that no test was written for."""
+    check, quick, _ = PROPERTIES[name]
+    run(check, SEEDS, quick, shrinks=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_property_of_many(name):
+    """The same for thousands more, other ones at every run."""
+    check, _, many = PROPERTIES[name]
+    run(check, SEEDS, many, slow_seed(), shrinks=False)
