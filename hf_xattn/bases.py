@@ -279,6 +279,7 @@ def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]
     Raises:
         ValueError: for a folder with anything but whole safetensors files. Pickled weights are never read.
     """
+    load_kwargs = {key: value for key, value in load_kwargs.items() if key != "gguf_file"}  # the other part's
     try:
         checked = check_folder(source, load_kwargs)
     except ValueError as error:
