@@ -26,6 +26,7 @@ from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .pytrees import dataclass_node
 from .tower import check_not_trained
+from .tower_gradients import states_for_all_weights
 from .vision import Tiles, blank_image, connect, run_tower, token_mask_of
 
 
@@ -111,9 +112,9 @@ class ImageEncoder:
             check_callable("vision_tower", self.vision_tower)
             check_callable("connector", self.connector)
         output = run_tower(self.vision_tower, pixel_values, tiles, **returns)
-        assert output.last_hidden_state is not None
+        states = states_for_all_weights(self.vision_tower, output)
         rows, num_images = pixel_values.shape[:2]
-        return output, self._connected(output.last_hidden_state, (rows, num_images), tiles is not None, positions)
+        return output, self._connected(states, (rows, num_images), tiles is not None, positions)
 
     def _connected(
         self, features: torch.Tensor, images: tuple[int, int], tiled: bool, positions: torch.Tensor | None
@@ -155,8 +156,7 @@ class ImageEncoder:
         assert self.vision_tower is not None and self.config.vision_config is not None
         check_callable("vision_tower", self.vision_tower)
         output = run_tower(self.vision_tower, *blank_image(self.config.vision_config, features.device, features.dtype))
-        assert output.last_hidden_state is not None
-        return output.last_hidden_state.flatten()[:0].sum()
+        return states_for_all_weights(self.vision_tower, output).flatten()[:0].sum()
 
     def read(
         self,

@@ -47,7 +47,7 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
     _input_hooks: tuple[RemovableHandle, ...] = ()
     _skip_keys_device_placement = ["past_key_values"]
     # Named with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
-    _keep_in_fp32_modules_strict = [
+    _keep_in_fp32_modules_strict: Any = [
         f"{block}.{name}"
         for block in BLOCKS
         for name in ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
@@ -66,6 +66,16 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         tree of a custom model, but decoders of transformers need that call: Falcon-H1 fills buffers in modules without weights.
         """
         _initialize(self, self)
+
+    def post_init(self) -> None:
+        """`PreTrainedModel.post_init`. The list of what stays in float32 becomes this model's own: it names what its blocks have."""
+        super().post_init()
+        weights = [f".{name}." for name, _ in self.named_parameters()]
+        self._keep_in_fp32_modules_strict = {
+            kept
+            for kept in self._keep_in_fp32_modules_strict
+            if not kept.startswith(BLOCKS) or any(f".{kept}." in name for name in weights)
+        }
 
     def train(self, mode: bool = True) -> Any:
         """`nn.Module.train`. Warns once of weights that train in half precision (see `lost_updates.py`)."""
