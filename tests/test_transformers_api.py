@@ -41,6 +41,8 @@ def own_names():
                 own.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 own.add(node.target.id)
+            elif isinstance(node, ast.Assign):
+                own |= {target.id for target in node.targets if isinstance(target, ast.Name)}
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                     own.add(node.attr)
