@@ -177,7 +177,8 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:  # of the parts' own classes
                 raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}.") from error
             model, info = pair
-            check_complete(model, info["missing_keys"], source, lambda: _read_config(source, kwargs))
+            if kwargs.get("state_dict") is None:  # a caller's own weights may be a part, as in transformers
+                check_complete(model, info["missing_keys"], source, lambda: _read_config(source, kwargs))
             finish_quantized(model)
             if peft is not None and peft.base != peft.name:
                 info = model.load_adapter(peft.name, peft_name, adapter_kwargs=peft.hub).to_dict()

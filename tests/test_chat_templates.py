@@ -261,7 +261,7 @@ def test_which_template():
     assert processor.apply_chat_template(chat) == "1a dog ?"
     assert processor.apply_chat_template(chat, chat_template="tool_use") == "4a dog ?"
     assert processor.apply_chat_template(chat, tools=[{"type": "function"}]) == "4a dog ?"
-    with pytest.raises(ValueError, match="multiple chat templates"):
+    with pytest.raises(ValueError, match="none of them is called 'default': .'other'.; got None"):
         make_processor({"other": "a"}).apply_chat_template(chat)
 
 
