@@ -176,6 +176,19 @@ def test_masking_equals_removing(implementation, quiet):
     assert torch.equal(masked, layer(hidden, noise, keep.expand(BATCH, -1))[0])
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_masked_key_loses_against_any_score(implementation):
+    """A mask that is a constant such as -10,000, which real scores may lie below: then masked images win."""
+    layer = make_layer(implementation)
+    hidden, states = inputs()
+    with torch.no_grad():
+        layer.q_proj.weight.mul_(1e4)
+        layer.k_proj.weight.mul_(1e4)
+        for seen in range(NUM_TOKENS):  # whatever the signs of the scores are: the visible token gets all the weight
+            keep = (torch.arange(NUM_TOKENS) == seen).expand(BATCH, -1)
+            torch.testing.assert_close(layer(hidden, states, keep)[0], layer(hidden, states[:, [seen]])[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("quiet", [False, True])
