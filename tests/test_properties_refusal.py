@@ -113,6 +113,10 @@ def call_of(draw: random.Random) -> tuple[Any, dict[str, Any]]:
         "output_attentions": True,
     }
     names = draw.sample(list(optional), draw.randint(0, 2))
+    if {"labels", "logits_to_keep"} <= set(names):
+        optional["labels"] = optional["labels"][:, -1:]  # of the positions that are kept
+    if "image_rows" in {*given, *names}:
+        optional["use_cache"] = False  # rows of images are for training
     return model.forward, {**text, **given, **{name: optional[name] for name in names}}
 
 
