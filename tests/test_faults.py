@@ -178,13 +178,17 @@ def command(folder, name, output):
     assert main([str(argument) for argument in [*arguments, "--output", output]]) == 0
 
 
-@pytest.mark.parametrize("at_most", [4, pytest.param(None, marks=slow)], ids=["some", "all"])
-@pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
-@pytest.mark.parametrize("name", ["retrofit", "retrofit --adapter-only", "import", "export"])
+@pytest.mark.parametrize(
+    "name, is_there, at_most",
+    [("retrofit", False, 4), ("import", True, 4), ("export", False, 4)]
+    + [
+        pytest.param(name, is_there, None, marks=slow)
+        for name in ("retrofit", "retrofit --adapter-only", "import", "export")
+        for is_there in (False, True)
+    ],
+)
 def test_commands(name, is_there, at_most, checkpoints, tmp_path):
     """A half-made folder that blocks its own rerun; hidden folders that nobody removes; a model without its processor."""
-    if at_most is not None and (is_there != (name == "import") or name == "retrofit --adapter-only"):
-        pytest.skip("in the slow tests")
     before, work = tmp_path / "before", tmp_path / "work"
     before.mkdir()
     if is_there:
