@@ -28,6 +28,7 @@ from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, check_context, plain_context
 from .cross_cache import KeyValue
 from .distributed import is_distributed, is_split
+from .float32_attention import attend_in_float32, attends_in_float32
 from .image_layout import rows_to
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
 from .projection import ImageLinear, to_dtype_of
@@ -295,6 +296,9 @@ class GatedCrossAttention(nn.Module):
         shared_mask = mask is not None and mask.shape[2] not in (1, query.shape[2])
         if shared_mask and name == "sdpa" and position_bias is None:
             return self._attend_with_shared_mask(query.to(key.dtype), key, value, mask, group, dropout), None
+        if name == "sdpa" and position_bias is None and attends_in_float32(key, dropout):
+            output = attend_in_float32(query.to(key.dtype), key, value, mask, self.scaling)
+            return output.transpose(1, 2), None
         if shared_mask and mask is not None:
             mask = mask.repeat_interleave(group, dim=2)
         output, weights = attention_interface(
@@ -323,9 +327,12 @@ class GatedCrossAttention(nn.Module):
         not be repeated."""
         rows, kv_heads, _, head_dim = query.shape
         query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
-        output = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=self.scaling, enable_gqa=group > 1
-        )
+        if attends_in_float32(key, dropout):
+            output = attend_in_float32(query, key, value, mask, self.scaling)
+        else:
+            output = nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, dropout_p=dropout, scale=self.scaling, enable_gqa=group > 1
+            )
         output = output.view(rows, kv_heads, group, -1, head_dim).transpose(2, 3).flatten(2, 3)
         return output.transpose(1, 2)
 

@@ -1,0 +1,158 @@
+"""Ways to compute the attention of one decode step, over shapes and dtypes: what the choice of kernel rests on.
+
+python examples/benchmarks/decode_attention.py [--dtypes bfloat16 ...] [--tokens 1601 ...] [--output FILE]
+
+Each cell is a share of the read bandwidth that a plain sum reaches: bytes of the keys and values, divided by the median time.
+All ways take turns, on enough copies of the keys and values that no copy is still in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench import machine, read_bandwidth
+from timing import DEVICE, seconds
+from torch import nn
+
+from hf_xattn.float32_attention import attend_in_float32, attends_in_float32
+
+
+GROUP, KV_HEADS, HEAD_DIM = 4, 8, 128
+COLD_BYTES = 150e6
+TABLE = [  # image rows, questions for each
+    (1, 1),
+    (1, 8),
+    (4, 1),
+    (32, 1),
+]
+
+
+def package(query, key, value, key_t, value_t, mask):
+    if attends_in_float32(key, dropout=0.0):
+        return attend_in_float32(query, key, value, mask, HEAD_DIM**-0.5)
+    return sdpa(query, key, value, key_t, value_t, mask)
+
+
+def sdpa(query, key, value, key_t, value_t, mask):
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def gqa(query, key, value, key_t, value_t, mask):
+    """Not folded: each query head beside its K/V head, and the image once more for each question."""
+    rows, kv_heads, _, width = query.shape
+    heads = query.view(rows, kv_heads, -1, GROUP, width).transpose(2, 3).flatten(1, 2)
+    output = nn.functional.scaled_dot_product_attention(heads, key, value, attn_mask=mask, enable_gqa=True)
+    return output.view(rows, kv_heads, GROUP, -1, width).transpose(2, 3).reshape(query.shape)
+
+
+def _softmax(scores, mask, dtype, dim):
+    scores = scores.float()
+    if mask is not None:
+        scores = scores.masked_fill(~(mask if dim == -1 else mask.transpose(-1, -2)), torch.finfo(scores.dtype).min)
+    return scores.softmax(dim).to(dtype)
+
+
+def two_products(query, key, value, key_t, value_t, mask):
+    scores = torch.matmul(query * HEAD_DIM**-0.5, key.transpose(-1, -2))
+    return torch.matmul(_softmax(scores, mask, query.dtype, -1), value)
+
+
+def keys_first(query, key, value, key_t, value_t, mask):
+    scores = torch.matmul(key, (query * HEAD_DIM**-0.5).transpose(-1, -2))
+    return torch.matmul(_softmax(scores, mask, query.dtype, -2).transpose(-1, -2), value)
+
+
+def transposed_cache(query, key, value, key_t, value_t, mask):
+    """Keys and values as `(head_dim, tokens)`, as a cache could store them."""
+    scores = torch.matmul(query * HEAD_DIM**-0.5, key_t)
+    return torch.matmul(_softmax(scores, mask, query.dtype, -1), value_t.transpose(-1, -2))
+
+
+def in_float32(query, key, value, key_t, value_t, mask):
+    return sdpa(query.float(), key.float(), value.float(), None, None, mask).to(query.dtype)
+
+
+WAYS: dict[str, Callable[..., torch.Tensor]] = {
+    "package": package,
+    "folded SDPA": sdpa,
+    "enable_gqa": gqa,
+    "two products": two_products,
+    "keys first": keys_first,
+    "K, V transposed": transposed_cache,
+    "float32 copies": in_float32,
+}
+
+
+def row(dtype: torch.dtype, tokens: int, rows: int, questions: int, masked: bool, repeats: int) -> dict[str, float]:
+    """Bytes a second of each way."""
+    size = 2 * rows * KV_HEADS * tokens * HEAD_DIM * dtype.itemsize
+    copies = max(1, math.ceil(COLD_BYTES / size))
+    images = []
+    for _ in range(copies):
+        key, value = (torch.randn(rows, KV_HEADS, tokens, HEAD_DIM, device=DEVICE, dtype=dtype) for _ in range(2))
+        images.append((key, value, key.transpose(-1, -2).contiguous(), value.transpose(-1, -2).contiguous()))
+    query = torch.randn(rows, KV_HEADS, questions * GROUP, HEAD_DIM, device=DEVICE, dtype=dtype)
+    mask = torch.rand(rows, 1, 1, tokens, device=DEVICE) < 0.7 if masked else None
+    reference = sdpa(query.float(), images[0][0].float(), images[0][1].float(), None, None, mask)
+    ways = {name: way for name, way in WAYS.items() if name != "float32 copies" or dtype != torch.float32}
+    for name, way in ways.items():
+        difference = (way(query, *images[0], mask).float() - reference).abs().max().item()
+        assert difference < 0.03, (name, difference)
+    turns = dict.fromkeys(ways, 0)
+
+    def run(name: str) -> torch.Tensor:
+        turns[name] += 1
+        return ways[name](query, *images[turns[name] % copies], mask)
+
+    times = seconds({name: (lambda name=name: run(name)) for name in ways}, repeats)
+    return {name: size / time for name, time in times.items()}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1601, 6404, 25600])
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--max-gb", type=float, default=1.0, help="leave out rows with more bytes of keys and values")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    names = list(WAYS)
+    print("| dtype | N | image rows | questions | mask | " + " | ".join(names) + " |")
+    print("|---" * (5 + len(names)) + "|")
+    figures = []
+    for dtype in arguments.dtypes:
+        kind = getattr(torch, dtype)
+        for tokens in arguments.tokens:
+            for rows, questions in TABLE:
+                for masked in (False, True):
+                    if 2 * rows * KV_HEADS * tokens * HEAD_DIM * kind.itemsize > arguments.max_gb * 1e9:
+                        continue
+                    if masked and (rows, questions) != (1, 1):
+                        continue
+                    speeds = row(kind, tokens, rows, questions, masked, arguments.repeats)
+                    shares = {name: speed / bandwidth for name, speed in speeds.items()}
+                    cells = " | ".join(f"{shares[name]:.2f}" if name in shares else "" for name in names)
+                    print(
+                        f"| {dtype} | {tokens} | {rows} | {questions} | {'yes' if masked else ''} | {cells} |",
+                        flush=True,
+                    )
+                    figures.append(
+                        {"dtype": dtype, "tokens": tokens, "rows": rows, "questions": questions, "masked": masked}
+                        | shares
+                    )
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"machine": machine(), "shares": figures}, indent=2) + "\n")
+    print(json.dumps(machine()))
+
+
+if __name__ == "__main__":
+    main()
