@@ -27,6 +27,7 @@ from .checkpoint_files import (
 )
 from .config_sizes import check_against_weights, check_fields, check_layer_count, is_quantized
 from .insertion import BLOCKS
+from .whole_folder import finish_interrupted
 
 
 # Fields of a configuration that change no shape of a weight.
@@ -79,7 +80,9 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
-    """Checks a checkpoint in a folder. None for a Hub id, whose files `check_shapes` checks when they are fetched.
+    """Checks a checkpoint in a folder, after a save into it that was interrupted is finished.
+
+    None for a Hub id, whose files `check_shapes` checks when they are fetched.
 
     Args:
         source: as for `from_pretrained`.
@@ -90,6 +93,7 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return None
+    finish_interrupted(Path(source, load_kwargs.get("subfolder") or ""))
     fields = check_config_file(source, load_kwargs)
     if load_kwargs.get("state_dict") is not None or load_kwargs.get("gguf_file") is not None:
         return CheckedFolder(fields, {})

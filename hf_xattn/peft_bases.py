@@ -10,6 +10,7 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 
 from .checkpoint_files import PICKLED, check_inside, read_headers, read_json, refuse_pickled, short
 from .custom_code import HUB_ARGUMENTS
+from .whole_folder import finish_interrupted
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -77,7 +78,7 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
 
 
 def check_adapter_folder(name: Any, subfolder: str = "") -> None:
-    """Checks the adapter in a folder, before layers are added to a model.
+    """Checks the adapter in a folder, before layers are added to a model. Finishes a save into it that was interrupted.
 
     Raises:
         ValueError: for pickled weights, for a file that is not whole or leads out of the folder, and for a rank that no weight has.
@@ -85,6 +86,7 @@ def check_adapter_folder(name: Any, subfolder: str = "") -> None:
     if not isinstance(name, (str, os.PathLike)) or not os.path.isdir(name):
         return
     folder = Path(name) / subfolder
+    finish_interrupted(folder)
     weights, config = folder / WEIGHTS, folder / CONFIG
     if not weights.is_file():
         if any(path.stem == "adapter_model" for pattern in PICKLED for path in folder.glob(pattern)):

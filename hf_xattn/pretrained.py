@@ -150,7 +150,7 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             source = pretrained_model_name_or_path
             peft_name = kwargs.get("adapter_name") or "default"
             if peft is not None:
-                check_adapter_folder(peft.name, peft.hub.get("subfolder", ""))
+                check_adapter_folder(peft.name, peft.hub.get("subfolder") or "")
                 source, kwargs = peft.base, peft.base_kwargs(kwargs)
             check_folder(source, kwargs)
             adapter = Adapter.find(source, kwargs)

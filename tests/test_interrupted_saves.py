@@ -1,0 +1,67 @@
+"""Folders that a killed process left between two states, and whoever comes next: a load by another way, or another save."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import make_model
+from transformers import AutoModelForImageTextToText
+
+from hf_xattn import XAttnForConditionalGeneration
+
+
+HIDDEN = ".hf_xattn-save-0123456789abcdef"
+
+
+def interrupt(folder, new, first, stale=(), **journal):
+    """Leaves `folder` as a process does that is killed when the first file of the folder `new` has its place."""
+    waiting = folder / HIDDEN / "model"
+    shutil.copytree(new, waiting)
+    (waiting / first).replace(folder / first)
+    entries = {"folder": "model", "first": first, "stale": list(stale), **journal}
+    (folder / HIDDEN / "journal.json").write_text(json.dumps(entries))
+
+
+def query_of(model):
+    layer = model.blocks[0].attn.q_proj
+    return getattr(layer, "base_layer", layer).weight
+
+
+@pytest.mark.parametrize("load_class", [XAttnForConditionalGeneration, AutoModelForImageTextToText])
+def test_the_base_of_an_adapter(load_class, tmp_path):
+    """Old weights under the new configuration, because the folder that was interrupted is the base of the one that is loaded."""
+    peft = pytest.importorskip("peft")
+    model = make_model()
+    model.save_pretrained(tmp_path / "base")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "lora")
+    newer = make_model()
+    newer.blocks[0].attn.q_proj.weight.data.add_(1)
+    newer.save_pretrained(tmp_path / "newer")
+    interrupt(tmp_path / "base", tmp_path / "newer", "config.json")
+    assert torch.equal(query_of(load_class.from_pretrained(tmp_path / "lora")), query_of(newer))
+    assert not (tmp_path / "base" / HIDDEN).exists()
+
+
+@pytest.mark.parametrize("way", ["load_adapter", "auto", "from_pretrained"])
+def test_an_adapter(way, tmp_path):
+    """The rank and scale of a new adapter (PEFT) with the weights of the old one."""
+    peft = pytest.importorskip("peft")
+    make_model().save_pretrained(tmp_path / "base")
+    for seed, name in enumerate(("old", "new")):
+        torch.manual_seed(seed)
+        model = XAttnForConditionalGeneration.from_pretrained(tmp_path / "base")
+        options = {"target_modules": ["q_proj"], "init_lora_weights": False}
+        model.add_adapter(peft.LoraConfig(r=2, lora_alpha=2 + seed, **options))
+        model.save_pretrained(tmp_path / name)
+    interrupt(tmp_path / "old", tmp_path / "new", "adapter_config.json")
+    if way == "load_adapter":
+        loaded = XAttnForConditionalGeneration.from_pretrained(tmp_path / "base")
+        loaded.load_adapter(tmp_path / "old")
+    else:
+        load_class = AutoModelForImageTextToText if way == "auto" else XAttnForConditionalGeneration
+        loaded = load_class.from_pretrained(tmp_path / "old")
+    assert loaded.peft_config["default"].lora_alpha == 3
+    found, expected = (each.blocks[0].attn.q_proj.lora_A["default"].weight for each in (loaded, model))
+    assert torch.equal(found, expected)
