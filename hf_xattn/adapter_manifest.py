@@ -10,6 +10,7 @@ import torch
 from .checkpoint_files import check_name, read_json, short
 
 
+MANIFEST = "cross_attention.json"
 FORMAT = 1
 BASES = ("text_base", "vision_base")
 # Entries of a base, the types that they may have, and whether they must be there.
@@ -84,4 +85,4 @@ def _check_base(record: Any, where: str) -> None:
             raise ValueError(f"{where} is damaged: expected dtypes of torch, got {short(dtype)}.")
 
 
-__all__ = ["FORMAT", "read_manifest"]
+__all__ = ["FORMAT", "MANIFEST", "read_manifest"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from .adapter_manifest import FORMAT
-from .adapters import MANIFEST, PARTS, WEIGHTS, fingerprint, shapes_of, weights_of, without_ties
+from .adapters import MANIFEST, PARTS, WEIGHTS, fingerprint, shapes_of, weight_files_of, weights_of, without_ties
 from .bases import BaseSource, base_of, named_base
 from .file_digests import sha256_of
 from .model_card import FILE as CARD
@@ -51,11 +51,20 @@ def save_adapter(
     Raises:
         TypeError: for a `text_base` or `vision_base` that is no name.
         ValueError: for a base without a name or a checkpoint, a base whose quantization cannot be repeated, a model with LoRA
-            layers, a `state_dict` with gaps, and a folder that holds a whole model or an adapter (PEFT).
+            layers, a `state_dict` with gaps, and a folder that holds a whole model, a base or an adapter (PEFT).
     """
     target = Path(folder)
     check_target(target)
     sources = check_bases(model, bases)
+    for source in sources.values():
+        if (
+            source.gguf_file is None
+            and os.path.isdir(target)
+            and os.path.realpath(source.folder) == os.path.realpath(target)
+        ):
+            raise ValueError(
+                f"`adapter_only=True`: {target} is the folder of the base, whose configuration would be lost. Choose another folder."
+            )
     if state_dict is not None:
         _check_complete(model, state_dict)
     state = without_ties(model.state_dict() if state_dict is None else state_dict, model)
@@ -70,7 +79,7 @@ def save_adapter(
         config = model.hf_quantizer.quantization_config
         records["quantization_config"] = json.loads(config.to_json_string(use_diff=False))
     added = {name: _whole(model, name, tensor) for name, tensor in state.items()}
-    with WholeFolder(target, lambda folder: folder.glob(f"{WEIGHTS}*.safetensors")) as fresh:
+    with WholeFolder(target, weight_files_of) as fresh:
         if (target / CARD).is_file():  # written anew only if no person has changed it
             shutil.copy2(target / CARD, fresh / CARD)
         save(fresh, added, not requantized)
@@ -137,7 +146,7 @@ def files_of_adapter(folder: Path) -> Iterator[Path]:
     """What an earlier `adapter_only=True` left in a folder: its manifest and its weights."""
     if (folder / MANIFEST).is_file():
         yield folder / MANIFEST
-        yield from folder.glob(f"{WEIGHTS}*.safetensors")
+        yield from weight_files_of(folder)
 
 
 class _Comparison:

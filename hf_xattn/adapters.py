@@ -28,9 +28,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from .adapter_manifest import read_manifest
+from .adapter_manifest import MANIFEST, read_manifest
 from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, load_text, load_vision, named_base
-from .checkpoint_files import check_inside, read_headers
+from .checkpoint_files import SHARDS, check_inside, read_headers
 from .configuration_xattn import XAttnConfig
 from .file_digests import sha256_of
 from .model_identity import checksum
@@ -39,8 +39,7 @@ from .quantized_weights import plain_tensors
 
 logger = logging.get_logger(__name__)
 
-MANIFEST = "cross_attention.json"
-WEIGHTS = "cross_attention"  # and what transformers appends to `model` for shards
+WEIGHTS = "cross_attention"  # in place of the `model` of transformers' names
 
 # Name of the part, its argument of `save_pretrained` and `from_pretrained`, and the function that loads it.
 PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
@@ -48,6 +47,11 @@ PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
     ("vision_tower", "vision_base", load_vision),
 )
 HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+
+
+def weight_files_of(folder: Path) -> list[Path]:
+    """The weights of a checkpoint of added weights in a folder: one file, or its shards. A file with a longer name is somebody else's."""
+    return sorted(path for shards in ("", SHARDS) for path in folder.glob(f"{WEIGHTS}{shards}.safetensors"))
 
 
 def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -109,7 +113,7 @@ class Adapter:
         path = _find(os.fspath(name), MANIFEST, hub)
         if path is None:
             folder = Path(name) / hub.get("subfolder", "")
-            if any(folder.glob(f"{WEIGHTS}*.safetensors")) and not any(folder.glob("model*.safetensors")):
+            if weight_files_of(folder) and not any(folder.glob("model*.safetensors")):
                 raise ValueError(
                     f"{folder} holds weights of blocks, but no {MANIFEST}: it was only half written. Save it again."
                 )

@@ -102,6 +102,11 @@ class BaseSource:
     def kind(self) -> str:
         return "folder" if self.gguf_file is None else "file"
 
+    @property
+    def folder(self) -> str:
+        """Where its files are, if it is on this machine."""
+        return os.path.join(self.name, self.subfolder or "")
+
     def __str__(self) -> str:
         return self.name if self.gguf_file is None else os.path.join(self.name, self.subfolder or "", self.gguf_file)
 

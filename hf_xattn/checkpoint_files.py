@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDS = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]"  # what transformers appends to the names of shards
 SHARDS_OF_RANKS = "shard-*-model-*.safetensors"  # written by transformers for several processes
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SIDE_FILES = ("generation_config.json",)  # transformers falls back to defaults where it cannot read them

@@ -5,6 +5,7 @@ Each check comes before the work that a bad checkpoint would make endless, or th
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .adapter_manifest import MANIFEST
 from .checkpoint_files import (
     PICKLED,
     SIDE_FILES,
@@ -100,7 +102,8 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
     folder = Path(source) / (load_kwargs.get("subfolder") or "")
     files, index = weight_files(folder, load_kwargs.get("variant"), fields.get("transformers_weights"))
     if not files:
-        if fields and any(path.is_file() for pattern in PICKLED for path in folder.glob(pattern)):
+        is_adapter = (folder / MANIFEST).is_file()  # beside its weights, a trainer's files are no weights
+        if fields and not is_adapter and any(path.is_file() for pattern in PICKLED for path in folder.glob(pattern)):
             refuse_pickled(folder, str(folder))
         return CheckedFolder(fields, {})
     headers = read_headers(files, index, where=str(folder))
@@ -180,12 +183,27 @@ def check_complete(model: Any, missing: Any, source: Any, read_config: Any, may_
         whole = {name for name, _ in model.named_parameters() if added in name.split(".")}
         if whole <= rest:
             rest -= whole
-    if not rest or _shape_of(model.config.to_dict()) != _shape_of(read_config().to_dict()):
+    if not rest:
+        return
+    config = read_config()
+    if _shape_of(model.config.to_dict()) != _shape_of(config.to_dict()):
+        rest &= _in_both(model, config)
+    if not rest:
         return
     raise ValueError(
         f"{source} is not complete: {len(rest)} weights of its configuration are missing, such as {short(min(rest))}. It is damaged, or its "
         "config.json belongs to another checkpoint. Copy it again."
     )
+
+
+def _in_both(model: Any, config: Any) -> set[str]:
+    """Names of the weights that a model would have in the same shapes with another configuration; empty if it cannot be built."""
+    try:
+        with torch.device("meta"):
+            other = type(model)._from_config(copy.deepcopy(config)).state_dict()
+    except Exception:  # the caller may have passed another configuration for this reason
+        return set()
+    return {name for name, weight in model.state_dict().items() if name in other and other[name].shape == weight.shape}
 
 
 def _shape_of(fields: Any) -> Any:

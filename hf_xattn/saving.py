@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .adapter_saving import SAVE_OR_MERGE, check_bases, check_target, files_of_adapter, save_adapter
+from .checkpoint_files import SHARDS
 from .custom_code import save_code
 from .distributed import gathered_weights, is_sharded_by_transformers, saved_by_one
 from .keywords import refuse_unknown, suggestion
@@ -208,6 +209,8 @@ class XAttnSavingMixin(Model):
             gathered = None if whole else gathered_weights(self)
             if gathered is not None:
                 options = {**options, "state_dict": gathered}
+        if options.get("push_to_hub"):  # the folder that transformers sees has the name of what a link leads to
+            options = {"repo_id": Path(os.path.abspath(target)).name, **options}
         is_unnamed = self._takes_name_of_folder()
         if options.get("distributed_checkpoint"):  # all processes write into the folder
             self._write(target, with_code, options, target, is_main_process)
@@ -317,12 +320,13 @@ def _refuse_bases(text_base: Any, vision_base: Any) -> None:
 def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
     """Weights, the manifest of an adapter and code in a folder: `from_pretrained` would take some before those of a new save."""
     suffix = "" if variant is None else f".{glob.escape(variant)}"
-    for shard in ("", "-?????-of-?????"):
-        yield from folder.glob(f"model{suffix}{shard}.safetensors")
+    for shards in ("", SHARDS):
+        yield from folder.glob(f"model{suffix}{shards}.safetensors")
     yield from folder.glob(f"model.safetensors.index{suffix}.json")
     yield from files_of_adapter(folder)
     yield from own_code(folder)
 
 
 def _earlier_peft_adapter(folder: Path) -> Iterator[Path]:
-    yield from folder.glob("adapter_model*.safetensors*")
+    for shards in ("", SHARDS):
+        yield from folder.glob(f"adapter_model{shards}.safetensors")

@@ -7,6 +7,7 @@ import pytest
 import transformers
 from adapter_models import ADDED, make, make_base, make_vision, same_model
 from conftest import make_text, randomize
+from hostile_inputs import edit_json, setting
 from test_custom_code import make_custom, registered  # noqa: F401  # a fixture
 from transformers import (
     AutoModel,
@@ -166,6 +167,38 @@ def test_another_save_into_the_same_folder(vision, tmp_path):
     randomize(model, 10).save_pretrained(folder)
     assert not (folder / MANIFEST).exists() and not (folder / ADDED).exists()
     same_model(model, AutoModelForImageTextToText.from_pretrained(folder))
+
+
+def test_files_of_others(vision, tmp_path):
+    """A user's backup of trained blocks that a save removes; a trainer's files that make the folder one of pickled weights."""
+    model = make(tmp_path, vision)
+    folder = tmp_path / "added"
+    folder.mkdir()
+    others = {
+        "cross_attention_best.safetensors",
+        "cross_attention-old.safetensors",
+        "training_args.bin",
+        "optimizer.pt",
+    }
+    for name in others:
+        (folder / name).write_text("mine")
+    model.save_pretrained(folder, adapter_only=True)
+    same_model(model, AutoModelForImageTextToText.from_pretrained(folder))
+    randomize(model, 9).save_pretrained(folder)
+    assert others < {path.name for path in folder.iterdir()} and not (folder / ADDED).exists()
+
+
+def test_into_the_folder_of_a_base(vision, tmp_path):
+    """A base whose configuration is replaced by that of the model that needs it: neither can be loaded again."""
+    base = make_base(tmp_path / "text")
+    (base / "model.safetensors").rename(base / "weights.safetensors")
+    edit_json("config.json", setting("weights.safetensors", "transformers_weights"))(base)
+    model = randomize(retrofit(base, vision, cross_attention_layers=[1]))
+    (tmp_path / "link").symlink_to(base)
+    before = (base / "config.json").read_text()
+    with pytest.raises(ValueError, match="link is the folder of the base, whose configuration would be lost"):
+        model.save_pretrained(tmp_path / "link", adapter_only=True)
+    assert (base / "config.json").read_text() == before
 
 
 @pytest.mark.parametrize("folder", [".", "..", "../other/.."])

@@ -1,5 +1,6 @@
 """Checkpoints of strangers and of bad disks: refused with an error of this package, or the model that was saved, and nothing else."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import make_model
 from hostile_inputs import REFUSED, SAME, fresh, mark_of
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_xattn
@@ -116,3 +118,17 @@ def test_memory_and_time_stay_bounded():
         [sys.executable, Path(__file__).with_name("hostile_memory.py")], capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+
+
+def test_settings_of_the_caller_hide_no_missing_weight(saved, tmp_path):
+    """A block with random weights, because the caller changed a setting that has nothing to do with it. New blocks stay allowed."""
+    folder = tmp_path / "model"
+    shutil.copytree(saved[0] / "whole", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.text_model.model.layers.1.cross_attention_block.attn.q_proj.weight")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for settings in ({}, {"image_token_id": 5}):
+        with pytest.raises(ValueError, match="is not complete: 1 weights.*layers.1.cross_attention_block.attn.q_proj"):
+            XAttnForConditionalGeneration.from_pretrained(folder, **settings)
+    more = XAttnForConditionalGeneration.from_pretrained(saved[0] / "whole", cross_attention_layers=[0, 1, 3])
+    assert len(more.blocks) == 3

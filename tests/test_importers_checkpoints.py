@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_importers_mllama import VOCAB, make_mllama
+from transformers import PreTrainedModel
 
-from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.importers import import_checkpoint
 
 
@@ -97,14 +97,20 @@ def test_interrupted_import_leaves_nothing(tmp_path, monkeypatch):
         import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
-    def full_disk_at_the_end(self, folder, **kwargs):
+    def full_disk_at_the_end(self, folder, *args, **kwargs):
         (folder / "half").write_text("")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(XAttnForConditionalGeneration, "save_pretrained", full_disk_at_the_end)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full_disk_at_the_end)
     with pytest.raises(OSError, match="No space left"):
         import_checkpoint(make_mllama(), tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_the_model_has_the_name_of_its_folder(tmp_path):
+    """An adapter (PEFT) that records a hidden folder as its base, which is gone when the import ends."""
+    model = import_checkpoint(make_mllama(), tmp_path / "ours")
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path / "ours")
 
 
 @pytest.mark.skipif(

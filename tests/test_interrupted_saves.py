@@ -1,7 +1,9 @@
 """Folders that a killed process left between two states, and whoever comes next: a load by another way, or another save."""
 
 import json
+import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from conftest import make_model
 from transformers import AutoModelForImageTextToText
 
 from hf_xattn import XAttnForConditionalGeneration
+from hf_xattn.whole_folder import WholeFolder, finish_interrupted
 
 
 HIDDEN = ".hf_xattn-save-0123456789abcdef"
@@ -65,3 +68,72 @@ def test_an_adapter(way, tmp_path):
     assert loaded.peft_config["default"].lora_alpha == 3
     found, expected = (each.blocks[0].attn.q_proj.lora_A["default"].weight for each in (loaded, model))
     assert torch.equal(found, expected)
+
+
+def test_a_save_after_one_that_was_killed(tmp_path):
+    """Files of the killed save, which is the older one, that later replace those of the newer one."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+        for name in ("config.json", "weights"):
+            (folder / name).write_text(folder.name)
+    with WholeFolder(tmp_path / "model") as fresh:
+        (fresh / "config.json").write_text("oldest")
+    with WholeFolder(tmp_path / "model") as fresh:
+        interrupt(tmp_path / "model", old, "config.json")  # by a process that began earlier
+        for path in new.iterdir():
+            shutil.copy(path, fresh)
+    finish_interrupted(tmp_path / "model")
+    assert {path.name: path.read_text() for path in (tmp_path / "model").iterdir()} == {
+        "config.json": "new",
+        "weights": "new",
+    }
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="folders are locked on POSIX alone")
+@pytest.mark.parametrize("who", ["saves", "loads"])
+def test_files_move_in_turns(who, tmp_path, monkeypatch):
+    """The configuration of one save with the weights of another one, or a load that takes a save under way for a killed one."""
+    replace, moved, done = os.replace, threading.Event(), threading.Event()
+    folder = tmp_path / "model"
+    folder.mkdir()
+
+    def slowly(source, target):
+        replace(source, target)
+        if threading.current_thread() is not threading.main_thread() and not moved.is_set():
+            moved.set()
+            done.wait(0.5)  # the main thread waits for its turn, and cannot be done
+
+    def save(text):
+        with WholeFolder(folder) as fresh:
+            for name in ("config.json", "weights"):
+                (fresh / name).write_text(text)
+
+    monkeypatch.setattr(os, "replace", slowly)
+    thread = threading.Thread(target=save, args=("first",))
+    thread.start()
+    moved.wait()
+    if who == "saves":
+        save("second")
+    else:
+        before = {path.name for path in folder.glob(".hf_xattn-save-*")}
+        finish_interrupted(folder)
+        assert before and not done.is_set()
+    done.set()
+    thread.join()
+    files = {path.name: path.read_text() for path in folder.iterdir()}
+    assert files == dict.fromkeys(("config.json", "weights"), "second" if who == "saves" else "first")
+
+
+def test_a_save_of_a_later_version(tmp_path):
+    """Files that wait for their places, passed over or removed by a version that cannot read what is left to do."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "weights"):
+            (tmp_path / name / file).write_text(name)
+    interrupt(tmp_path / "old", tmp_path / "new", "config.json", format=2, moves=[["weights", "weights"]])
+    with pytest.raises(ValueError, match="by a later version of hf_xattn. Load the folder once with that version"):
+        finish_interrupted(tmp_path / "old")
+    with pytest.raises(ValueError, match="by a later version"), WholeFolder(tmp_path / "old"):
+        pass
+    assert (tmp_path / "old" / HIDDEN / "model" / "weights").read_text() == "new"

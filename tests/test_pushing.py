@@ -105,3 +105,15 @@ def test_whole(uploaded):
     model.push_to_hub("somebody/whole", with_code=True)
     assert (uploaded / "block.py").is_file()
     assert torch.equal(logits_of(AutoModelForImageTextToText.from_pretrained(uploaded)), logits_of(model))
+
+
+def test_a_link_is_pushed_under_its_own_name(uploaded, tmp_path):
+    """A repository with the name of the folder that a link leads to; files of others that are uploaded."""
+    (tmp_path / "run-7f3a").mkdir()
+    (tmp_path / "run-7f3a" / "mine.txt").write_text("mine")
+    (tmp_path / "reader").symlink_to("run-7f3a")
+    make_model().save_pretrained(tmp_path / "reader", push_to_hub=True)
+    assert Api.created == ["reader"]
+    assert (uploaded / "model.safetensors").is_file() and not (uploaded / "mine.txt").exists()
+    make_model().save_pretrained(tmp_path / "reader", push_to_hub=True, repo_id="somebody/other")
+    assert Api.created == ["reader", "somebody/other"]

@@ -99,8 +99,7 @@ def import_checkpoint(
             check_folder(output)
         model = _import_model(source)
         if output is not None:
-            with WholeFolder(output) as target_folder:
-                model.save_pretrained(target_folder)
+            model.save_pretrained(output)
         return model
     if output is None:
         with tempfile.TemporaryDirectory() as folder:
