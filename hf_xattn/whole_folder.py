@@ -7,7 +7,8 @@ New files are first written into a hidden folder and flushed to the disk. Then t
   hidden folder lies inside, and its files move one by one. The move of the first one, the configuration, decides. A process that is
   killed before it has changed nothing. After it, whoever loads the folder or saves there next moves the others.
 
-Whoever writes a folder holds a lock on its hidden folder, so that others can tell what a killed process has left, and remove it.
+Whoever writes a folder holds a lock on its hidden folder, so that others can tell what a killed process has left, and remove it. Whoever
+moves files in a folder holds a lock on this folder, so that the files of two saves do not mix.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ except ImportError:  # not on Windows
 
 BESIDE, INSIDE = ".hf_xattn-new-", ".hf_xattn-save-"
 JOURNAL = "journal.json"
+FORMAT = 1  # of journals
 LARGEST_JOURNAL = 2**20
 FIRST = ("config.json", "adapter_config.json", "processor_config.json")
 SMALL = 2**20  # bytes of a file that is worth a comparison with the one that it would replace
 ABANDONED_AFTER = 24 * 3600  # seconds, where nothing can be locked
+LONGEST_TURN = 60.0  # seconds that another process may take to move its files: renames alone
 FULL = {code for name in ("ENOSPC", "EFBIG", "EDQUOT") if (code := getattr(errno, name, None)) is not None}
 
 
@@ -50,6 +53,7 @@ class _Journal(NamedTuple):
     folder: str  # with the new files
     first: str
     stale: list[str]  # files of the earlier state that go
+    format: int = FORMAT
 
 
 class WholeFolder:
@@ -106,7 +110,11 @@ class WholeFolder:
                         raise
                     self._move_inside()  # somebody else has made the folder meanwhile
             if self._hidden.path.name.startswith(INSIDE):
-                self._replace_files(self._hidden.path)
+                with _turn(self.target):
+                    _finish_all(
+                        self.target
+                    )  # the save of a process that was killed since this one began is the older one
+                    self._replace_files(self._hidden.path)
         _flush(self.target.parent)
         self._close()
 
@@ -155,7 +163,9 @@ class WholeFolder:
         if self._hidden is not None:
             hidden, self._hidden = self._hidden, None
             try:
-                _finish(hidden.path, self.target)
+                if _journal_of(hidden.path) is not None:
+                    with _turn(self.target):
+                        _finish(hidden.path, self.target)
             except BaseException:
                 hidden.unlock()  # a later save or load finishes it
                 raise
@@ -195,17 +205,24 @@ def finish_interrupted(folder: str | os.PathLike[str]) -> None:
 
     Raises:
         OSError: if that is not possible, for example because the folder may not be written to.
+        ValueError: for a save by a later version of this package, which alone knows how it goes on.
     """
-    for hidden in _hidden_folders(Path(folder), INSIDE):
-        if _journal_of(hidden) is not None:
-            try:
-                _finish(hidden, Path(folder))
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"A save into {folder} was interrupted, and its files cannot be moved to their places ({error}). Load the folder "
-                    "once where it can be written to, or save the model again",
-                ) from error
+    target = Path(folder)
+    if any(_journal_of(hidden) is not None for hidden in _hidden_folders(target, INSIDE)):
+        with _turn(target):  # a process that still moves its files is waited for
+            _finish_all(target)
+
+
+def _finish_all(target: Path) -> None:
+    for hidden in _hidden_folders(target, INSIDE):
+        try:
+            _finish(hidden, target)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"A save into {target} was interrupted, and its files cannot be moved to their places ({error}). Load the folder "
+                "once where it can be written to, or save the model again",
+            ) from error
 
 
 def clear_interrupted(folder: str | os.PathLike[str]) -> None:
@@ -240,6 +257,21 @@ class _Hidden:
         if self._lock is not None and self._lock >= 0:
             os.close(self._lock)
         self._lock = None
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Inside, no other process and no other thread moves files in a folder, where folders can be locked."""
+    lock, end = _try_lock(folder), time.monotonic() + LONGEST_TURN
+    while lock is None and folder.is_dir() and time.monotonic() < end:
+        time.sleep(0.01)
+        lock = _try_lock(folder)
+    try:
+        yield
+    finally:
+        if lock is not None and lock >= 0:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too
+            os.close(lock)
 
 
 def _try_lock(folder: Path) -> int | None:
@@ -300,12 +332,21 @@ def _journal_of(hidden: Path) -> _Journal | None:
     try:
         if path.is_symlink() or path.stat().st_size > LARGEST_JOURNAL:
             return None
-        journal = _Journal(**json.loads(path.read_text()))
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if isinstance(content, dict) and type(content.get("format")) is int and content["format"] > FORMAT:
+        raise ValueError(
+            f"{hidden} holds files of a save that was interrupted, by a later version of hf_xattn. Load the folder once with that version, "
+            "or save the model again in another folder."
+        )
+    try:
+        journal = _Journal(**content)
         names = [journal.folder, *journal.stale]
         if not all(isinstance(name, str) and Path(name).name == name not in ("", "..") for name in names):
             return None
         waits = (hidden / journal.folder / journal.first).exists()
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return None
     return None if waits else journal
 
