@@ -109,8 +109,12 @@ def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
         if not _is_whole(path):
             return f"{name} is cut off"
         if path.name.endswith(".index.json"):
-            shards = set(json.loads(path.read_text())["weight_map"].values())
-            if missing := sorted(shard for shard in shards if not (path.parent / shard).is_file()):
+            index = json.loads(path.read_text(encoding="utf-8"))
+            shards = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(shards, dict):
+                return f"{name} is damaged"
+            names = {str(shard) for shard in shards.values()}
+            if missing := sorted(shard for shard in names if not (path.parent / shard).is_file()):
                 return f"{missing[0]} of {name} is missing"
         if path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
             return f"{name.parent / '.metadata'}, which is written last, is missing"
@@ -132,7 +136,7 @@ def _is_whole(path: Path) -> bool:
     if path.suffix == ".json":
         try:
             json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
     if path.suffix in (".pt", ".pth", ".bin"):
         with path.open("rb") as file:
@@ -149,10 +153,10 @@ def _safetensors_size(path: Path) -> int | None:
             return None
         try:
             header = json.loads(file.read(length))
-        except ValueError:
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return 8 + length + max(ends, default=0)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):  # a header that is none
             return None
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0)
 
 
 __all__ = ["last_complete_checkpoint"]

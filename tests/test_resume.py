@@ -201,6 +201,17 @@ def sharded_state(path):
     (path / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(b"part")
 
 
+def header(text):
+    def spoil(path):
+        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode() + b"0" * 8)
+
+    return spoil
+
+
+def other_index(path):
+    (path / "model.safetensors.index.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
     "spoil, reason",
     [
@@ -209,6 +220,9 @@ def sharded_state(path):
         (remove("model.safetensors"), "it has no weights"),
         (cut("model.safetensors"), "model.safetensors is cut off"),
         (empty("model.safetensors"), "model.safetensors is cut off"),
+        (header("[]"), "model.safetensors is cut off"),
+        (header('{"a": {"dtype": "F32"}}'), "model.safetensors is cut off"),
+        (other_index, "model.safetensors.index.json is damaged"),
         (cut("optimizer.pt"), "optimizer.pt is cut off"),
         (empty("rng_state.pth"), "rng_state.pth is cut off"),
         (shards, "model-00002-of-00002.safetensors of model.safetensors.index.json is missing"),
