@@ -36,6 +36,7 @@ from transformers.utils import logging
 from . import image_reading
 from .chat_templates import check_template
 from .image_limits import ImageLimits
+from .served_requests import check_decision, check_images_are_read, check_instructions, check_template_kwargs
 from .tensor_checks import type_name
 
 
@@ -122,6 +123,8 @@ class _Checked(_Worded):
                 raise HTTPException(
                     400, f"Expected `{name}` to be {values[-1]!r}, the only supported value, got {body[name]!r}."
                 )
+        check_instructions(body)
+        check_template_kwargs(body, self._served()[1])
         field = "input" if isinstance(self, ResponseHandler) else "messages"
         parts = list(image_parts(body.get(field), field, isinstance(self, ResponseHandler)))
         if parts and self.model_manager.get_model_modality(*self._served()) is Modality.LLM:
@@ -133,6 +136,10 @@ class _Checked(_Worded):
             # In a thread, so that a slow address or a large image does not delay other requests.
             part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), limits)
         return await super().handle_request(body, request_id)
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict], modality: Modality) -> list[dict]:
+        return check_images_are_read(BaseHandler.get_processor_inputs_from_messages(messages, modality))
 
     def _limits(self) -> ImageLimits:
         manager: Any = self.model_manager
@@ -205,7 +212,8 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
     """
     if items and isinstance(messages, str):
         return
-    if items and isinstance(messages, list) and messages and "role" not in messages[0] and "content" not in messages[0]:
+    first = messages[0] if items and isinstance(messages, list) and messages else None
+    if isinstance(first, dict) and "role" not in first:  # as transformers decides
         messages = [{"role": "user", "content": messages}]  # the parts of one message
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         got = "an empty list" if messages == [] else type_name(messages)
@@ -217,7 +225,7 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
             raise HTTPException(
                 400, f"Message {index} has unknown fields {unknown}. Images are parts of its `content`: `image_url`."
             )
-        content = message.get("content")
+        content = message.get("content" if "role" in message else "output" if "output" in message else "content")
         if content is None or isinstance(content, str):
             continue
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -255,13 +263,20 @@ def read_image(place: str, address: Any, limits: ImageLimits = SERVED) -> Image:
         raise HTTPException(400, f"The image in {place} cannot be read: {error}") from error
 
 
-def _newer_handlers(manager: ModelManager, state: GenerationState) -> dict[str, Any]:
+def _newer_handlers(manager: OneModel, state: GenerationState) -> dict[str, Any]:
     """The handler of an endpoint that came with transformers 5.20."""
     try:
         from transformers.cli.serving.systemone import SystemOneHandler
     except ImportError:
         return {}
-    return {"systemone_handler": SystemOneHandler(manager, state)}
+
+    class Decisions(_Worded, SystemOneHandler):
+        async def handle_request(self, body: dict, request_id: str) -> Any:
+            check_decision(body)
+            check_template_kwargs(body, manager.processor)
+            return await super().handle_request(body, request_id)
+
+    return {"systemone_handler": Decisions(manager, state)}
 
 
 def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any, limits: ImageLimits = SERVED) -> FastAPI:

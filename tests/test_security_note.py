@@ -11,23 +11,35 @@ import torch
 from PIL import Image
 
 from hf_xattn.commands.main import _parser
+from hf_xattn.image_limits import LIMITS
 from hf_xattn.image_reading import read_image
 from hf_xattn.importers.blocks import read_state_dict
 from hf_xattn.web.visitors import MAX_BYTES, MAX_PIXELS
 
 
-NOTE = (Path(__file__).parents[1] / "README.md").read_text().partition("## Security\n")[2].partition("\n## ")[0]
+README = (Path(__file__).parents[1] / "README.md").read_text()
+NOTE = README.partition("## Security\n")[2].partition("\n## ")[0]
 
 
 def test_limits_of_pictures():
     """A limit that the note does not name, or a picture that unpacks to more than the note says."""
     assert f"up to {MAX_BYTES // 2**20} MiB and {MAX_PIXELS // 10**6} megapixels" in NOTE
-    (most,) = re.findall(r"refuses more than (\d+) megapixels", NOTE)
+    (most,) = re.findall(r"more than (\d+) megapixels is refused", NOTE)
+    assert int(most) == LIMITS.max_pixels // 10**6
     file = io.BytesIO()
-    Image.new("1", (20_000, 10_000)).save(file, "PNG")
-    assert int(most) == 2 * Image.MAX_IMAGE_PIXELS // 10**6 < 200
-    with pytest.raises(ValueError, match="cannot be read"):
+    Image.new("1", (14_000, 10_000)).save(file, "PNG")
+    with pytest.raises(ValueError, match=f"14000 x 10000 pixels: expected at most {LIMITS.max_pixels}"):
         read_image(f"data:image/png;base64,{b64encode(file.getvalue()).decode()}")
+
+
+def test_limits_of_the_server():
+    """Another limit in the section on the server than in the server, or a download from the server's own network."""
+    serving = pytest.importorskip("hf_xattn.serving")
+    served = serving.SERVED
+    pixels, seconds = served.max_pixels // 10**6, int(served.max_seconds)
+    text = f"at most {served.max_bytes // 2**20} MiB (`--max-image-mib`), {pixels} megapixels and {seconds} seconds"
+    assert text in README and not served.private_addresses
+    assert not _parser().parse_args(["serve", "model"]).private_addresses
 
 
 @pytest.mark.parametrize("command", ["serve", "web"])
