@@ -1,5 +1,8 @@
 """Fetches an image from the web, within limits: of size, of time, and of the networks that it may come from.
 
+Timeouts of httpx bound each wait, and its decoders unpack whatever comes: a server may send a byte a second for days, or a few kilobytes
+that unpack to gigabytes before anybody counts them. So the whole download has a deadline, and its content is unpacked here.
+
 Where private addresses are refused, the host's name is resolved here, all its addresses are checked, and the connection goes to one of them:
 a name that resolves to another address a moment later is not asked again. Each redirect is checked in the same way.
 """
@@ -8,7 +11,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import time
+import threading
+import zlib
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -17,6 +21,7 @@ from .image_limits import ImageLimits
 
 MOST_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
+PACKED = ("gzip", "x-gzip", "deflate")
 
 
 def download(url: str, limits: ImageLimits) -> bytes:
@@ -27,39 +32,89 @@ def download(url: str, limits: ImageLimits) -> bytes:
     """
     from huggingface_hub.utils import httpx  # as transformers' own `load_image`
 
-    deadline = time.monotonic() + limits.max_seconds
-    try:
-        # A proxy of the environment would resolve names itself, so it is used only where all addresses are allowed.
-        with httpx.Client(timeout=limits.max_seconds, trust_env=limits.private_addresses) as client:
-            for _ in range(MOST_REDIRECTS + 1):
-                where, options = (url, {}) if limits.private_addresses else _pinned(url)
-                with client.stream("GET", where, **options) as answer:
-                    if answer.status_code in REDIRECTS and "location" in answer.headers:
-                        url = urljoin(url, answer.headers["location"])
-                        if urlsplit(url).scheme not in ("http", "https"):
-                            raise ValueError(f"it leads to {url[:80]!r}: expected http:// or https://.")
-                        continue
-                    answer.raise_for_status()
-                    return _content(answer, limits, deadline)
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-        raise ValueError(str(error) or type(error).__name__) from error
+    late = f"expected it within {limits.max_seconds} seconds (`ImageLimits.max_seconds`)."
+    with _Deadline(limits.max_seconds) as deadline:
+        try:
+            # A proxy of the environment would resolve names itself, so it is used only where all addresses are allowed.
+            with httpx.Client(
+                timeout=limits.max_seconds,
+                trust_env=limits.private_addresses,
+                headers={"Accept-Encoding": "identity"},
+            ) as client:
+                for _ in range(MOST_REDIRECTS + 1):
+                    where, options = (url, {}) if limits.private_addresses else _pinned(url)
+                    extensions = {**options.pop("extensions", {}), "trace": deadline.watch}
+                    with client.stream("GET", where, extensions=extensions, **options) as answer:
+                        if answer.status_code in REDIRECTS and "location" in answer.headers:
+                            url = urljoin(url, answer.headers["location"])
+                            if urlsplit(url).scheme not in ("http", "https"):
+                                raise ValueError(f"it leads to {url[:80]!r}: expected http:// or https://.")
+                            continue
+                        answer.raise_for_status()
+                        content = _content(answer, limits)
+                        if deadline.passed:
+                            raise ValueError(late)
+                        return content
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            raise ValueError(late if deadline.passed else str(error) or type(error).__name__) from error
     raise ValueError(f"it leads from address to address more than {MOST_REDIRECTS} times.")
 
 
-def _content(answer: Any, limits: ImageLimits, deadline: float) -> bytes:
+class _Deadline:
+    """Ends the connections of a download after some seconds, whatever it waits for."""
+
+    def __init__(self, seconds: float):
+        self.passed = False
+        self._connection: Any = None
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> _Deadline:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def watch(self, event: str, info: dict[str, Any]) -> None:
+        """Httpx calls this with each step of a request, among them the connections that it makes (its extension `trace`)."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._connection = info["return_value"].get_extra_info("socket")
+        if self.passed:
+            self._end()
+
+    def _end(self) -> None:
+        self.passed = True
+        if self._connection is not None:
+            try:
+                # Wakes the thread that reads from it, and then sees the end. Of TLS too: `SSLSocket` has a state that only this thread may touch.
+                socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
+            except OSError:  # closed already
+                pass
+
+
+def _content(answer: Any, limits: ImageLimits) -> bytes:
     too_large = f"expected at most {limits.max_bytes} bytes (`ImageLimits.max_bytes`)"
     length = answer.headers.get("content-length", "")
     if length.isdigit() and int(length[:20]) > limits.max_bytes:
         raise ValueError(f"{too_large}, got {length[:20]}.")
-    parts, size = [], 0
-    for part in answer.iter_bytes(2**16):  # unpacked: a small answer may be a large one that was compressed
-        size += len(part)
-        if size > limits.max_bytes:
+    packed = answer.headers.get("content-encoding", "").strip().lower()
+    if packed not in ("", "identity", *PACKED):
+        raise ValueError(
+            f"it is compressed as {packed[:40]!r}: expected no compression, or one of {', '.join(PACKED)}."
+        )
+    unpacker = zlib.decompressobj(wbits=47) if packed in PACKED else None  # 47: of either kind
+    content = bytearray()
+    for part in answer.iter_raw():
+        if unpacker is not None:
+            try:
+                part = unpacker.decompress(part, limits.max_bytes + 1 - len(content))
+            except zlib.error as error:
+                raise ValueError(f"it is compressed as {packed!r}, and broken: {error}") from error
+        content += part
+        if len(content) > limits.max_bytes:
             raise ValueError(f"{too_large}, got more.")
-        if time.monotonic() > deadline:
-            raise ValueError(f"expected it within {limits.max_seconds} seconds (`ImageLimits.max_seconds`).")
-        parts.append(part)
-    return b"".join(parts)
+    return bytes(content)
 
 
 def _pinned(url: str) -> tuple[str, dict[str, Any]]:

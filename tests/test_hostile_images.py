@@ -1,6 +1,7 @@
 """Pictures, addresses and files of encoded images that a stranger may bring."""
 
 import base64
+import gzip
 import http.server
 import io
 import json
@@ -8,7 +9,9 @@ import os
 import random
 import struct
 import threading
+import time
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ from hf_xattn.image_limits import LIMITS, ImageLimits, check_image_processor
 from hf_xattn.image_reading import read_image
 
 
+SLOW = 200  # bytes, which take ten seconds
 OPEN, CLOSED = ImageLimits(max_bytes=20_000, max_seconds=5.0), ImageLimits(private_addresses=False, max_seconds=5.0)
 
 
@@ -137,6 +141,7 @@ def test_sizes_of_published_image_processors():
 
 class Pages(http.server.BaseHTTPRequestHandler):
     asked: list[str] = []
+    ended = threading.Event()
 
     def do_GET(self):
         self.asked.append(self.path)
@@ -155,6 +160,29 @@ class Pages(http.server.BaseHTTPRequestHandler):
             except OSError:
                 pass
             return None
+        if self.path in ("/slow", "/slow_header"):  # a byte at a time
+            begin = b"HTTP/1.1 200 OK\r\n" + (b"\r\n" if self.path == "/slow" else b"X-Name: ")
+            try:
+                self.wfile.write(begin)
+                for _ in range(SLOW):
+                    self.wfile.write(b"0")
+                    self.asked.append("a byte")
+                    time.sleep(0.05)
+            except OSError:
+                pass
+            self.close_connection = True
+            self.ended.set()
+            return None
+        if self.path == "/packed_twice":
+            return self.send(zlib.compress(zlib.compress(b"\0" * 10**7)), encoding="deflate, deflate")
+        if self.path == "/packed_otherwise":
+            return self.send(b"\0" * 100, encoding="br")
+        if self.path == "/packed_wrongly":
+            return self.send(b"\0" * 100, encoding="gzip")
+        if self.path == "/packed_picture":
+            buffer = io.BytesIO()
+            picture().save(buffer, "PNG")
+            return self.send(gzip.compress(buffer.getvalue()), encoding="gzip")
         if self.path == "/packed":
             return self.send(zlib.compress(b"\0" * 10**7), encoding="deflate")
         if self.path == "/large":
@@ -192,16 +220,29 @@ def server():
 def test_downloads_are_limited(server):
     """An address that sends bytes until the memory is full, or a few that unpack to many."""
     url = f"http://127.0.0.1:{server}"
-    assert read_image(f"{url}/a.png", limits=OPEN).size == (24, 24)
+    for path in ("a.png", "packed_picture"):
+        assert read_image(f"{url}/{path}", limits=OPEN).size == (24, 24)
     for path, words in {
         "large": "at most 20000 bytes .*got 30000",
         "endless": "at most 20000 bytes .*got more",
         "packed": "at most 20000 bytes .*got more",
+        "packed_twice": "compressed as 'deflate, deflate': expected no compression",
+        "packed_otherwise": "compressed as 'br': expected no compression",
+        "packed_wrongly": "compressed as 'gzip', and broken",
         "loop": "more than 5 times",
         "file": "leads to 'file:///etc/passwd'",
     }.items():
         with pytest.raises(ValueError, match=f"`images` holds .*{path}.*{words}"):
             read_image(f"{url}/{path}", limits=OPEN)
+
+
+@pytest.mark.parametrize("path", ["slow", "slow_header"])
+def test_downloads_have_an_end(path, server):
+    """Single bytes, each of which comes before a timeout: an address that sends for days holds a thread for days."""
+    Pages.ended.clear()
+    with pytest.raises(ValueError, match="expected it within 0.5 seconds"):
+        read_image(f"http://127.0.0.1:{server}/{path}", limits=replace(OPEN, max_seconds=0.5))
+    assert Pages.ended.wait(60) and Pages.asked.count("a byte") < SLOW, "all was read"
 
 
 def test_private_addresses(server, monkeypatch):
