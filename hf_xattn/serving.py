@@ -1,8 +1,8 @@
 """Transformers' OpenAI-compatible server with one model, which is loaded before the server starts.
 
-The server is transformers' own (`transformers.cli.serving`), with three changes, because the original answers some requests wrongly or
-not at all. A message that the server would read only in part is refused. Images are read in a thread, and a broken image is the
-client's error (400). The model is never unloaded, and `/v1/models` lists it.
+The server is transformers' own (`transformers.cli.serving`), with four changes, because the original answers some requests wrongly or
+not at all. A message that the server would read only in part is refused, and so is a request that is too large (413). Images are read in a
+thread, and a broken image is the client's error (400). The model is never unloaded, and `/v1/models` lists it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as AnyHTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -36,6 +38,7 @@ from transformers.utils import logging
 from . import image_reading
 from .chat_templates import check_template
 from .image_limits import ImageLimits
+from .request_limits import RequestLimits
 from .served_requests import check_decision, check_images_are_read, check_instructions, check_template_kwargs
 from .tensor_checks import type_name
 
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SERVED = ImageLimits(max_pixels=2**26, max_bytes=20 * 2**20, max_seconds=30.0, private_addresses=False)
+FULL_IMAGES = 4  # of the largest size: room for these in a request by default
 TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
 IMAGE_PARTS = ("image_url", "input_image")
 IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
@@ -279,13 +283,25 @@ def _newer_handlers(manager: OneModel, state: GenerationState) -> dict[str, Any]
     return {"systemone_handler": Decisions(manager, state)}
 
 
-def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any, limits: ImageLimits = SERVED) -> FastAPI:
+def room_for_images(limits: ImageLimits) -> int:
+    """The default limit of a request: bytes of four images of the largest size in base64, and a mebibyte of text."""
+    return FULL_IMAGES * (limits.max_bytes * 4 // 3) + 2**20
+
+
+def build_app(
+    name: str,
+    model: XAttnForConditionalGeneration,
+    processor: Any,
+    limits: ImageLimits = SERVED,
+    max_request_bytes: int | None = None,
+) -> FastAPI:
     """Builds transformers' server for a loaded model.
 
     Args:
         name (`str`): of the model, for clients.
         model ([`XAttnForConditionalGeneration`]), processor: as loaded.
         limits ([`ImageLimits`]): of the images that clients name. By default none is fetched from a private network.
+        max_request_bytes (`int`, *optional*): of the body of a request. By default [`room_for_images`].
     """
     manager, state = OneModel(name, model, processor, limits), _State()
     app = build_server(
@@ -297,15 +313,29 @@ def build_app(name: str, model: XAttnForConditionalGeneration, processor: Any, l
         **_newer_handlers(manager, state),
         generation_state=state,
     )
+    app.add_middleware(
+        RequestLimits,
+        most=room_for_images(limits) if max_request_bytes is None else max_request_bytes,
+        remedy="Send fewer or smaller images, or raise the limit of the server: `hf-xattn serve --max-request-mib`.",
+        error=_error,
+    )
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        """Returns the error in the form of the OpenAI API, so that clients find the message."""
-        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-        body = {"message": str(error.detail), "type": kind, "param": None, "code": None}
-        return JSONResponse({"error": body}, error.status_code)
+    @app.exception_handler(AnyHTTPException)  # also of the router, for an unknown address
+    async def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
+        return JSONResponse(_error(error.status_code, str(error.detail)), error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def no_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        why = "; ".join(f"{each['msg']} {each.get('ctx', {}).get('error', '')}".strip() for each in error.errors()[:3])
+        return JSONResponse(_error(400, f"Expected the body of the request to be a JSON object: {why[:200]}"), 400)
 
     return app
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    """An error in the form of the OpenAI API, so that clients find the message."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def _tokenizer(processor: Any) -> Any:

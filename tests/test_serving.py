@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 class Served:
     """A server in a thread of this process, its model, and a copy of the model to compare with."""
 
-    def __init__(self, folder, name):
+    def __init__(self, folder, name, **limits):
         from hf_xattn.listening import bind
         from hf_xattn.serving import Server, build_app
 
@@ -45,7 +45,7 @@ class Served:
         self.model.enable_image_store()
         listener, ready = bind("127.0.0.1", 0), threading.Event()
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = Server(build_app(name, self.model, self.processor), ready.set, log_level="critical")
+        self.server = Server(build_app(name, self.model, self.processor, **limits), ready.set, log_level="critical")
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self.thread.start()
         assert ready.wait(20)

@@ -22,6 +22,12 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="largest image that a client may send or name, in MiB (default: 20)",
     )
     parser.add_argument(
+        "--max-request-mib",
+        type=int,
+        metavar="MIB",
+        help="largest body of a request, in MiB (default: four of the largest images fit, 107)",
+    )
+    parser.add_argument(
         "--private-addresses",
         action="store_true",
         help="fetch images that clients name also from this machine and from private networks",
@@ -34,6 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
     check_listening(arguments)
     if arguments.max_image_mib < 1:
         raise ValueError(f"`--max-image-mib` must be at least 1, got {arguments.max_image_mib}.")
+    if arguments.max_request_mib is not None and arguments.max_request_mib < 1:
+        raise ValueError(f"`--max-request-mib` must be at least 1, got {arguments.max_request_mib}.")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -42,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     from ..serving import SERVED, Server, build_app, check_answers
 
     limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)
+    max_request_bytes = arguments.max_request_mib and arguments.max_request_mib * 2**20
 
     with bind(arguments.host, arguments.port) as listener:
         name = arguments.name or arguments.model
@@ -56,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"Ready: {address} serves {name}. Stop with Ctrl-C.\n{_question(address, name)}", flush=True)
 
         try:
-            Server(build_app(name, model, processor, limits), ready).run(sockets=[listener])
+            Server(build_app(name, model, processor, limits, max_request_bytes), ready).run(sockets=[listener])
         except KeyboardInterrupt:  # raised again by uvicorn after a clean stop
             pass
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from ..modeling_xattn import XAttnForConditionalGeneration
+from ..request_limits import RequestLimits
 from ..tensor_checks import type_name
 from .drawing import Drawing, drawing_for
 from .gaze import Look
-from .limits import RequestLimits
+from .limits import NoUploads
 from .visitors import MAX_BYTES, Visitor, Visitors
 
 
@@ -81,7 +82,10 @@ def build_page(
     image_processor = getattr(processor, "image_processor", None)
     drawing = None if image_processor is None else drawing_for(model.config, image_processor, canvas, ink, paper)
     server = gradio.Server(title=title, docs_url=None, redoc_url=None)
-    server.add_middleware(RequestLimits, most=MAX_REQUEST)
+    server.add_middleware(
+        RequestLimits, most=MAX_REQUEST, remedy="Send a smaller picture.", error=lambda _, message: {"error": message}
+    )
+    server.add_middleware(NoUploads)
     _add_files(server, title, {"questions": questions or [], "maxBytes": MAX_BYTES, "drawing": _settings(drawing)})
     _add_api(server, gradio.Error, visitors)
     return server

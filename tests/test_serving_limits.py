@@ -1,0 +1,162 @@
+"""What a client of `hf-xattn serve` may send: requests that are too large, with and without a length, and bodies that are no request."""
+
+import http.client
+import json
+import socket
+import threading
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+
+import pytest
+from chat_models import data_url, drawing
+from test_long_runs import STATUS, resident
+
+from hf_xattn.commands.main import main
+from hf_xattn.image_limits import ImageLimits
+
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+import httpx  # noqa: E402
+from test_serving import TEXT, Served, asked, folder  # noqa: E402, F401  # `folder` is a fixture
+
+from hf_xattn import request_limits  # noqa: E402
+from hf_xattn.serving import SERVED, room_for_images  # noqa: E402
+
+
+MOST = 200_000
+PART = b"a" * 2**16
+ASK = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def served(folder):  # noqa: F811
+    served = Served(folder, "small", max_request_bytes=MOST)
+    yield served
+    served.stop()
+
+
+def check_refused(status, text):
+    """The error has the form of OpenAI's, and says what to do."""
+    error = json.loads(text)["error"]
+    assert status == 413 and error["type"] == "invalid_request_error" and error.keys() >= {"param", "code"}
+    assert f"may have {MOST} bytes" in error["message"] and "--max-request-mib" in error["message"]
+
+
+def test_a_request_that_is_too_large(served):
+    """A client that reads of a broken connection, or of a server's error, and a server that does not answer again."""
+    with pytest.raises(openai.APIStatusError) as error:
+        served.ask([asked("a" * MOST)])
+    assert error.value.status_code == 413 and f"may have {MOST} bytes" in error.value.body["message"]
+    for path in (ASK, "/v1/responses", "/v1/completions", "/v1/audio/transcriptions", "/load_model", "/nowhere"):
+        answer = httpx.post(served.address + path, content=b"a" * (MOST + 1), headers=JSON)
+        check_refused(answer.status_code, answer.text)
+        assert answer.headers["connection"] == "close"
+    with pytest.raises(HTTPError) as error:  # of a client that sends everything before it reads
+        served.fetch(ASK, {"model": "a" * 2**26})
+    check_refused(error.value.code, error.value.read())
+    served.check_goes_on()
+
+
+def test_the_limit_itself_passes(served):
+    """A limit that is off by one, or counts something else than the body."""
+    body = {"model": "small", "max_tokens": 1, "messages": [{"role": "user", "content": TEXT}]}
+    text = json.dumps(body).encode()
+    for size, status in ((MOST, 200), (MOST + 1, 413)):
+        content = text + b" " * (size - len(text))
+        for sent in (content, iter([content[:100], content[100:]])):
+            answer = httpx.post(served.address + ASK, content=sent, headers=JSON, timeout=60)
+            assert answer.status_code == status, answer.text
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("length", [None, 2**28], ids=["chunked", "with a length"])
+def test_memory_of_what_is_refused(served, length):
+    """A server that collects what it will refuse: 256 MiB, whose length the client says only in one of two cases."""
+    served.check_goes_on()
+    before, most = resident(), []
+
+    def parts():
+        for _ in range(2**28 // len(PART)):
+            most.append(resident())
+            yield PART
+
+    headers = JSON if length is None else {**JSON, "Content-Length": str(length)}
+    answer = httpx.post(served.address + ASK, content=parts(), headers=headers, timeout=60)
+    check_refused(answer.status_code, answer.text)
+    assert max(most) - before < 32 * 2**20
+    served.check_goes_on()
+
+
+def test_many_small_parts(served):
+    """Parts of one byte, which take many times their size if each is kept."""
+    url = urlsplit(served.address)
+    with socket.create_connection((url.hostname, url.port), timeout=60) as connection:
+        connection.sendall(f"POST {ASK} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        connection.sendall(b"1\r\na\r\n" * (MOST + 1) + b"0\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        check_refused(answer.status, answer.read())
+
+
+def test_an_answer_before_the_end(served, monkeypatch):
+    """A client that is told to go on with what will be refused, or that keeps the server reading for ever."""
+    url = urlsplit(served.address)
+    head = f"POST {ASK} HTTP/1.1\r\nHost: a\r\nContent-Length: {2**40}\r\n"
+    monkeypatch.setattr(request_limits, "LINGER", 0.2)
+    for more in ("Expect: 100-continue\r\n\r\n", "\r\n"):
+        with socket.create_connection((url.hostname, url.port), timeout=60) as connection:
+            connection.sendall((head + more).encode())
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()  # skips `100 Continue`, if it came
+            check_refused(answer.status, answer.read())
+            assert connection.recv(1) == b"", "the connection is closed"
+    served.check_goes_on()
+
+
+def test_a_client_that_leaves(served):
+    """A request that was cut off and is answered, or that stays in memory."""
+    url = urlsplit(served.address)
+    for body in (b"Content-Length: 1000\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"):
+        with socket.create_connection((url.hostname, url.port), timeout=60) as connection:
+            connection.sendall(f"POST {ASK} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n".encode() + body)
+    served.check_goes_on()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"1" * 10_000 + b"}", b'{"messages": NaN}'],
+    ids=["nothing", "cut off", "a list", "a number", "null", "a text", "no UTF-8", "deep", "a long number", "NaN"],
+)  # fmt: skip
+def test_bodies_that_are_no_request(body, served):
+    """An error without words that a client finds, or a server that stops."""
+    for path in (ASK, "/v1/responses", "/v1/completions"):
+        answer = httpx.post(served.address + path, content=body, headers=JSON, timeout=60)
+        assert 400 <= answer.status_code < 500, answer.text
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error" and 10 < len(error["message"]) < 500
+    served.check_goes_on()
+
+
+def test_the_default_lets_full_pictures_pass():
+    """A limit that refuses what the limit of images allows, whichever that is."""
+    for limits in (SERVED, ImageLimits(max_bytes=2**30), ImageLimits(max_bytes=1000)):
+        picture = len(f'{{"type": "image_url", "image_url": {{"url": "{data_url(drawing(0))[:22]}"}}}}')
+        assert room_for_images(limits) >= 4 * (limits.max_bytes * 4 // 3 + 4 + picture)
+    assert room_for_images(SERVED) < 2**27
+
+
+def test_the_option(folder, monkeypatch, capsys):  # noqa: F811
+    """An option without effect, or a limit that no request meets."""
+    from hf_xattn import serving
+
+    assert main(["serve", str(folder), "--max-request-mib", "0"]) == 2
+    assert "`--max-request-mib` must be at least 1, got 0" in capsys.readouterr().err
+    apps, build_app = [], serving.build_app
+    monkeypatch.setattr(serving, "build_app", lambda *arguments: apps.append(build_app(*arguments)) or apps[-1])
+    monkeypatch.setattr(serving.Server, "run", lambda *_, **__: None)
+    for options, most in (((), room_for_images(SERVED)), (("--max-request-mib", "3"), 3 * 2**20)):
+        assert main(["serve", str(folder), "--port", "0", *options]) == 0
+        assert [each.kwargs["most"] for each in apps[-1].user_middleware if "most" in each.kwargs] == [most]
+    assert threading.active_count() < 100
