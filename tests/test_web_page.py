@@ -7,6 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,11 +22,12 @@ pytest.importorskip("gradio_client")
 import httpx
 from gradio_client import Client
 from gradio_client.exceptions import AppError
+from gradio_client.utils import QueueError
 from web_server import nobody_answers, served, slow
 
 from hf_xattn.commands.main import main
 from hf_xattn.listening import address_of
-from hf_xattn.web.page import MAX_REQUEST, STATIC
+from hf_xattn.web.page import MAX_QUEUE, MAX_REQUEST, STATIC
 
 
 TEXT = "what is in the picture ?"
@@ -177,6 +181,55 @@ def test_the_page_and_its_files(server):
             assert answer.headers["content-type"].startswith(("text/css", "text/javascript"))
 
 
+def test_who_may_show_the_page_in_a_frame(server):
+    """A page of somebody else in which a visitor clicks without knowing; a Space that shows nothing."""
+    for path in ("", "/?view=api"):
+        policy = httpx.get(server[0] + path).headers["content-security-policy"]
+        directives = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+        assert directives["frame-ancestors"] == "'self' https://huggingface.co https://*.hf.space"
+
+
+def test_a_queue_has_an_end(long_server, monkeypatch):
+    """Questions that wait without an end, or a visitor who is not told why there is no answer."""
+    address, model, _ = long_server
+    client = client_of(long_server)
+    names = [client.predict(api_name="/visit") for _ in range(MAX_QUEUE + 2)]
+    ask = f"{address}/gradio_api/call/ask"
+    running, held = threading.Event(), threading.Event()
+
+    def hold(*_):
+        running.set()
+        assert held.wait(60)
+
+    hook = model.lm_head.register_forward_hook(hold)
+    try:
+        first = httpx.post(ask, json={"data": [names[0], TEXT]}).json()["event_id"]
+        assert running.wait(60)
+        with ThreadPoolExecutor(16) as pool:  # at once
+            bodies = [{"data": [name, " "]} for name in names[1:] * 2]  # answered with an error, which takes no time
+            answers = list(pool.map(lambda body: httpx.post(ask, json=body), bodies))
+        assert [answer.status_code for answer in answers].count(200) == MAX_QUEUE
+        for address_of_gradio in (ask, f"{address}/gradio_api/queue/join"):
+            answer = httpx.post(address_of_gradio, json={"data": [names[0], TEXT], "fn_index": 5, "session_hash": "a"})
+            assert answer.status_code == 503 and "questions are waiting already" in answer.json()["error"]
+        stopped = httpx.post(f"{address}/gradio_api/run/stop", json={"data": names[:1]})  # as the page asks
+        assert stopped.json()["data"] == [True], "what needs no model is answered at once"
+    finally:
+        hook.remove()
+        held.set()
+    with httpx.stream("GET", f"{ask}/{first}", timeout=60) as stream:
+        assert any("complete" in line for line in stream.iter_lines())
+    until = time.monotonic() + 60
+    while True:  # until those who wait have been told
+        try:
+            *_, state = client.submit(names[-1], "and ?", api_name="/ask")
+            break
+        except QueueError:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    assert state["done"]
+
+
 def test_what_a_browser_may_send(server, client):
     """A request that fills the memory of the server; a file that stays on its disk."""
     api = f"{server[0]}/gradio_api"
@@ -223,7 +276,7 @@ SPACE = Path(__file__).parents[1] / "examples" / "space"
 
 
 @pytest.mark.parametrize("what", ["command", "space"])
-def test_the_command_and_the_space(what, folder, monkeypatch):
+def test_the_command_and_the_space(what, folder, monkeypatch, tmp_path):
     """A command or a Space that never serves, or does not stop at Ctrl-C."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     command = [sys.executable, "-m", "hf_xattn.commands.main", "web", str(folder), "--port", "0", "--question", "a ?"]
@@ -231,16 +284,21 @@ def test_the_command_and_the_space(what, folder, monkeypatch):
         command = [sys.executable, str(SPACE / "app.py")]
         for name, value in (("MODEL", str(folder)), ("QUESTIONS", "a ?|b ?")):
             monkeypatch.setenv(name, value)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        address = next(found[0] for line in process.stdout if (found := re.search(r"http://[\w.]+:\d+", line)))
-        page = httpx.get(address)
-        assert page.status_code == 200 and "a ?" in page.text
-        process.send_signal(signal.SIGINT)
-        status = process.wait(30)
-        assert what == "space" or status in (0, -signal.SIGINT)  # Gradio decides how a Space's script ends
-    finally:
-        process.kill()
+    # Limits of time are for a process that hangs: a busy machine may need ten seconds for what takes one.
+    with open(tmp_path / "errors", "w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            found = (re.search(r"http://[\w.]+:\d+", line) for line in process.stdout)
+            address = next((each[0] for each in found if each), None)
+            assert address, (tmp_path / "errors").read_text()
+            page = httpx.get(address, timeout=60)
+            assert page.status_code == 200 and "a ?" in page.text
+            process.send_signal(signal.SIGINT)
+            status = process.wait(180)
+            # Gradio decides how a Space's script ends.
+            assert status == 0 or what == "space", (status, (tmp_path / "errors").read_text())
+        finally:
+            process.kill()
 
 
 def test_the_space_names_what_it_needs():

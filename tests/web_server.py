@@ -1,5 +1,6 @@
 """The page for a model, served by Gradio in this process on a free port."""
 
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ def served(folder, **options):
     page = build_page(model, processor, **options)
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-    page.launch(server_name="127.0.0.1", server_port=port, quiet=True, prevent_thread_lock=True)
+        if sys.platform != "linux":  # on Linux nobody else gets the port before Gradio has it
+            listener.close()
+        page.launch(server_name="127.0.0.1", server_port=port, quiet=True, prevent_thread_lock=True)
     try:
         yield f"http://127.0.0.1:{port}", model, processor
     finally:

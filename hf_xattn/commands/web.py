@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from .loading import add_model, load_model_and_images
@@ -47,7 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
     from ..web.page import build_page, load_gradio
 
     load_gradio()
-    # Gradio binds the port itself, after the model is loaded. Until then this one holds it.
+    # Gradio binds the port itself, after the model is loaded. Until then this one holds it, and on Linux until Gradio has it too: there a
+    # port that nobody listens on can be bound twice by name, but is not given to others that ask for a free one.
     with bind(arguments.host, arguments.port) as listener:
         print(f"Loading {arguments.model}", flush=True)
         model, processor, _ = load_model_and_images(arguments)
@@ -67,6 +69,15 @@ def run(arguments: argparse.Namespace) -> None:
             generate_kwargs=options,
         )
         port = listener.getsockname()[1]
-    page.launch(server_name=arguments.host, server_port=port, quiet=True, prevent_thread_lock=True)
-    print(f"Ready: {address_of(arguments.host, port)} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
-    page.get_blocks().block_thread()
+        if sys.platform != "linux":
+            listener.close()
+        try:
+            page.launch(server_name=arguments.host, server_port=port, quiet=True, prevent_thread_lock=True)
+            listener.close()
+            print(f"Ready: {address_of(arguments.host, port)} shows {arguments.model}. Stop with Ctrl-C.", flush=True)
+            page.get_blocks().block_thread()
+        except KeyboardInterrupt:  # Gradio catches it only inside `block_thread`
+            pass
+        finally:
+            if page.blocks is not None:
+                page.get_blocks().close(verbose=False)

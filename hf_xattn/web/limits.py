@@ -1,14 +1,15 @@
-"""Refuses Gradio's own uploads, which the page does not use and nobody would delete."""
+"""What Gradio would take and the page does not offer: files, and a queue without an end."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..request_limits import refuse
 
 
 class NoUploads:
-    """ASGI middleware.
+    """ASGI middleware: refuses Gradio's own uploads, which the page does not use and nobody would delete.
 
     Args:
         app: the application to protect.
@@ -18,7 +19,36 @@ class NoUploads:
         self.app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and "upload" in scope["path"].split("/"):
+        if _posts(scope, {"upload"}):
             await refuse(receive, send, 404, {"error": "This page takes no uploads."})
             return
         await self.app(scope, receive, send)
+
+
+class BoundedQueue:
+    """ASGI middleware: refuses a question while too many others wait for the model. One that is being answered does not wait.
+
+    `gradio.Server` makes its queue only in `launch`, and without a limit.
+
+    Args:
+        app: the application to protect.
+        most (`int`): questions that may wait.
+        queue (`Callable`): returns Gradio's queue.
+    """
+
+    def __init__(self, app: Any, most: int, queue: Callable[[], Any]):
+        self.app, self.most, self.queue = app, most, queue
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if _posts(scope, {"call", "join"}):
+            queue = self.queue()
+            queue.max_size = self.most  # questions that come at the same moment: Gradio counts them one after another
+            if len(queue) >= self.most:
+                error = f"{self.most} questions are waiting already. Try again in a minute."
+                await refuse(receive, send, 503, {"error": error})
+                return
+        await self.app(scope, receive, send)
+
+
+def _posts(scope: dict[str, Any], words: set[str]) -> bool:
+    return scope["type"] == "http" and scope["method"] == "POST" and not words.isdisjoint(scope["path"].split("/"))

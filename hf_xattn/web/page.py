@@ -23,7 +23,7 @@ from ..request_limits import RequestLimits
 from ..tensor_checks import type_name
 from .drawing import Drawing, drawing_for
 from .gaze import Look
-from .limits import NoUploads
+from .limits import BoundedQueue, NoUploads
 from .visitors import MAX_BYTES, Visitor, Visitors
 
 
@@ -37,8 +37,13 @@ STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 THUMBNAIL = 240  # pixels
 MAX_REQUEST = MAX_BYTES * 4 // 3 + 2**16  # bytes: a picture in base64, and what is around it
-# Nothing on the page comes from another host, and browsers keep it so.
-POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; object-src 'none'"
+MAX_QUEUE = 32  # questions and looks that wait for the model
+# Nothing on the page comes from another host, and browsers keep it so. No page of another host shows it in a frame, where a visitor would
+# click without knowing, except those of Hugging Face Spaces.
+POLICY = (
+    "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; object-src 'none'; "
+    "frame-ancestors 'self' https://huggingface.co https://*.hf.space"
+)
 
 
 def build_page(
@@ -82,6 +87,7 @@ def build_page(
     image_processor = getattr(processor, "image_processor", None)
     drawing = None if image_processor is None else drawing_for(model.config, image_processor, canvas, ink, paper)
     server = gradio.Server(title=title, docs_url=None, redoc_url=None)
+    server.add_middleware(BoundedQueue, most=MAX_QUEUE, queue=lambda: server.get_blocks()._queue)
     server.add_middleware(
         RequestLimits, most=MAX_REQUEST, remedy="Send a smaller picture.", error=lambda _, message: {"error": message}
     )
