@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARDS = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]"  # what transformers appends to the names of shards
-SHARDS_OF_RANKS = "shard-*-model-*.safetensors"  # written by transformers for several processes
+NUMBER = "[0-9][0-9][0-9][0-9][0-9]"
+SHARDS = f"-{NUMBER}-of-{NUMBER}"  # what transformers appends to the names of shards
+SHARDS_OF_RANKS = f"shard-{NUMBER}-model{SHARDS}.safetensors"  # of several processes (DCP), with parts of tensors
+OFFSETS = "DCP_SHARDING_INFO"  # of the parts, in the metadata of such a file
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SIDE_FILES = ("generation_config.json",)  # transformers falls back to defaults where it cannot read them
 MAX_JSON = 2**26  # bytes; the index of a model with a million weights is of this size
@@ -133,7 +135,7 @@ def weight_files(
         named (`str`, *optional*): the file, or the index, where the configuration names it (`transformers_weights`).
 
     Raises:
-        ValueError: as [`read_index`], and for a file that leads out of the folder.
+        ValueError: as [`read_index`], for a file that leads out of the folder, and for files of ranks beside those of another save.
     """
     single, index_file = (folder / _variant(name, variant) for name in (WEIGHTS, INDEX))
     if named is not None:
@@ -141,6 +143,11 @@ def weight_files(
     index: dict[str, str] = {}
     if named is None and (ranks := sorted(folder.glob(SHARDS_OF_RANKS))):
         files = ranks
+        if others := [path.name for shards in ("", SHARDS) for path in folder.glob(f"model{shards}.safetensors")]:
+            raise ValueError(
+                f"{folder} holds weights twice, in {ranks[0].name} and {others[0]}, and transformers would mix them. Remove the files of the "
+                "older save, or save again in another folder."
+            )
     elif single.is_file() or single.is_symlink():
         files = [single]
     elif index_file.is_file() or index_file.is_symlink():
@@ -185,6 +192,51 @@ def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> di
             f"{where} is not complete: the index names {short(lost[0]).strip(QUOTES)}, which is not in its file {index[lost[0]]}."
         )
     return headers
+
+
+def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored]:
+    """Returns the tensors of files that several processes have written (`distributed_checkpoint=True`), by name. Reads no weights.
+
+    Raises:
+        ValueError: for a file that is no whole safetensors file, and for parts that are no whole tensor: a file is missing, or one belongs to
+            another save.
+    """
+    parts: dict[str, set[tuple[Stored, tuple[int, ...]]]] = {}
+    for path in files:
+        header = _header(path, where)
+        offsets = _offsets(path, where)
+        for name, stored in header.items():
+            start = offsets.get(name, (0,) * len(stored.shape))
+            if len(start) != len(stored.shape):
+                raise ValueError(
+                    f"{where}: {path.name} is damaged: {short(name)} has offsets {start} and shape {stored.shape}."
+                )
+            parts.setdefault(name, set()).add((stored._replace(file=""), start))
+    headers: dict[str, Stored] = {}
+    for name, found in parts.items():
+        any_part = next(iter(found))[0]
+        ends = [[at + size for at, size in zip(start, stored.shape)] for stored, start in found]
+        whole = any_part._replace(shape=tuple(max(sizes) for sizes in zip(*ends)))
+        if (held := sum(stored.numel for stored, _ in found)) != whole.numel:
+            raise ValueError(
+                f"{where} is not one checkpoint: the files of its ranks hold {held} values of {short(name)}, expected {whole.numel}. A file is "
+                "missing, or belongs to an older save. Save the model again in another folder."
+            )
+        headers[name] = whole
+    return headers
+
+
+def _offsets(path: Path, where: str) -> dict[str, tuple[int, ...]]:
+    """Where the parts in a file begin, along each axis of their tensors."""
+    with safe_open(path, "pt") as opened:
+        text = (opened.metadata() or {}).get(OFFSETS, "{}")
+    try:
+        offsets = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(text).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where}: {path.name} is damaged: expected offsets, got {short(text)}.") from error
+    if not all(type(at) is int and at >= 0 for start in offsets.values() for at in start):
+        raise ValueError(f"{where}: {path.name} is damaged: expected offsets, got {short(text)}.")
+    return offsets
 
 
 def _header(path: Path, where: str) -> dict[str, Stored]:

@@ -16,12 +16,14 @@ from torch import nn
 from .adapter_manifest import MANIFEST
 from .checkpoint_files import (
     PICKLED,
+    SHARDS_OF_RANKS,
     SIDE_FILES,
     Stored,
     check_inside,
     check_name,
     check_weights,
     read_headers,
+    read_headers_of_ranks,
     read_json,
     refuse_pickled,
     short,
@@ -106,7 +108,8 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
         if fields and not is_adapter and any(path.is_file() for pattern in PICKLED for path in folder.glob(pattern)):
             refuse_pickled(folder, str(folder))
         return CheckedFolder(fields, {})
-    headers = read_headers(files, index, where=str(folder))
+    of_ranks = files[0].match(SHARDS_OF_RANKS)
+    headers = read_headers_of_ranks(files, str(folder)) if of_ranks else read_headers(files, index, where=str(folder))
     check_weights(headers, is_quantized(fields), str(folder))
     check_layer_count(fields, len(headers), f"{folder / 'config.json'}")
     return CheckedFolder(fields, headers)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .adapter_saving import SAVE_OR_MERGE, check_bases, check_target, files_of_adapter, save_adapter
-from .checkpoint_files import SHARDS
+from .checkpoint_files import SHARDS, SHARDS_OF_RANKS
 from .custom_code import save_code
-from .distributed import gathered_weights, is_sharded_by_transformers, saved_by_one
+from .distributed import gathered_weights, is_distributed, is_sharded_by_transformers, saved_by_one
 from .keywords import refuse_unknown, suggestion
 from .model_card import FILE, is_blank, write_model_card
 from .peft_layers import refuse_adapter_layers
@@ -213,7 +213,12 @@ class XAttnSavingMixin(Model):
             options = {"repo_id": Path(os.path.abspath(target)).name, **options}
         is_unnamed = self._takes_name_of_folder()
         if options.get("distributed_checkpoint"):  # all processes write into the folder
+            stale = [] if self._saves_peft_adapter() else list(_earlier_save(target, options.get("variant")))
             self._write(target, with_code, options, target, is_main_process)
+            if is_main_process:
+                _remove_weights(stale)
+            if is_distributed():
+                torch.distributed.barrier()  # behind it, the other processes may load what was saved
         elif not is_main_process:  # transformers makes a folder in all processes, and writes in one
             with tempfile.TemporaryDirectory() as nothing:
                 self._write_by_transformers(Path(nothing), options, False, None)
@@ -323,8 +328,18 @@ def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
     for shards in ("", SHARDS):
         yield from folder.glob(f"model{suffix}{shards}.safetensors")
     yield from folder.glob(f"model.safetensors.index{suffix}.json")
+    yield from folder.glob(SHARDS_OF_RANKS)
     yield from files_of_adapter(folder)
     yield from own_code(folder)
+
+
+def _remove_weights(stale: list[Path]) -> None:
+    """Removes the weights of an earlier save, but for the files that this save by all processes has written again."""
+    written = torch.distributed.get_world_size() if is_distributed() else 1
+    for path in stale:
+        of_rank = path.match(SHARDS_OF_RANKS) and int(path.name.split("-")[1]) <= written  # counted from 1
+        if path.suffix != ".py" and not of_rank:
+            path.unlink(missing_ok=True)
 
 
 def _earlier_peft_adapter(folder: Path) -> Iterator[Path]:
