@@ -45,7 +45,10 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_model(_model_of_adapter(arguments.model) or arguments.model)
+    from ..peft_bases import find_peft
+
+    peft = find_peft(arguments.model, {})
+    check_model(arguments.model if peft is None else peft.base)
     from ..adapters import Adapter
     from ..checks import BROKEN, NOT_CHECKED, run_checks
     from ..checks.bases import load_base
@@ -93,18 +96,6 @@ def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = N
     if model.device.type != arguments.device.partition(":")[0]:  # a quantizer may have put it on a GPU
         model = model.to(arguments.device)
     return model.eval()
-
-
-def _model_of_adapter(name: str) -> str | None:
-    """The model below an adapter of PEFT, where a folder holds one alone."""
-    file = Path(name) / "adapter_config.json"
-    if not file.is_file() or (file.parent / "config.json").is_file():
-        return None
-    try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: {error}.") from error
-    return base if isinstance(base, str) else None
 
 
 def _about(model: XAttnForConditionalGeneration) -> dict[str, str]:
