@@ -213,10 +213,10 @@ class XAttnSavingMixin(Model):
             options = {"repo_id": Path(os.path.abspath(target)).name, **options}
         is_unnamed = self._takes_name_of_folder()
         if options.get("distributed_checkpoint"):  # all processes write into the folder
-            stale = [] if self._saves_peft_adapter() else list(_earlier_save(target, options.get("variant")))
+            earlier = [] if self._saves_peft_adapter() else list(_earlier_save(target, options.get("variant")))
             self._write(target, with_code, options, target, is_main_process)
             if is_main_process:
-                _remove_weights(stale)
+                _remove_weights(earlier)
             if is_distributed():
                 torch.distributed.barrier()  # behind it, the other processes may load what was saved
         elif not is_main_process:  # transformers makes a folder in all processes, and writes in one
