@@ -190,6 +190,12 @@ def test_other_dead_blocks(monkeypatch):
     monkeypatch.setattr(model.blocks[0], "forward", lambda states, **named: (forward(states, **named), states)[1])
     (result,) = checked(model, "blocks-alive").values()
     assert result.status == BROKEN and "block 0 (layer 1): it changes no hidden state" in result.line
+    model = make_model()
+    with torch.no_grad():
+        model.blocks[0].mlp.up_proj.weight.mul_(1e25)
+        model.blocks[0].mlp.gate_proj.weight.mul_(1e25)
+    (result,) = checked(model, "blocks-alive").values()
+    assert result.status == BROKEN and "block 0 (layer 1): its update is not finite" in result.line
 
 
 @pytest.mark.parametrize("config", [{}, {"zero_init": False, "gate_init": 0.0}, {"gate": "none"}], ids=str)

@@ -69,8 +69,9 @@ def check_alive(model: Any) -> Result:
         what += [
             f"{name} is not finite" for name, weight in block.named_parameters() if not bool(weight.isfinite().all())
         ]
-        if not what and not changes.get(index, 0.0) > 0:
-            what = ["it changes no hidden state"]
+        change = changes.get(index, 0.0)
+        if not what and not 0 < change < float("inf"):
+            what = ["its update is not finite" if change else "it changes no hidden state"]
         if what:
             dead.append(f"block {index} (layer {layers[index]}): {', '.join(what)}")
     weakest = min(changes, key=lambda index: changes[index])
