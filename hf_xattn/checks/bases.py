@@ -25,14 +25,20 @@ from .results import BROKEN, HOLDS, Result, largest_difference, listed, number
 ADDED = (*BLOCKS, "additional")  # parts of the text half that no base has
 
 
-def load_base(model: Any, name: str) -> PreTrainedModel:
+def load_base(model: Any, name: str, saved: torch.dtype | None = None) -> PreTrainedModel:
     """Loads a base in the dtype and with the quantization of a model's text half.
+
+    Args:
+        saved (`torch.dtype`, *optional*): dtype of the model's file, if it was loaded in another one. A float32 base is rounded to it
+            first, as the model was.
 
     Raises:
         ValueError: for a base of another model type, and as `retrofit`.
     """
     text = model.base_model.text_model
-    options: dict[str, Any] = {"dtype": text.dtype}
+    # From float32, all weights of the file come back as they are.
+    first = saved if saved is not None and text.dtype == torch.float32 else text.dtype
+    options: dict[str, Any] = {"dtype": first}
     if text.is_remote_code():
         options["trust_remote_code"] = True
     source, where = split_gguf("--base", name, {})
@@ -46,6 +52,8 @@ def load_base(model: Any, name: str) -> PreTrainedModel:
         options["quantization_config"] = quantization_of_text(model.hf_quantizer.quantization_config)
         options["device_map"] = {"": text.device}
     base = load_text(source, **options, **where).eval()
+    if first != text.dtype and first_quantized(base) is None:
+        base = base.float()
     return base if "device_map" in options or base.device == text.device else base.to(text.device)
 
 

@@ -13,6 +13,8 @@ from .loading import add_model, check_model
 
 
 if TYPE_CHECKING:
+    import torch
+
     from ..checks import Result
     from ..modeling_xattn import XAttnForConditionalGeneration
 
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = run_checks(
         model,
         reload=lambda folder: _load(folder, arguments, dtype="auto"),
-        base=None if arguments.base is None else lambda: load_base(model, arguments.base),
+        base=None if arguments.base is None else lambda: load_base(model, arguments.base, _saved_dtype(arguments)),
         skip=arguments.skip,
         adapter_only=arguments.adapter_only or Adapter.find(arguments.model, {}) is not None,
     )
@@ -96,6 +98,22 @@ def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = N
     if model.device.type != arguments.device.partition(":")[0]:  # a quantizer may have put it on a GPU
         model = model.to(arguments.device)
     return model.eval()
+
+
+def _saved_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
+    """The dtype in which the text half was saved, if it is loaded in another one; None if it is read from its base."""
+    from transformers import AutoConfig
+
+    from ..adapters import Adapter
+    from ..peft_bases import find_peft
+
+    peft = find_peft(arguments.model, {})
+    name = arguments.model if peft is None else peft.base
+    if arguments.dtype == "auto" or Adapter.find(name, {}) is not None:
+        return None
+    options: dict[str, Any] = {"trust_remote_code": True} if arguments.trust_remote_code else {}
+    config = AutoConfig.from_pretrained(name, **options)
+    return getattr(config.text_config, "dtype", None) or config.dtype
 
 
 def _about(model: XAttnForConditionalGeneration) -> dict[str, str]:
