@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .tensor_checks import type_name
+
 
 @dataclass
 class ImageLimits:
@@ -19,12 +21,28 @@ class ImageLimits:
         max_bytes (`int`): of an image that is downloaded, or given as base64.
         max_seconds (`float`): for a whole download.
         private_addresses (`bool`): whether images may be fetched from this machine and from private networks.
+        max_frames (`int`): of a video, after `num_frames` or `fps` has chosen some.
+
+    Raises:
+        TypeError, ValueError: for a limit that is no number, or not positive.
     """
 
     max_pixels: int = 2**27
     max_bytes: int = 2**26
     max_seconds: float = 60.0
     private_addresses: bool = True
+    max_frames: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("max_pixels", "max_bytes", "max_seconds", "max_frames"):
+            value = getattr(self, name)
+            whole = name != "max_seconds"
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                raise TypeError(f"Expected `{name}` to be {'an int' if whole else 'a number'}, got {type_name(value)}.")
+            if not value > 0:
+                raise ValueError(f"Expected `{name}` to be above 0, got {value}.")
+        if not isinstance(self.private_addresses, bool):
+            raise TypeError(f"Expected `private_addresses` to be a bool, got {type_name(self.private_addresses)}.")
 
 
 LIMITS = ImageLimits()  # set its attributes to change them

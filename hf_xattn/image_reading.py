@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -93,24 +94,14 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
 
     Raises:
         TypeError: for a video of any other type.
-        ValueError: for a video without frames, or for `fps` without a video file.
+        ValueError: for a video without frames or with more than `LIMITS.max_frames`, for a file that is not a video or is broken, and
+            for `fps` without a video file.
         ImportError: for a video file if no decoder is installed.
     """
     if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
         raise ValueError(f"`num_frames` must be an int of at least 1, got {num_frames!r}.")
     if isinstance(video, (str, Path)):
-        from transformers.video_utils import load_video
-
-        if not str(video).startswith(("http://", "https://")) and not Path(video).is_file():
-            raise ValueError(f"Expected `videos` to hold a video file or a URL, got {_short(video)}, which is neither.")
-        try:
-            file: Any = str(video)  # `load_video` accepts it, but its annotation does not list `str`
-            return list(load_video(file, num_frames=num_frames, fps=fps)[0])
-        except ImportError as error:
-            raise ImportError(
-                f"Reading the video file {_short(video)} needs a decoder: `pip install av`. Or pass its frames: an array "
-                "(frames, height, width, channels) or a list of images."
-            ) from error
+        return _frames_of_file(video, num_frames, fps)
     if fps is not None:
         raise ValueError("`fps` needs a video file, got frames, whose speed is not known. Use `num_frames` for frames.")
     if is_array(video):
@@ -119,8 +110,10 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
                 "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, height, "
                 f"width), got shape {tuple(video.shape)}."
             )
+        _check_frames(len(video) if num_frames is None else min(num_frames, len(video)))
         frames = list(video)
     elif isinstance(video, (list, tuple)):
+        _check_frames(len(video) if num_frames is None else min(num_frames, len(video)))
         frames = list(video)
         for frame in frames:
             if not (is_pil(frame) or isinstance(frame, (str, Path)) or (is_array(frame) and frame.ndim in (2, 3))):
@@ -132,6 +125,66 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
     if not frames:
         raise ValueError("Expected each of `videos` to have one frame or more, got a video with no frames.")
     return frames if num_frames is None else _evenly(frames, num_frames)
+
+
+def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None) -> list[Any]:
+    from transformers.video_utils import load_video
+
+    if not str(video).startswith(("http://", "https://")) and not _is_file(str(video)):
+        raise ValueError(f"Expected `videos` to hold a video file or a URL, got {_short(video)}, which is neither.")
+    if num_frames is not None and fps is not None:
+        raise ValueError("`num_frames` and `fps` both choose frames: pass one of them.")
+    file: Any = str(video)  # `load_video` accepts it, but its annotation does not list `str`
+    try:
+        frames = load_video(file, sample_indices_fn=lambda metadata, **_: frames_to_read(metadata, num_frames, fps))[0]
+        if not len(frames):
+            raise ValueError("it has no frames.")
+        return list(frames)
+    except ImportError as error:
+        raise ImportError(
+            f"Reading the video file {_short(video)} needs a decoder: `pip install av`. Or pass its frames: an array "
+            "(frames, height, width, channels) or a list of images."
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a broken file: decoders raise errors of many kinds
+        why = str(error) or type(error).__name__
+        raise ValueError(f"`videos` holds {_short(video)}, which cannot be read as a video: {why}") from error
+
+
+def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> np.ndarray:
+    """The places of the frames to read from a video file, evenly spaced, before any is decoded.
+
+    Args:
+        metadata (`VideoMetadata`): what the file's header says.
+
+    Raises:
+        ValueError: for a header without frames, and for frames or pixels beyond [`LIMITS`].
+    """
+    total, rate = metadata.total_num_frames, metadata.fps
+    if total < 1:
+        raise ValueError("it has no frames.")
+    if fps is not None and not (fps > 0 and rate and rate > 0):
+        raise ValueError(f"`fps` ({fps}) must be above 0, and the file must say its own ({rate}).")
+    number = num_frames or (total if fps is None else max(1, min(total, int(total / rate * fps))))
+    if number > total:
+        raise ValueError(f"`num_frames` is {number}, and it has {total} frames.")
+    _check_frames(number)
+    pixels = (metadata.height or 0) * (metadata.width or 0)
+    if pixels > LIMITS.max_pixels or pixels * number > 8 * LIMITS.max_pixels:
+        raise ValueError(
+            f"{number} frames of {metadata.width} x {metadata.height} pixels are too large: expected at most {LIMITS.max_pixels} pixels in one, "
+            "and 8 times as many in all (`hf_xattn.image_limits.LIMITS.max_pixels`). Choose fewer frames with `num_frames`."
+        )
+    return np.arange(number) * total // number
+
+
+def _check_frames(number: int) -> None:
+    if number > LIMITS.max_frames:
+        raise ValueError(
+            f"Expected each of `videos` to have at most {LIMITS.max_frames} frames, got {number}. Choose some with `num_frames`. A larger limit is "
+            "set with `hf_xattn.image_limits.LIMITS.max_frames`."
+        )
 
 
 def _evenly(frames: Sequence[Any], number: int) -> list[Any]:
@@ -308,6 +361,8 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
     if tensor.dtype == torch.bool:
         return tensor.to(torch.uint8) * 255
     low, high = float(tensor.min()), float(tensor.max())
+    if not math.isfinite(low + high):
+        raise ValueError(f"Expected `{name}` to hold finite values, got some that are NaN or infinite.")
     if not tensor.is_floating_point():
         if low < 0 or high > 255:
             raise ValueError(f"Expected integers of `{name}` to be in 0..255, got {low:.0f}..{high:.0f}.")

@@ -221,7 +221,7 @@ class VisionFeatures:
         digests = [self._digest_of(image) for sample in samples for image in sample]
         if not digests:
             return {}
-        features = [self._tensor(digest) for digest in digests]
+        features = [self._features(digest) for digest in digests]
         tensors = {}
         if self._tiled:
             for name in TILE_INPUTS:
@@ -267,8 +267,28 @@ class VisionFeatures:
             self._files[path] = safe_open(str(path), framework="pt")
         return self._files[path]
 
+    def _features(self, digest: str) -> torch.Tensor:
+        """The tower's output for a picture: `(tokens, width)`, or `(tiles, tokens, width)`. Nothing else may reach the model."""
+        features, axes = self._tensor(digest), 3 if self._tiled else 2
+        if features.ndim != axes or not features.numel() or not features.is_floating_point():
+            raise self._damaged(
+                digest, f"features of {axes} axes, got {features.dtype} of shape {tuple(features.shape)}"
+            )
+        if not bool(torch.isfinite(features).all()):
+            raise self._damaged(digest, "finite features, got NaN or infinite values")
+        return features
+
     def _tensor(self, digest: str, name: str | None = None) -> torch.Tensor:
-        return self._file(digest).get_tensor(digest if name is None else f"{digest}.{name}")
+        try:
+            return self._file(digest).get_tensor(digest if name is None else f"{digest}.{name}")
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(digest, f"a tensor that can be read ({error})") from error
+
+    def _damaged(self, digest: str, expected: str) -> ValueError:
+        return ValueError(
+            f"{self._shards[digest]} is damaged: expected {expected}, for the picture {digest[:12]}. Remove the file and run "
+            "`hf-xattn encode --features` again, which writes it anew."
+        )
 
 
 def _path_of(image: str | Path) -> Path:

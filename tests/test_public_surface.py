@@ -29,6 +29,7 @@ from surface import (
 )
 from surface_adapters import SURFACES as ADAPTERS
 from surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
+from surface_images import SURFACES as IMAGES
 from surface_maps import SURFACES as MAPS
 from surface_processor import processor_surfaces
 from surface_saving import SURFACES as SAVING
@@ -48,6 +49,7 @@ from hf_xattn import (
     XAttnProcessor,
     freeze_base,
     image_cache,
+    image_limits,
     importers,
     retrofit,
     web,
@@ -288,6 +290,7 @@ SURFACES = {
     **ADAPTERS,
     **SAVING,
     **WEB,
+    **IMAGES,
     "forward": Surface(
         XAttnForConditionalGeneration.forward, call_of("forward", input_ids=True), image_rows(**TEXT, **HEAD)
     ),
@@ -449,6 +452,7 @@ def test_every_public_function_has_a_table():
     """A new function, method or configuration that nobody asked about."""
     tabled = {surface.function for surface in SURFACES.values()}
     modules = (hf_xattn, importers, image_cache, web)
+    assert image_limits.ImageLimits in tabled
     public = [getattr(module, name) for module in modules for name in module.__all__]
     models = (XAttnModel, XAttnForConditionalGeneration)
     with_methods = {*models, GatedCrossAttention, GatedCrossAttentionBlock, XAttnProcessor, image_cache.ImageCache}
