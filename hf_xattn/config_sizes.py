@@ -200,8 +200,8 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
     needed = sum(own.values())
     if needed > TIMES * elements + MORE:
         raise ValueError(
-            f"{what}: the configuration asks for {needed} weights, but the checkpoint holds {elements}. Its config.json was changed or belongs to "
-            "another checkpoint."
+            f"{what}: the configuration asks for {needed} weights, but the checkpoint holds {elements}. Its configuration was changed or belongs "
+            "to another checkpoint."
         )
 
 

@@ -12,10 +12,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils.import_utils import is_gguf_available
 
+from .config_sizes import check_against_weights, check_fields
+from .gguf_head import read_gguf_head
 from .tensor_checks import type_name
 
 
@@ -109,6 +112,7 @@ def check_gguf_file(name: str, path: Path) -> None:
             f"Expected `{name}` to be a GGUF file, got {str(path)!r}, which starts with {start!r} instead of {MAGIC!r}."
         )
     try:
+        read_gguf_head(path)
         metadata, _ = read_gguf_metadata(str(path))
     except Exception as error:  # whatever the reader stumbles over
         raise ValueError(f"`{name}` ({path}) cannot be read: {error}. {CUT_OFF}") from error
@@ -130,11 +134,15 @@ def gguf_config(name: str, path: Path) -> PreTrainedConfig:
     """
     facts = path.stat()
     try:
-        return copy.deepcopy(_read_config(path, facts.st_size, facts.st_mtime_ns))
-    except (KeyError, TypeError, ValueError) as error:
+        config = copy.deepcopy(_read_config(path, facts.st_size, facts.st_mtime_ns))
+        check_fields(config.to_dict(), "its settings")
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # whatever the configuration's class stumbles over
         raise ValueError(
             f"`{name}` ({path}) is a GGUF file that transformers cannot read: {error} {CUT_OFF} Otherwise use the model's safetensors."
         ) from error
+    return config
 
 
 @functools.lru_cache(maxsize=1)
@@ -162,7 +170,13 @@ def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwar
     options = {**load_kwargs, "gguf_file": str(path), "config": config, "output_loading_info": True}
     if options.get("quantization_config") is None:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    _check_size(config, path, f"`{name}` ({path})")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # tensors of other shapes, among others
+        raise ValueError(f"`{name}` ({path}) cannot be loaded: {error} {CUT_OFF}") from error
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
@@ -171,6 +185,17 @@ def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwar
         )
     model._gguf_file = load_kwargs["gguf_file"]
     return model
+
+
+def _check_size(config: PreTrainedConfig, path: Path, what: str) -> None:
+    """Raises a `ValueError` for a model that would be far larger than the file's tensors."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except Exception:  # loading it says why
+        return
+    _, tensors = read_gguf_head(path)
+    check_against_weights(model, tensors, False, what)
 
 
 def gguf_file_of(model: PreTrainedModel) -> str | None:
