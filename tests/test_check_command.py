@@ -80,14 +80,14 @@ def test_a_broken_promise(folder, capsys):
     }
 
 
-@pytest.mark.parametrize("name, status", [("half", 0), ("half_changed", 1)])
+@pytest.mark.parametrize("name, status", [("half", 0), ("half_changed", 1), ("half_adapter", 0)])
 def test_a_model_in_half_precision_of_a_float32_base(name, status, folder, tmp_path, capsys):
     """`--dtype float32`, which makes the lines sharp, calls the rounding of the saved model a changed base."""
     model = randomize(retrofit(folder / "text", every=2, dtype="bfloat16"))
     if name == "half_changed":
         with torch.no_grad():
             model.model.text_model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
-    model.save_pretrained(tmp_path / name)
+    model.save_pretrained(tmp_path / name, adapter_only=name == "half_adapter")
     skipped = [*QUICK, "--skip", "save-load", "--skip", "cache-dynamic"]
     given = (tmp_path / name, "--base", folder / "text", "--dtype", "float32", *skipped)
     found, out, error = run(capsys, *given)

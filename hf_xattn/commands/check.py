@@ -101,15 +101,14 @@ def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = N
 
 
 def _saved_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
-    """The dtype in which the text half was saved, if it is loaded in another one; None if it is read from its base."""
+    """The dtype of the text half before the cast to `--dtype`, also if the folder names its base; None if there is no cast."""
     from transformers import AutoConfig
 
-    from ..adapters import Adapter
     from ..peft_bases import find_peft
 
     peft = find_peft(arguments.model, {})
     name = arguments.model if peft is None else peft.base
-    if arguments.dtype == "auto" or Adapter.find(name, {}) is not None:
+    if arguments.dtype == "auto":
         return None
     options: dict[str, Any] = {"trust_remote_code": True} if arguments.trust_remote_code else {}
     config = AutoConfig.from_pretrained(name, **options)
