@@ -270,9 +270,10 @@ class VisionFeatures:
     def _features(self, digest: str) -> torch.Tensor:
         """The tower's output for a picture: `(tokens, width)`, or `(tiles, tokens, width)`. Nothing else may reach the model."""
         features, axes = self._tensor(digest), 3 if self._tiled else 2
-        if features.ndim != axes or not features.numel() or not features.is_floating_point():
+        if features.ndim != axes or not features.numel() or str(features.dtype) != self.maker.dtype:
             raise self._damaged(
-                digest, f"features of {axes} axes, got {features.dtype} of shape {tuple(features.shape)}"
+                digest,
+                f"features of {axes} axes in {self.maker.dtype}, got {features.dtype} of shape {tuple(features.shape)}",
             )
         if not bool(torch.isfinite(features).all()):
             raise self._damaged(digest, "finite features, got NaN or infinite values")

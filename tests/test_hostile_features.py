@@ -35,7 +35,7 @@ def shards(digest, tensors, metadata):
     yield "other width", instead(real[:, :-1])
     yield "other rows", instead(real[:-1])
     yield "another tower", (tensors, {**metadata, "tower": "0" * 64})
-    yield "another dtype", (tensors, {**metadata, "dtype": "torch.float16"})
+    yield "another dtype", instead(real.half())
     yield "another image processor", (tensors, {**metadata, "image_processor": "0" * 64})
     yield "another format", (tensors, {**metadata, "format": "x"})
     yield "no metadata", (tensors, None)
