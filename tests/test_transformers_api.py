@@ -17,10 +17,10 @@ from hf_xattn.transformers_api import END, OLDEST, PRIVATE, warn_of_version
 
 
 PACKAGE = Path(hf_xattn.__file__).parent
-# Private names of Python, torch and huggingface_hub, and of marks that this package leaves on a model.
+# Private names of Python, torch, huggingface_hub and Gradio, and of marks that this package leaves on a model.
 OF_OTHERS = frozenset(
     """_ActionsContainer _SubParsersAction _apply _asdict _assert_async _buffers _cdata _dynamo _fields _get_fsdp_state _gguf_file
-_local_tensor _modules _non_persistent_buffers_set _parameters _replace _to_copy _version""".split()
+_local_tensor _modules _non_persistent_buffers_set _parameters _queue _replace _to_copy _version""".split()
 )
 
 
