@@ -26,10 +26,11 @@ from transformers.utils import logging
 
 from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, check_context, plain_context
-from .cross_cache import KeyValue
+from .cross_cache import KeyValue, append
 from .distributed import is_distributed, is_split
 from .float32_attention import attend_in_float32, attends_in_float32
 from .image_layout import rows_to
+from .int8_cache import Int8States, States, as_stored, attend, dense, multiplies_few
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
 from .projection import ImageLinear, to_dtype_of
 from .tensor_checks import check_floating, check_states, check_tensor
@@ -176,13 +177,16 @@ class GatedCrossAttention(nn.Module):
             assert cached is not None
             return cached
         key, value = self.project_key_value(states, null_key=self.quiet_softmax and cached is None)
-        if cached is not None:
-            key, value = torch.cat([cached[0], key], dim=2), torch.cat([cached[1], value], dim=2)
+        # Rounded before they are used: this call must see what later calls read from the cache.
+        new = as_stored(key, context.cache_dtype), as_stored(value, context.cache_dtype)
+        keys_values = append(cached, new)
         if context.keep_keys_values and context.recorder is not None:
-            context.recorder.keys_values[self.layer_idx] = (key, value)
-        return key, value
+            context.recorder.keys_values[self.layer_idx] = keys_values
+        return keys_values
 
-    def project_key_value(self, cross_attention_states: torch.Tensor, null_key: bool = False) -> KeyValue:
+    def project_key_value(
+        self, cross_attention_states: torch.Tensor, null_key: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Projects image tokens to keys and values, in the layout of transformers' caches.
 
         Args:
@@ -205,14 +209,14 @@ class GatedCrossAttention(nn.Module):
         return _in_cache_layout(key, null_key), _in_cache_layout(value, null_key)
 
     def _attend(
-        self, hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: CrossAttentionContext
+        self, hidden_states: torch.Tensor, key: States, value: States, context: CrossAttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes the attention of all text rows over their images.
 
         Args:
             hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
                 row `i`. If `context.slots` is given, text rows of any number and order: their queries go to their slots.
-            key, value (`torch.Tensor`): `(R, num_key_value_heads, N, head_dim)`; with the null key `N + 1`
+            key, value (`torch.Tensor` or [`Int8States`]): `(R, num_key_value_heads, N, head_dim)`; with the null key `N + 1`
                 tokens.
             context ([`CrossAttentionContext`]): masks in the folded layout, positions, and whether to return weights.
         """
@@ -232,7 +236,7 @@ class GatedCrossAttention(nn.Module):
         # FSDP may gather the weights of the norms, which other processes use if their images have more tokens.
         if one_key and (self.q_norm is None or not is_distributed()):
             # The softmax over one key is 1, so the output is the value, whatever the query.
-            heads = value.repeat_interleave(self.num_groups, dim=1)
+            heads = dense(value).repeat_interleave(self.num_groups, dim=1)
             output = (
                 heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1).reshape(rows * repeats, text_len, -1)
             )
@@ -283,8 +287,8 @@ class GatedCrossAttention(nn.Module):
     def _call_kernel(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: States,
+        value: States,
         mask: torch.Tensor | None,
         position_bias: torch.Tensor | None,
         group: int,
@@ -292,6 +296,12 @@ class GatedCrossAttention(nn.Module):
         output_attentions: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Folded attention of `(R, K, r * T * G, D)` over `(R, K, N, D)`. Returns `(R, r * T * G, K, D)`, and weights on request."""
+        if isinstance(key, Int8States) and isinstance(value, Int8States) and self._multiplies_int8(query, dropout):
+            if mask is not None and mask.shape[2] not in (1, query.shape[2]):
+                mask = mask.repeat_interleave(group, dim=2)
+            output, weights = attend(query, key, value, mask, self.scaling, position_bias)
+            return output, weights if output_attentions else None
+        key, value = dense(key), dense(value)
         attention_interface, mask, name = self._attention_interface(mask, query, key, position_bias, output_attentions)
         shared_mask = mask is not None and mask.shape[2] not in (1, query.shape[2])
         if shared_mask and name == "sdpa" and position_bias is None:
@@ -313,6 +323,12 @@ class GatedCrossAttention(nn.Module):
             **({} if position_bias is None else {"position_bias": position_bias}),
         )
         return output, weights if output_attentions else None
+
+    def _multiplies_int8(self, query: torch.Tensor, dropout: float) -> bool:
+        """Whether keys and values in int8 are multiplied as they are. Kernels of another name get them dequantised."""
+        return (
+            (self.config._attn_implementation or "sdpa") in ("sdpa", "eager") and not dropout and multiplies_few(query)
+        )
 
     def _attend_with_shared_mask(
         self,

@@ -27,6 +27,7 @@ from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .image_rows import ImageRows, refuse_to_cache
+from .int8_cache import check_no_gradient, check_not_training
 from .packed_rows import check_packed_images, find_samples
 from .stand_in import blank_states, run_beside, stand_in_images
 from .tensor_checks import is_fake, type_name
@@ -199,8 +200,13 @@ def prepare_blocks(
             there are no images.
         blocks_are_units (`Callable`): as in `stand_in.py`. Called only if there are no images and several processes.
     """
-    images = _images_of(call, encoder, trains)
     cross = None if call.cache is None else call.cache.cross_attention_cache
+    if cross is not None and cross.layers:
+        if trains:
+            check_not_training(cross.cache_dtype)
+        if isinstance(call.images, ImageInputs) and call.images.images is not None:
+            check_no_gradient(cross.cache_dtype)
+    images = _images_of(call, encoder, trains)
     progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
     stands_in, unused = images.layout is None, None
     starts = call.cache is None or call.cache.text_rows is None

@@ -20,6 +20,7 @@ from .active_blocks import cross_attention_blocks
 from .block import GatedCrossAttentionBlock
 from .context import KEYWORD, CrossAttentionContext
 from .cross_cache import CrossAttentionLayer
+from .int8_cache import dense
 
 
 # transformers sets this attribute on a layer. The layer calls it with its own `forward`, bound to all keyword arguments.
@@ -87,9 +88,9 @@ def _tensors_of(
     learning: list[int] = []
     for block in blocks:
         keys_values = context.cached(block.layer_idx)
-        if keys_values is not None and any(tensor.requires_grad for tensor in keys_values):
+        if keys_values is not None and any(states.requires_grad for states in keys_values):
             learning.append(block.layer_idx)
-            given.extend(keys_values)
+            given.extend(dense(states) for states in keys_values)
 
     def put_back(tensors: tuple[torch.Tensor, ...]) -> CrossAttentionContext:
         changes: dict[str, Any] = {}

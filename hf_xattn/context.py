@@ -106,6 +106,11 @@ class CrossAttentionContext(ModelOutput):
     def folded_mask(self) -> FoldedMask:
         return FoldedMask(self.mask, self.visible)
 
+    @property
+    def cache_dtype(self) -> str | None:
+        """The dtype of cached images, see `int8_cache.py`."""
+        return None if self.cache is None else self.cache.cache_dtype
+
     def cached(self, layer_idx: int) -> KeyValue | None:
         """Returns a block's keys and values of cached images, or None if there are no cached images."""
         if self.cache is None or not self.cache.layers:

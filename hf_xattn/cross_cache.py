@@ -5,21 +5,24 @@ and attention folds them into one query axis. The length of this cache is the nu
 of the text nor on a sliding window of the decoder.
 
 The cache holds keys and values for all blocks and their layout, or nothing. Only [`CrossCache.fill`] adds images, for all blocks at
-once. Tensors are replaced and never written into, so several caches can share the keys and values of an image.
+once. Tensors are replaced and never written into, so several caches can share the keys and values of an image. Keys and values are in
+the dtype that the model computed them in, or in int8 with scales (see `int8_cache.py`).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .image_layout import ImageLayout
+from .int8_cache import INT8, Int8States, States, concatenate, map_states
 from .pytrees import Note
 
 
-KeyValue = tuple[torch.Tensor, torch.Tensor]
+KeyValue = tuple[States, States]
 
 
 class CrossAttentionLayer(DynamicLayer):
@@ -27,33 +30,80 @@ class CrossAttentionLayer(DynamicLayer):
 
     Attributes:
         keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With `quiet_softmax` the null
-            key is in front of the image tokens.
+            key is in front of the image tokens. In an int8 cache the steps of [`Int8States`].
+        key_scales, value_scales (`torch.FloatTensor`, *optional*): the scales of an int8 cache.
+        dtype (`torch.dtype`): of the keys and values that attention gets.
+        device (`torch.device`): where the block runs.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     is_compileable = True
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor):
+    def __init__(self, key: States, value: States):
         super().__init__()
         self.dtype, self.device = key.dtype, key.device
-        self.keys, self.values = key, value
+        self.keys, self.key_scales = _tensors_of(key)
+        self.values, self.value_scales = _tensors_of(value)
         self.is_initialized = True
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """`"int8"`, or None for the dtype that the model computed in."""
+        return None if self.key_scales is None else INT8
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of this layer."""
+        every = (self.keys, self.values, self.key_scales, self.value_scales)
+        return [tensor for tensor in every if tensor is not None]
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.keys, self.values = change(self.keys), change(self.values)
+        if self.key_scales is not None and self.value_scales is not None:
+            self.key_scales, self.value_scales = change(self.key_scales), change(self.value_scales)
 
     def update(self, *args, **kwargs):
         raise RuntimeError(
             "Images cannot be added to one layer. The model adds them to all blocks at once, with `CrossCache.fill`."
         )
 
+    def stored(self) -> KeyValue:
+        """Returns keys and values where they are stored."""
+        if self.key_scales is None or self.value_scales is None:
+            return self.keys, self.values
+        return Int8States(self.keys, self.key_scales, self.dtype), Int8States(
+            self.values, self.value_scales, self.dtype
+        )
+
     def read(self) -> KeyValue:
         """Returns keys and values on the block's device. Offloaded ones are copied and stay offloaded."""
         if self.keys.device == self.device:
-            return self.keys, self.values
-        return self.keys.to(self.device, non_blocking=True), self.values.to(self.device, non_blocking=True)
+            return self.stored()
+        key, value = (map_states(states, self._to_block) for states in self.stored())
+        return key, value
+
+    def select(self, rows: torch.Tensor) -> CrossAttentionLayer:
+        """Returns the image rows `rows`, in that order."""
+        chosen = copy.copy(self)
+        chosen._change(lambda tensor: tensor[rows.to(tensor.device)])
+        return chosen
+
+    def offload(self) -> None:
+        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._change(self._to_block)
+
+    def _to_block(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
 
 class CrossCache(DynamicCache):
     """Images of a batch, for all blocks.
+
+    Args:
+        cache_dtype (`str`, *optional*): `"int8"` for keys and values that are kept in int8; None for the dtype that the model computes in.
 
     Attributes:
         layers (`list[CrossAttentionLayer]`): one for each block; empty if there are no images.
@@ -62,8 +112,9 @@ class CrossCache(DynamicCache):
         read_by (`str`, *optional*): mark of the set of blocks that the images and the text belong to, see `block_sets.py`.
     """
 
-    def __init__(self):
+    def __init__(self, cache_dtype: str | None = None):
         super().__init__()
+        self._dtype_of_first = cache_dtype
         self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # transformers lists every kind of layer
         self.layout: ImageLayout | None = None
         self._maker: Note[str | None] = Note(None)
@@ -84,6 +135,16 @@ class CrossCache(DynamicCache):
     @read_by.setter
     def read_by(self, mark: str | None) -> None:
         self._reader = Note(mark)
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """`"int8"` if keys and values are in int8, or will be; None for the dtype that the model computes in."""
+        return self.layers[0].cache_dtype if self.layers else self._dtype_of_first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, with their scales."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     @property
     def rows(self) -> int:
@@ -127,10 +188,7 @@ class CrossCache(DynamicCache):
 
     def select(self, rows: torch.Tensor, layout: ImageLayout) -> None:
         """Keeps the image rows `rows`, in that order. `layout` describes them."""
-        self.layers = [
-            CrossAttentionLayer(layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)])
-            for layer in self.layers
-        ]
+        self.layers = [layer.select(rows) for layer in self.layers]
         self.layout = layout
 
     def reset(self) -> None:
@@ -145,8 +203,8 @@ class CrossCache(DynamicCache):
     def mark_static(self) -> None:
         """Tells `torch.compile` that the addresses of keys and values do not change, as a CUDA graph requires."""
         for layer in self.layers:
-            torch._dynamo.mark_static_address(layer.keys)
-            torch._dynamo.mark_static_address(layer.values)
+            for tensor in layer.tensors:
+                torch._dynamo.mark_static_address(tensor)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         raise _needs_text_rows("reorder_cache")
@@ -165,6 +223,17 @@ def _needs_text_rows(method: str) -> RuntimeError:
     return RuntimeError(
         f"The image half of a cache does not know which text row looks at which image row. Call `{method}` of the whole cache."
     )
+
+
+def append(cached: KeyValue | None, new: KeyValue) -> KeyValue:
+    """Returns cached keys and values of a block, and new ones in the same dtype behind them."""
+    if cached is None:
+        return new
+    return concatenate([cached[0], new[0]], dim=2), concatenate([cached[1], new[1]], dim=2)
+
+
+def _tensors_of(states: States) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (states.steps, states.scales) if isinstance(states, Int8States) else (states, None)
 
 
 def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, head_dim: int) -> None:

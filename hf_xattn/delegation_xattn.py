@@ -28,9 +28,9 @@ class XAttnDelegationMixin:
         """See [`XAttnModel.encode_images`]."""
         return self.model.encode_images(*args, **kwargs)
 
-    def enable_image_store(self, max_bytes: int = 2**30) -> None:
+    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
         """See [`XAttnModel.enable_image_store`]."""
-        self.model.enable_image_store(max_bytes)
+        self.model.enable_image_store(max_bytes, dtype)
 
     def disable_image_store(self) -> None:
         """See [`XAttnModel.disable_image_store`]."""

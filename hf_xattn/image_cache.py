@@ -24,6 +24,7 @@ from .cross_cache import CrossCache
 from .digests import Digests
 from .distributed import is_split
 from .image_layout import ImageLayout, rows_to
+from .int8_cache import INT8, Int8States, States, concatenate, map_states
 from .paths import check_path
 from .tensor_checks import check_integers, type_name
 from .whole_folder import whole_file
@@ -31,6 +32,7 @@ from .xattn_cache import XAttnCache
 
 
 FORMAT = "hf_xattn image cache 3"
+FORMAT_INT8 = "hf_xattn image cache 4"  # keys and values in int8, with their scales
 FLOATS = ("F64", "F32", "F16", "BF16")
 KINDS_OF_DIGESTS = ("pixel_values", "vision_features", "cross_attention_states")
 
@@ -52,6 +54,16 @@ class ImageCache(XAttnCache):
 
     `generate(past_key_values=image_cache)` uses a fork and does not change this object, so the images can be used again.
     """
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """`"int8"`, or None for the dtype that the model computes in."""
+        return self.cross_attention_cache.cache_dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all blocks."""
+        return self.cross_attention_cache.nbytes
 
     def fork(self, self_attention_cache: Cache) -> XAttnCache:
         """Returns a cache with the same images and another self-attention half. The images are not copied."""
@@ -85,7 +97,7 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
 
     Raises:
         TypeError: if `caches` is not a list of caches.
-        ValueError: if the list is empty, a cache holds no images, or the caches come from different models.
+        ValueError: if the list is empty, a cache holds no images, or the caches come from different models or differ in `cache_dtype`.
     """
     if not isinstance(caches, Sequence):
         raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
@@ -103,13 +115,18 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
             "Expected `caches` of one model, got caches of different models or different weights: their identities are "
             f"{sorted(str(maker)[:12] for maker in makers)}."
         )
+    dtypes = {cross.cache_dtype for cross, _ in parts}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"Expected `caches` of one `cache_dtype`, got {sorted(map(str, dtypes))}. Encode the images again with the same `cache_dtype`."
+        )
     layout = _combine_layouts([layout for _, layout in parts], [cross.rows for cross, _ in parts])
     length = max(cross.layers[0].keys.shape[2] for cross, _ in parts)
     keys_values = []
     for index in range(len(parts[0][0].layers)):
-        layers = [cross.layers[index] for cross, _ in parts]
-        key = torch.cat([_padded(layer.keys, length) for layer in layers])
-        value = torch.cat([_padded(layer.values, length) for layer in layers])
+        pairs = [cross.layers[index].stored() for cross, _ in parts]
+        key = concatenate([_padded(key, length) for key, _ in pairs], dim=0)
+        value = concatenate([_padded(value, length) for _, value in pairs], dim=0)
         keys_values.append((key, value))
     combined = CrossCache()
     combined.fill(layout, keys_values, makers.pop())
@@ -158,24 +175,27 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     facts: dict[str, Any] = {"sizes": layout.sizes, "digests": None}
     if layout.digests is not None:
         facts["digests"] = [
-            {"of": part.of, "dtype": str(part.dtype).removeprefix("torch."), "sizes": part.sizes}
-            for part in layout.digests
+            {"of": part.of, "dtype": _name_of(part.dtype), "sizes": part.sizes} for part in layout.digests
         ]
         for index, part in enumerate(layout.digests):
             tensors[f"digests.{index}.values"], tensors[f"digests.{index}.real"] = part.values, part.real
     for index, layer in enumerate(cross.layers):
-        tensors[f"layers.{index}.keys"], tensors[f"layers.{index}.values"] = layer.keys, layer.values
+        for name in ("keys", "values", "key_scales", "value_scales"):
+            tensors[f"layers.{index}.{name}"] = getattr(layer, name)
+    if cross.cache_dtype is not None:
+        facts |= {"cache_dtype": cross.cache_dtype, "dtype": _name_of(cross.layers[0].dtype)}
     contiguous = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
         if tensor is not None
     }
     with whole_file(path) as file:
-        save_file(contiguous, str(file), {"format": FORMAT, "identity": identity, "images": json.dumps(facts)})
+        metadata = {"format": FORMAT if cross.cache_dtype is None else FORMAT_INT8, "identity": identity}
+        save_file(contiguous, str(file), {**metadata, "images": json.dumps(facts)})
 
 
 def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
-    """Loads encoded images from a file, to the devices of the blocks.
+    """Loads encoded images from a file, to the devices of the blocks. Images that were saved in int8 stay in int8.
 
     This reads all weights between pixels and keys and values, to compare them with those that encoded the images. See
     `model_identity.py` for the time that it takes.
@@ -197,9 +217,9 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
+            if metadata.get("format") not in (FORMAT, FORMAT_INT8):
                 raise ValueError(
-                    f"{path} is not an image cache: its format is {metadata.get('format')!r}, not {FORMAT!r}."
+                    f"{path} is not an image cache: its format is {metadata.get('format')!r}, not {FORMAT!r} or {FORMAT_INT8!r}."
                 )
             identity = model.image_identity()
             if metadata.get("identity") != identity:
@@ -238,24 +258,30 @@ def _cross_of_file(
             raise ValueError(f"expected {name} of shape {shape}, got {stored.shape} of {stored.dtype}")
         return file.get_tensor(name)
 
+    dtype = _dtype_of_int8(facts) if metadata["format"] == FORMAT_INT8 else None
     rows: int | None = None
-    keys_values = []
+    keys_values: list[tuple[States, States]] = []
     for index, layer in enumerate(model.blocks):
         device = device_of(layer.attn.k_proj)
-        pair = []
-        for name in (f"layers.{index}.keys", f"layers.{index}.values"):
-            shape = (rows, block.num_key_value_heads, count + block.quiet_softmax, block.head_dim)
-            pair.append(read(name, shape, FLOATS).to(device))
-            rows = pair[0].shape[0]
+        pair: list[States] = []
+        for name in ("key", "value"):
+            shape = (rows, block.num_key_value_heads, count + block.quiet_softmax)
+            states = read(f"layers.{index}.{name}s", (*shape, block.head_dim), FLOATS if dtype is None else ("I8",))
+            rows = states.shape[0]
+            if dtype is None:
+                pair.append(states.to(device))
+            else:
+                scales = read(f"layers.{index}.{name}_scales", (rows, *shape[1:], 1), ("F32",))
+                pair.append(Int8States(states.to(device), scales.to(device), dtype))
             if pair[-1].dtype != pair[0].dtype:
-                raise ValueError(f"expected {name} of its keys' dtype, got {pair[-1].dtype}")
+                raise ValueError(f"expected layers.{index}.{name}s of its keys' dtype, got {pair[-1].dtype}")
         keys_values.append((pair[0], pair[1]))
     device = keys_values[0][0].device
     masks: dict[str, torch.Tensor] = {}
     for name, width in (("images.token_mask", count), ("images.image_mask", len(sizes))):
         if name in headers:
             masks[name] = read(name, (None, width), ("BOOL",)).to(device)
-            if masks[name].shape[0] % _rows_of(keys_values):
+            if masks[name].shape[0] % keys_values[0][0].shape[0]:
                 raise ValueError(f"expected {name} to have a multiple of {rows} rows, got {masks[name].shape[0]}")
     digests = None
     if facts["digests"] is not None:
@@ -278,8 +304,18 @@ def _cross_of_file(
     return cross
 
 
-def _rows_of(keys_values: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
-    return keys_values[0][0].shape[0]
+def _dtype_of_int8(facts: dict[str, Any]) -> torch.dtype:
+    """The dtype that keys and values of an int8 file stand for."""
+    if facts["cache_dtype"] != INT8:
+        raise ValueError(f'expected `cache_dtype` to be "{INT8}", got {short(facts["cache_dtype"])}')
+    dtype = getattr(torch, facts["dtype"])
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"expected `dtype` to be a dtype of floats, got {short(facts['dtype'])}")
+    return dtype
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
@@ -341,8 +377,8 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"Expected `model` to be the model that encoded the images, got {type_name(model)}.")
 
 
-def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.nn.functional.pad(states, (0, 0, 0, length - states.shape[2]))
+def _padded(states: States, length: int) -> States:
+    return map_states(states, lambda part: torch.nn.functional.pad(part, (0, 0, 0, length - part.shape[2])))
 
 
 def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:

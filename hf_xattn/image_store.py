@@ -10,6 +10,8 @@ call may combine stored and new images in any order.
   them.
 - The least recently used images are dropped first, and the bytes of all storages never exceed the budget. An image that is larger than
   the budget is encoded, but not stored.
+- With `dtype="int8"` images are stored in int8 (see `int8_cache.py`). The call that encodes an image uses it as it is stored, so its answer
+  is the same the first time and later.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from .cross_cache import CrossCache, KeyValue
+from .cross_cache import CrossCache, KeyValue, append
 from .image_inputs import ImageInputs
+from .int8_cache import States, as_stored, check_cache_dtype, map_states
 from .tensor_checks import type_name
 
 
@@ -35,7 +38,7 @@ class StoredImage:
 
     Attributes:
         keys_values (`tuple[KeyValue, ...]`): keys and values of every block, `(1, num_key_value_heads, tokens, head_dim)` each,
-            without a null key.
+            without a null key; tensors, or [`Int8States`].
         device (`torch.device`): device of the image features. The layout of a call is computed there.
     """
 
@@ -49,11 +52,14 @@ class StoredImage:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values. The storages have the same size if the image is `owned`."""
-        return sum(tensor.nbytes for pair in self.keys_values for tensor in pair)
+        return sum(states.nbytes for pair in self.keys_values for states in pair)
 
     def owned(self) -> StoredImage:
         """Returns the same image in its own storages. A view would keep the memory of its whole batch in use."""
-        return replace(self, keys_values=tuple((_owned(key), _owned(value)) for key, value in self.keys_values))
+        return replace(
+            self,
+            keys_values=tuple((map_states(key, _owned), map_states(value, _owned)) for key, value in self.keys_values),
+        )
 
 
 class ImageStore:
@@ -63,6 +69,7 @@ class ImageStore:
 
     Args:
         max_bytes (`int`): budget for keys and values, in bytes.
+        dtype (`str`, *optional*): `"int8"`, or None for the dtype that the model computes in.
 
     Attributes:
         nbytes (`int`): bytes in use; at most `max_bytes`.
@@ -71,12 +78,13 @@ class ImageStore:
         misses (`int`): number of images that had to be encoded.
 
     Raises:
-        TypeError: if `max_bytes` is not an integer.
-        ValueError: if `max_bytes` is below 1.
+        TypeError: if `max_bytes` is not an integer, or `dtype` not a text.
+        ValueError: if `max_bytes` is below 1, or `dtype` another text.
     """
 
-    def __init__(self, max_bytes: int):
+    def __init__(self, max_bytes: int, dtype: str | None = None):
         self.max_bytes = _checked_budget(max_bytes)
+        self.dtype = check_cache_dtype("dtype", dtype)
         self.hits = self.misses = self.nbytes = 0
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()
         self._maker: str | None = None
@@ -86,11 +94,13 @@ class ImageStore:
     def num_images(self) -> int:
         return len(self._images)
 
-    def resize(self, max_bytes: int) -> None:
-        """Changes the budget. Drops images until the others fit."""
-        max_bytes = _checked_budget(max_bytes)
+    def resize(self, max_bytes: int, dtype: str | None = None) -> None:
+        """Changes the budget and the dtype. Drops images until the others fit, and all of them if the dtype is another."""
+        max_bytes, dtype = _checked_budget(max_bytes), check_cache_dtype("dtype", dtype)
         with self._lock:
-            self.max_bytes = max_bytes
+            if dtype != self.dtype:
+                self._drop_all()
+            self.max_bytes, self.dtype = max_bytes, dtype
             self._make_room(0)
 
     def clear(self) -> None:
@@ -142,13 +152,13 @@ class ImageStore:
         self._images.clear()
         self.nbytes = 0
 
-    def __reduce__(self) -> tuple[type[ImageStore], tuple[int]]:
-        return ImageStore, (self.max_bytes,)
+    def __reduce__(self) -> tuple[type[ImageStore], tuple[int, str | None]]:
+        return ImageStore, (self.max_bytes, self.dtype)
 
     def __repr__(self) -> str:
         return (
             f"ImageStore(num_images={self.num_images}, nbytes={self.nbytes}, max_bytes={self.max_bytes}, "
-            f"hits={self.hits}, misses={self.misses})"
+            f"dtype={self.dtype!r}, hits={self.hits}, misses={self.misses})"
         )
 
 
@@ -171,18 +181,17 @@ class ImageGrid:
         """Returns keys and values of every block for [`CrossCache.fill`]: first those in the cache, then those of these images.
 
         Args:
-            cross ([`CrossCache`]): the cache. It is not changed.
+            cross ([`CrossCache`]): the cache. It is not changed. Keys and values get its `cache_dtype`.
             null_key (`bool`): put the null key of quiet softmax in front, if the cache is empty.
         """
         result = []
         for index in range(len(self.first.keys_values)):
             pair = [self._joined(index, part, null_key and not cross.layers) for part in (0, 1)]
-            if cross.layers:
-                pair = [torch.cat(parts, dim=2) for parts in zip(cross.layers[index].read(), pair)]
-            result.append((pair[0], pair[1]))
+            new = as_stored(pair[0], cross.cache_dtype), as_stored(pair[1], cross.cache_dtype)
+            result.append(append(cross.layers[index].read() if cross.layers else None, new))
         return result
 
-    def _joined(self, block: int, part: int, null_key: bool) -> torch.Tensor:
+    def _joined(self, block: int, part: int, null_key: bool) -> States:
         """Returns keys (`part` 0) or values (1) of one block. The null key and padding images, which no token sees, are zeros."""
         like, tokens, null = self.first.keys_values[block][part], self.first.tokens, int(null_key)
         _, heads, _, width = like.shape
@@ -191,7 +200,7 @@ class ImageGrid:
             for place, image in enumerate(images):
                 if image is not None:
                     start = null + place * tokens
-                    joined[row, :, start : start + tokens] = image.keys_values[block][part][0]
+                    joined[row, :, start : start + tokens] = image.keys_values[block][part][0]  # type: ignore[assignment]
         return joined
 
 
@@ -202,8 +211,9 @@ class StoreReader:
         store ([`ImageStore`]): the model's store.
         find_maker (`Callable`): returns the identity of the model, its weights and devices. Called only if the call has images.
         precision (`str`): settings that change the precision of keys and values with the same weights.
-        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)`.
+        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)`, in the store's dtype.
         null_key (`bool`): whether these keys and values have a null key in front.
+        dtype (`str`, *optional*): the store's.
     """
 
     def __init__(
@@ -213,7 +223,9 @@ class StoreReader:
         precision: str,
         project: Callable[[torch.Tensor], list[KeyValue]],
         null_key: bool,
+        dtype: str | None = None,
     ):
+        self.dtype = dtype
         self._store = store
         self._find_maker = find_maker
         self._precision = precision

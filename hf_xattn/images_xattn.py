@@ -28,6 +28,7 @@ from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
 from .image_positions import place_in_row
 from .image_store import ImageStore, StoreReader
+from .int8_cache import check_cache_dtype, check_no_gradient
 from .model_identity import ModelIdentity
 from .stand_in import run_beside, stand_in_images
 from .xattn_cache import XAttnCache
@@ -76,7 +77,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
             parts.update(vision_tower=self.vision_tower, connector=self.connector)
         return parts
 
-    def enable_image_store(self, max_bytes: int = 2**30) -> None:
+    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
         """Keeps encoded images by content: `generate` and `encode_images` encode an image once, ever. Off by default.
 
         Images are stored one by one, so a call may bring some that are stored and some that are not, in any rows and places. What
@@ -92,15 +93,18 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
         Args:
             max_bytes (`int`): bytes that keys and values may take. A store that exists keeps its images, as far as they fit.
+            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `int8_cache.py`): about half as many bytes as in bfloat16. New
+                caches of calls that use the store are in int8, too. None: the dtype that the model computes in. A store that exists
+                drops all images if its dtype changes.
 
         Raises:
-            TypeError: for a `max_bytes` that is no integer.
-            ValueError: for one below 1.
+            TypeError: for a `max_bytes` that is no integer, or a `dtype` that is no text.
+            ValueError: for a `max_bytes` below 1, or another `dtype`.
         """
         if self._image_store is None:
-            self._image_store = ImageStore(max_bytes)
+            self._image_store = ImageStore(max_bytes, dtype)
         else:
-            self._image_store.resize(max_bytes)
+            self._image_store.resize(max_bytes, dtype)
 
     def disable_image_store(self) -> None:
         """Drops the store of [`enable_image_store`] with all its images."""
@@ -184,6 +188,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         aspect_ratio_mask: torch.Tensor | None = None,
         past_key_values: EncoderDecoderCache | None = None,
         vision_features: torch.Tensor | None = None,
+        cache_dtype: str | None = None,
     ) -> XAttnCache:
         """Runs the vision tower and every block's K/V projection once, for any number of questions.
 
@@ -197,13 +202,19 @@ class XAttnImagesMixin(XAttnSetsMixin):
                 vision_features: as in `forward`.
             past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that it holds
                 already are not encoded again: see `forward`.
+            cache_dtype (`str`, *optional*): `"int8"` keeps keys and values in int8, each token and head with a scale of its own (see
+                `int8_cache.py`): about half as many bytes as in bfloat16. For inference, so under `torch.no_grad()` only. None: the dtype
+                that the model computes in; or that of the images in `past_key_values`, or of the image store.
 
         Returns:
             [`ImageCache`]: an `EncoderDecoderCache` whose cross half is filled; or `past_key_values`.
 
         Raises:
-            ValueError: without images, or where their shapes do not fit.
+            TypeError: for a `cache_dtype` that is no text.
+            ValueError: without images, where their shapes do not fit, for another `cache_dtype` or one that `past_key_values` does not
+                have, and for images in int8 while gradients are recorded.
         """
+        cache_dtype = check_cache_dtype("cache_dtype", cache_dtype)
         inputs = ImageInputs.of(
             self.config,
             pixel_values=pixel_values,
@@ -226,17 +237,29 @@ class XAttnImagesMixin(XAttnSetsMixin):
             cache = ImageCache(DynamicCache(config=self.config.get_text_config(decoder=True)))
         else:
             cache = XAttnCache.adopt(past_key_values)
-        self.add_images(cache, inputs, TextOfCall(None, 0), made_by=self.image_identity())
+        cross = cache.cross_attention_cache
+        if cache_dtype is not None and cross.layers and cross.cache_dtype != cache_dtype:
+            raise ValueError(
+                f'Expected `cache_dtype` to be None, because the images in `past_key_values` are not in {cache_dtype}, got "{cache_dtype}". '
+                "All images of a cache have one dtype."
+            )
+        self.add_images(cache, inputs, TextOfCall(None, 0), made_by=self.image_identity(), cache_dtype=cache_dtype)
         return cache
 
     def add_images(
-        self, cache: XAttnCache, inputs: ImageInputs, text: TextOfCall, made_by: str | None = None
+        self,
+        cache: XAttnCache,
+        inputs: ImageInputs,
+        text: TextOfCall,
+        made_by: str | None = None,
+        cache_dtype: str | None = None,
     ) -> ImagesOfCall:
         """Projects the new images of a call to keys and values in every block, and puts them into a cache: all, or none.
 
         Args:
             cache ([`XAttnCache`]), inputs ([`ImageInputs`]), text ([`TextOfCall`]): where the images go, and what comes with them.
             made_by (`str`, *optional*): this model's identity, for a cache that outlives the call without a text.
+            cache_dtype (`str`, *optional*): of a cache that holds no images yet. None: that of the store.
 
         Returns:
             [`ImagesOfCall`]: with the caller's mask for the text to come.
@@ -248,6 +271,11 @@ class XAttnImagesMixin(XAttnSetsMixin):
         if self._sets is not None:
             self._check_set(cross)
         store = None if self._image_store is None or inputs.images is None else self._read_store(made_by)
+        target = cross
+        if not cross.layers:
+            target = CrossCache(store.dtype if cache_dtype is None and store is not None else cache_dtype)
+        if inputs.images is not None:
+            check_no_gradient(target.cache_dtype)
         images = read_images(self.image_encoder, inputs, cache, text, record_content=True, store=store)
         zero = None
         nothing_new = images.new is None and images.stored is None
@@ -257,12 +285,12 @@ class XAttnImagesMixin(XAttnSetsMixin):
         elif nothing_new or not inputs.pass_connector:
             zero = run_beside(self.image_encoder, starts=True)
         if images.stored is not None:
-            keys_values = images.stored.grid.keys_values(cross, self.config.cross_attention_config.quiet_softmax)
+            keys_values = images.stored.grid.keys_values(target, self.config.cross_attention_config.quiet_softmax)
             cross.fill(images.stored.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
         elif images.new is not None:
             states = images.new.states
-            keys_values = self._project(states if zero is None else states + zero.to(states.dtype), cross)
+            keys_values = self._project(states if zero is None else states + zero.to(states.dtype), target)
             cross.fill(images.new.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
         elif images.layout is not None:
@@ -288,13 +316,15 @@ class XAttnImagesMixin(XAttnSetsMixin):
         devices = [device_of(block.attn.k_proj) for block in self.blocks]
         tower_device = None if self.vision_tower is None else self.vision_tower.device
         kinds = sorted({device.type for device in devices})
+        dtype = self._image_store.dtype
         precision = [str(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         return StoreReader(
             self._image_store,
             lambda: f"{self.image_identity() if identity is None else identity} {devices} {tower_device}",
-            f"autocast {precision}",
-            lambda states: self._project(states, CrossCache()),
+            f"autocast {precision} {dtype}",
+            lambda states: self._project(states, CrossCache(dtype)),
             self.config.cross_attention_config.quiet_softmax,
+            dtype,
         )
 
     def _project(self, states: torch.Tensor, cross: CrossCache) -> list[KeyValue]:

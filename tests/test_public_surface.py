@@ -121,7 +121,7 @@ def beside(given):
         return needs(given, pixel_values=PIXELS if given["image_rows"] is None else PIXELS[:1])
     if names & {"cross_attention_mask"}:
         return needs(given, cross_attention_states=STATES)
-    if names & {"image_mask", "image_attention_mask", "past_key_values"}:
+    if names & {"image_mask", "image_attention_mask", "past_key_values", "cache_dtype"}:
         return needs(given, pixel_values=PIXELS)
     return given
 
@@ -325,6 +325,7 @@ SURFACES = {
             },
             "vision_features": {**image_rows()["vision_features"], "none": Wrong(None, "needs"), "device": NOTHING},
             "past_key_values": CACHE,
+            "cache_dtype": value(none=Fine(None), kind=8, size=Wrong("int4", "cache_dtype.*int4"), dtype=torch.int8),
         },
     ),
     "get_image_features": Surface(
@@ -358,7 +359,10 @@ SURFACES = {
     "enable_image_store": Surface(
         XAttnModel.enable_image_store,
         lambda **given: make_model().enable_image_store(**given),
-        {"max_bytes": value(none=None, kind="1GB", size=0, dtype=1e9)},
+        {
+            "max_bytes": value(none=None, kind="1GB", size=0, dtype=1e9),
+            "dtype": value(none=Fine(None), kind=8, size=Wrong("int4", "dtype.*int4"), dtype=torch.int8),
+        },
     ),
     "disable_image_store": Surface(
         XAttnModel.disable_image_store, lambda **given: make_model().disable_image_store(**given), {}
