@@ -30,6 +30,7 @@ from .cross_cache import KeyValue, append
 from .distributed import is_distributed, is_split
 from .float32_attention import attend_in_float32, attends_in_float32
 from .image_layout import rows_to
+from .image_token_selection import importance
 from .int8_cache import Int8States, States, as_stored, attend, dense, multiplies_few
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
 from .projection import ImageLinear, to_dtype_of
@@ -175,6 +176,8 @@ class GatedCrossAttention(nn.Module):
         cached, states = context.cached(self.layer_idx), context.cross_attention_states
         if states is None:
             assert cached is not None
+            if context.cached_index is not None and context.recorder is not None:
+                context.recorder.keys_values[self.layer_idx] = cached
             return cached
         key, value = self.project_key_value(states, null_key=self.quiet_softmax and cached is None)
         # Rounded before they are used: this call must see what later calls read from the cache.
@@ -263,6 +266,11 @@ class GatedCrossAttention(nn.Module):
             if self.quiet_softmax:
                 position_bias = nn.functional.pad(position_bias, (1, 0))
 
+        if context.choice is not None:
+            shape = {"group": group, "scaling": self.scaling, "null_key": self.quiet_softmax}
+            context.choose(
+                importance(query, dense(key), mask, context.choice.counted, position_bias=position_bias, **shape)
+            )
         output, weights = self._call_kernel(query, key, value, mask, position_bias, group, dropout, output_attentions)
         output = _rows_at(unfold_output(output, repeats, text_len), places)
         if visible is not None:

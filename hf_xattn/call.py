@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.utils import logging
 
 from .configuration_xattn import XAttnConfig
@@ -22,12 +22,13 @@ from .conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .cross_cache import CrossCache
 from .decoder import DecoderInterface
 from .distributed import is_distributed
-from .folded_mask import fold_mask
 from .image_encoder import ImageEncoder, NewImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
 from .image_rows import ImageRows, refuse_to_cache
+from .image_token_selection import KeptShare
 from .int8_cache import check_no_gradient, check_not_training
+from .later_blocks import TextView, TokenChoice, context_of_kept
 from .packed_rows import check_packed_images, find_samples
 from .stand_in import blank_states, run_beside, stand_in_images
 from .tensor_checks import is_fake, type_name
@@ -61,6 +62,7 @@ class Call:
         uncached (`str`, *optional*): why this forward must not write into a cache; None if it may.
         continues (`bool`): whether the caller passed a cache or asked for one, so more text may follow.
         samples (`torch.BoolTensor`, *optional*): `(rows, length)`, True where a sample of a packed row starts; None if no row is packed.
+        share ([`KeptShare`], *optional*): how many image tokens blocks after the first keep; None if nothing is to be dropped.
     """
 
     text: dict[str, Any]
@@ -75,6 +77,7 @@ class Call:
     uncached: str | None
     continues: bool
     samples: torch.Tensor | None = None
+    share: KeptShare | None = None
 
     @property
     def takes_up_images(self) -> bool:
@@ -93,12 +96,14 @@ class BlockInputs:
         new ([`NewImages`], *optional*): new images for the cache; None if there are none, or no cache.
         layout ([`ImageLayout`], *optional*): new layout of the cached images, for this conversation.
         progress ([`TextProgress`], *optional*): progress of the text after this call.
+        choice ([`TokenChoice`], *optional*): which image tokens are dropped; None if none.
     """
 
     context: CrossAttentionContext | None = None
     new: NewImages | None = None
     layout: ImageLayout | None = None
     progress: TextProgress | None = None
+    choice: TokenChoice | None = None
 
 
 def read_call(
@@ -111,6 +116,7 @@ def read_call(
     output_attentions: bool | None,
     recomputes: bool,
     skips_layers: bool,
+    share: KeptShare | None = None,
 ) -> Call:
     """Finds the cache of a call. `text_inputs.py` has checked the text. Arguments that are None follow the configuration.
 
@@ -119,6 +125,7 @@ def read_call(
         text, images, past_key_values, use_cache, output_attentions: as in `forward`.
         recomputes (`bool`): whether layers run twice, under gradient checkpointing.
         skips_layers (`bool`): whether layers may be skipped, under LayerDrop.
+        share ([`KeptShare`], *optional*): `keep_image_tokens`, checked.
 
     Raises:
         TypeError: if `past_key_values` is not a cache of transformers.
@@ -179,6 +186,7 @@ def read_call(
         uncached=uncached,
         continues=continues,
         samples=samples,
+        share=share,
     )
 
 
@@ -253,28 +261,35 @@ def prepare_blocks(
         of_text = layout if rows is None or by_image else rows.layout_of_text(layout)
         sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
     group = block.num_attention_heads // block.num_key_value_heads
-    shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
-    if rows is None:
-        folded, visible = fold_mask(sees, image_rows=image_rows, text_rows=call.rows, **shape)
-    else:
-        folded, visible = rows.fold(sees, by_image=by_image, **shape)
+    view = TextView(sees, by_image, rows, image_rows, call.rows, call.length, group, block.quiet_softmax)
+    folded, visible = view.fold()
+    choice = None
+    if call.share is not None and not stands_in:
+        past = int(call.cache.get_seq_length()) if call.cache is not None and call.cache.can_be_cropped else 0
+        cached = 0 if cross is None or cross.layout is None else cross.layout.num_images
+        text_mask = call.text.get("attention_mask")
+        choice = TokenChoice.of(call.share, layout, cached, view, text_mask, visible, past)
     keeps = cross is not None and new is not None and call.uncached is None
+    fields: dict[str, Any] = {
+        "cross_attention_states": None if new is None else new.states,
+        "cache": cross,
+        "slots": None if rows is None else rows.slots,
+        "places": None if rows is None else rows.places,
+        "query_positions": _query_positions(call) if block.position_bias else None,
+        "output_attentions": call.output_attentions or None,
+        "keep_keys_values": keeps or None,
+        "recorder": None if stands_in else Recorder(),
+        "unused": unused,
+    }
+    key_positions = _key_positions(layout, rows) if block.position_bias else None
+    later = None
+    if choice is None and layout.kept is not None:
+        later = context_of_kept(fields, view, layout.kept, layout.num_tokens, key_positions)
     context = CrossAttentionContext(
-        cross_attention_states=None if new is None else new.states,
-        cache=cross,
-        mask=folded,
-        visible=visible,
-        slots=None if rows is None else rows.slots,
-        places=None if rows is None else rows.places,
-        query_positions=_query_positions(call) if block.position_bias else None,
-        key_positions=_key_positions(layout, rows) if block.position_bias else None,
-        output_attentions=call.output_attentions or None,
-        keep_keys_values=keeps or None,
-        recorder=None if stands_in else Recorder(),
-        unused=unused,
+        **fields, mask=folded, visible=visible, key_positions=key_positions, later=later, choice=choice
     )
     shown = layout if cross is not None and new is None else None
-    return BlockInputs(context, new if keeps else None, shown, after)
+    return BlockInputs(context, new if keeps else None, shown, after, choice)
 
 
 def keep(call: Call, prepared: BlockInputs) -> None:
@@ -290,15 +305,32 @@ def keep(call: Call, prepared: BlockInputs) -> None:
         cache.mark_updated(len(keys_values))
     if prepared.layout is not None:
         cache.cross_attention_cache.show(prepared.layout)
+    if prepared.choice is not None:
+        _drop_tokens(cache, prepared, prepared.choice)
     if prepared.progress is not None:
         cache.progress = prepared.progress
     cache.text_rows = call.rows
     cache.count_text(call.length, call.device)
 
 
+def _drop_tokens(cache: XAttnCache, prepared: BlockInputs, choice: TokenChoice) -> None:
+    """Leaves only the image tokens in the cache that the text has chosen, in the blocks after the first."""
+    assert prepared.context is not None and prepared.context.recorder is not None
+    recorder, cross = prepared.context.recorder, cache.cross_attention_cache
+    assert recorder.kept is not None
+    cross.keep_tokens(recorder.kept, {} if prepared.new is not None else recorder.keys_values)
+    cache.chosen_by = choice.text_length
+    if cache.offloads:
+        cross.offload_all()
+    if isinstance(cache.self_attention_cache, StaticCache):
+        cross.mark_static()
+
+
 def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
-        return ImagesOfCall(call.images.new, call.images.new.layout, call.images.mask)
+        new = call.images.new
+        cached = None if call.cache is None else call.cache.cross_attention_cache.layout
+        return ImagesOfCall(new, new.layout if cached is None else cached.append(new.layout), call.images.mask)
     call.images.check_device(call.device, "text")
     # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
     record = call.cache is not None and not trains and not torch.compiler.is_compiling()

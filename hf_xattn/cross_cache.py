@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .image_layout import ImageLayout
 from .int8_cache import INT8, Int8States, States, concatenate, map_states
+from .kept_tokens import KeptTokens
 from .pytrees import Note
 
 
@@ -30,7 +32,8 @@ class CrossAttentionLayer(DynamicLayer):
 
     Attributes:
         keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With `quiet_softmax` the null
-            key is in front of the image tokens. In an int8 cache the steps of [`Int8States`].
+            key is in front of the image tokens. In an int8 cache the steps of [`Int8States`]. A block after the first may hold fewer
+            tokens, see [`KeptTokens`].
         key_scales, value_scales (`torch.FloatTensor`, *optional*): the scales of an int8 cache.
         dtype (`torch.dtype`): of the keys and values that attention gets.
         device (`torch.device`): where the block runs.
@@ -185,6 +188,25 @@ class CrossCache(DynamicCache):
     def show(self, layout: ImageLayout) -> None:
         """Replaces the layout, for this conversation only. The image tokens stay the same."""
         self.layout = layout
+
+    def keep_tokens(self, kept: KeptTokens, keys_values: dict[int, KeyValue]) -> None:
+        """Replaces keys and values by those of fewer tokens. Other caches that share the images keep all.
+
+        Args:
+            kept ([`KeptTokens`]): the tokens that blocks after the first keep.
+            keys_values (`dict`): keys and values of the blocks that change, by index.
+        """
+        assert self.layout is not None
+        self.layers = [
+            CrossAttentionLayer(*keys_values[index]) if index in keys_values else layer
+            for index, layer in enumerate(self.layers)
+        ]
+        self.layout = replace(self.layout, kept=kept)
+
+    @property
+    def dropped_tokens(self) -> bool:
+        """Whether a text has dropped image tokens, so that no other text may use these keys and values."""
+        return self.layout is not None and self.layout.kept is not None
 
     def select(self, rows: torch.Tensor, layout: ImageLayout) -> None:
         """Keeps the image rows `rows`, in that order. `layout` describes them."""

@@ -19,10 +19,11 @@ from transformers.masking_utils import create_masks_for_generate
 
 from .configuration_xattn import XAttnConfig
 from .conversation import PreparedImages, TextOfCall, read_images
-from .distributed import fsdp_forward
+from .distributed import fsdp_forward, is_distributed
 from .image_cache import ImageCache
 from .image_inputs import ImageInputs
 from .image_rows import refuse_to_cache
+from .image_token_selection import KeptShare
 from .images_xattn import XAttnImagesMixin
 from .outputs import StepAttentions
 from .stand_in import run_beside
@@ -34,6 +35,8 @@ from .xattn_cache import XAttnCache
 STEP_ATTENTIONS = "step_attentions"
 # Nor these: `generate` stops at strings with a tokenizer, and hands it to every step. Other models ignore it there.
 NOT_FOR_FORWARD = (STEP_ATTENTIONS, "tokenizer", "assistant_tokenizer")
+# With `keep_image_tokens`, the first forward alone gets these: it projects the images and chooses their tokens.
+KEEP_TOKENS, IMAGES = "keep_image_tokens", "image_inputs"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class _ImagesOfGenerate:
     inputs: ImageInputs
     text: TextOfCall
     attentions: StepAttentions
+    share: KeptShare | None = None
 
 
 class XAttnGenerationMixin:
@@ -58,12 +62,16 @@ class XAttnGenerationMixin:
         With `return_dict_in_generate=True` it returns [`XAttnGenerateOutput`] or [`XAttnGenerateBeamOutput`]: transformers' outputs
         with `cross_attentions`, which `output_attentions=True` fills.
 
+        With `keep_image_tokens` the prompt chooses the image tokens that blocks after the first keep (see `forward`), and all steps use
+        them. With [`enable_image_store`] the store keeps all tokens, and only the cache of this call drops some.
+
         Raises:
             TypeError: for text or an `attention_mask` that is no tensor, or text of a wrong dtype.
             ValueError: for text of a wrong rank, if the text has image markers but there are no images, if the numbers of markers and
                 images differ (with `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks and cache
-                do not fit together.
+                do not fit together; for a `keep_image_tokens` below 1 without a cache, without a text, or with `prefill_chunk_size`.
         """
+        share = self.model._read_kept_share(kwargs.pop(KEEP_TOKENS, None))
         images = ImageInputs.take_from(self.config, kwargs)
         if images.image_rows is not None:
             refuse_to_cache("`generate`")
@@ -94,7 +102,11 @@ class XAttnGenerationMixin:
             self._check_markers(input_ids, images, xattn_cache)
             length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
             attentions = StepAttentions(length.new)
-            kwargs["image_inputs"] = _ImagesOfGenerate(images, length, attentions)
+            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, share)
+        elif share is not None:
+            raise ValueError(
+                f"Expected `input_ids` or `inputs_embeds` with `{KEEP_TOKENS}`: the text chooses the tokens."
+            )
         base: Any = super()
         try:
             output = base.generate(inputs, *args, **kwargs)
@@ -111,7 +123,14 @@ class XAttnGenerationMixin:
             del model_kwargs["past_key_values"]
         base: Any = super()
         result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        request: _ImagesOfGenerate | None = model_kwargs.pop("image_inputs", None)
+        request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)
+        share = None if request is None else request.share
+        chunk = getattr(generation_config, "prefill_chunk_size", None)
+        if share is not None and chunk is not None:
+            raise ValueError(
+                f"Expected `{KEEP_TOKENS}` without `prefill_chunk_size`, got {chunk}: the whole prompt chooses "
+                "the image tokens, and the first chunk would choose alone."
+            )
         if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
             model_kwargs[STEP_ATTENTIONS] = request.attentions
         cache = model_kwargs.get("past_key_values")
@@ -120,6 +139,10 @@ class XAttnGenerationMixin:
                 raise ValueError("`past_key_values` holds encoded images, but `use_cache=False` forbids a cache.")
             cache = image_cache.fork(cache)
         if cache is None:
+            if share is not None:
+                raise ValueError(
+                    f"Expected `{KEEP_TOKENS}` with a cache, got `use_cache=False`: each step would read the whole text and choose again."
+                )
             self._prepare_images(model_kwargs, request)
             return result
         if not isinstance(cache, EncoderDecoderCache):
@@ -128,8 +151,14 @@ class XAttnGenerationMixin:
             cache = XAttnCache(cache)
         cache = model_kwargs["past_key_values"] = XAttnCache.adopt(cache)
         if request is not None:
-            images = self.model.add_images(cache, request.inputs, request.text)
-            cache.progress = cache.current_progress().with_coming(images.mask)
+            defer = share is not None and not is_distributed()
+            images = self.model.add_images(cache, request.inputs, request.text, defer=defer)
+            if defer and images.new is not None:
+                model_kwargs[IMAGES] = PreparedImages(images.new, images.mask)
+            else:
+                cache.progress = cache.current_progress().with_coming(images.mask)
+        if request is not None and share is not None:
+            model_kwargs[KEEP_TOKENS] = _with_prompt(share, request.text, model_kwargs)
         if isinstance(cache.self_attention_cache, StaticCache):
             cache.cross_attention_cache.mark_static()
         if cache.offloads:
@@ -145,7 +174,7 @@ class XAttnGenerationMixin:
         if images.new is None or not request.inputs.pass_connector:
             run_beside(encoder, starts=True)
         if images.new is not None:
-            model_kwargs["image_inputs"] = PreparedImages(images.new, images.mask)
+            model_kwargs[IMAGES] = PreparedImages(images.new, images.mask)
 
     def _check_markers(self, input_ids: torch.Tensor | None, images: ImageInputs, cache: XAttnCache | None) -> None:
         """Raises where the text of a first call has image markers and no images, or other numbers of the two."""
@@ -184,6 +213,8 @@ class XAttnGenerationMixin:
         """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then none."""
         for name in NOT_FOR_FORWARD:
             kwargs.pop(name, None)
+        if not is_first_iteration and kwargs.pop(KEEP_TOKENS, None) is not None:
+            kwargs.pop(IMAGES, None)
         if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
             attention_mask = None
         base: Any = super()
@@ -209,9 +240,10 @@ class XAttnGenerationMixin:
         return base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""
+        """transformers' own. An assistant gets the arguments of `generate`, but collects nothing, and chooses no image tokens."""
         given = kwargs.get("model_kwargs", {})
-        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != STEP_ATTENTIONS}
+        own = (STEP_ATTENTIONS, KEEP_TOKENS, IMAGES)
+        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name not in own}
         base: Any = super()
         return base._get_candidate_generator(*args, **kwargs)
 
@@ -224,6 +256,16 @@ class XAttnGenerationMixin:
         own = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)
         text_config = self.model.text_model.config
         return own(config=text_config, past_key_values=past_key_values, **kwargs)
+
+
+def _with_prompt(share: KeptShare, text: TextOfCall, model_kwargs: dict[str, Any]) -> KeptShare:
+    """The share, with the text that chooses: a first forward may have candidates of an assistant after the prompt."""
+    if model_kwargs.get("inputs_embeds") is not None:
+        return share
+    mask, prompt = model_kwargs.get("attention_mask"), None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # transformers drops a mask without padding
+        prompt = mask[:, -text.new :] != 0
+    return KeptShare(share.share, text.new, prompt)
 
 
 def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:

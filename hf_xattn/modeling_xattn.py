@@ -134,16 +134,17 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         past_key_values: Cache | None,
         use_cache: bool | None,
         output_attentions: bool | None,
+        keep_image_tokens: Any = None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder with the images as one keyword argument. `runner` is the decoder with or without its head."""
         check_text(text, past_key_values is None, self.get_input_embeddings)
+        share = self._read_kept_share(keep_image_tokens)
         if isinstance(images, ImageInputs) and images.image_rows is not None:
             refuse_data_parallel(self)
         recomputes = recomputes_layers(self, self._interface.receives_keywords)
         skips = may_skip_layers(self.text_model)
-        call = read_call(
-            self.config, self._interface, text, images, past_key_values, use_cache, output_attentions, recomputes, skips
-        )
+        asked = (past_key_values, use_cache, output_attentions)
+        call = read_call(self.config, self._interface, text, images, *asked, recomputes, skips, share)
         if call.cache is not None and call.takes_up_images:
             self._check_made_here(call.cache.cross_attention_cache)
         if self._sets is not None:
@@ -211,6 +212,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
         vision_features: torch.Tensor | None = None,
+        keep_image_tokens: float | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
         """
@@ -251,6 +253,10 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             image_inputs (`PreparedImages`, *optional*): images that `generate` has encoded, in place of all image arguments.
             image_rows (`torch.LongTensor`, *optional*): `(batch,)`, the row of the images that each text row looks at, -1 for none. The
                 images, `image_mask` and a mask of their tokens then have a batch of their own. For training, without a cache.
+            keep_image_tokens (`float`, *optional*): above 0, at most 1: the share of each image's tokens that blocks after the first
+                project, cache and attend. The first block looks at all, and its attention tells which the text of this call needs (see
+                `image_token_selection.py`). In evaluation mode only. An image is decided about once: later calls with the same cache use
+                the tokens that are kept. None, as 1: all tokens.
 
         Raises:
             TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and pixels
@@ -286,6 +292,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             past_key_values,
             use_cache,
             output_attentions,
+            keep_image_tokens,
         )
         fields = {
             "last_hidden_state": outputs.last_hidden_state,
@@ -372,6 +379,7 @@ class XAttnForConditionalGeneration(
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
         vision_features: torch.Tensor | None = None,
+        keep_image_tokens: float | None = None,
         **kwargs,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
@@ -427,6 +435,7 @@ class XAttnForConditionalGeneration(
             past_key_values,
             use_cache,
             output_attentions,
+            keep_image_tokens,
         )
         loss = outputs.get("loss")
         if own_loss:
