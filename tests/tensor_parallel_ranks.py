@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
+from transformers.cache_utils import DynamicCache
 from transformers.distributed import DistributedConfig
 
 from hf_xattn import attention_maps
@@ -60,6 +61,12 @@ def work(folder: Path) -> dict:
     for name, given in (("generated", images), ("from a cache", {"past_key_values": encoded})):
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **given, max_new_tokens=6, do_sample=False)
         found[name] = torch.equal(tokens, expected["tokens"])
+    with torch.no_grad():
+        small = model.encode_images(**images, cache_dtype="int8")
+        layer = small.cross_attention_cache.layers[0]
+        found["int8 heads"] = [tensor.shape[1] for tensor in layer.tensors]
+        small = small.fork(DynamicCache(config=model.config.get_text_config(decoder=True)))
+        found["int8"] = largest(model(input_ids=ids, past_key_values=small).logits, expected["int8"])
     file = folder / f"images-{dist.get_rank()}.safetensors"
     found["saving images"] = error_of(lambda: save_image_cache(encoded, file, model))
     found["maps"] = error_of(

@@ -10,6 +10,7 @@ import torch
 from conftest import make_text, pixels, randomize, vision_config
 from tensor_parallel_ranks import train_without_dropout
 from transformers import AutoModel, AutoModelForImageTextToText
+from transformers.cache_utils import DynamicCache
 
 from hf_xattn import CrossAttentionConfig, retrofit
 from hf_xattn.tensor_parallel import block_plan
@@ -44,6 +45,8 @@ def make(folder, cross_attention, name="llama"):
         expected["logits"] = model(**text, **images).logits
         expected["masked"] = model(input_ids=ids, **images, cross_attention_mask=mask).logits
         expected["one key"] = model(input_ids=ids, cross_attention_states=key).logits
+        small = model.encode_images(**images, cache_dtype="int8").fork(DynamicCache(config=model.config.text_config))
+        expected["int8"] = model(input_ids=ids, past_key_values=small).logits
     expected["tokens"] = model.generate(
         ids, attention_mask=torch.ones_like(ids), **images, max_new_tokens=6, do_sample=False
     )
@@ -77,7 +80,7 @@ def test_ranks_compute_what_one_process_computes(case, found):
     """Heads beside the wrong keys, a sum over ranks that is missing or made twice, masks of other heads."""
     folder, of_rank = found
     for rank in of_rank[case]:
-        assert max(rank["logits"], rank["masked"], rank["one key"], rank["added"]) < 1e-5
+        assert max(rank["logits"], rank["masked"], rank["one key"], rank["added"], rank["int8"]) < 1e-5
         assert rank["generated"] and rank["from a cache"]
         assert rank["without gradient"] == [] and rank["gradients"] < 1e-3
     whole = AutoModelForImageTextToText.from_pretrained(folder / case)
@@ -92,7 +95,7 @@ def test_ranks_compute_what_one_process_computes(case, found):
 def test_a_rank_holds_its_heads(case, heads, rows, found):
     """A model that every rank holds whole."""
     for rank in found[1][case]:
-        assert rank["cached heads"] == heads
+        assert rank["cached heads"] == heads and rank["int8 heads"] == [heads] * 4
         if rows is not None:
             assert rank["rows of q_proj"] == rows
 
