@@ -14,6 +14,10 @@ EXPECTED = {
     "import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
     "benchmarks/capacity": ["| Llama-3.2-1B"],
     "benchmarks/kept_image_tokens speed --quick": ["| 64 | 0.5 | "],
+    "benchmarks/against_llava --hidden 64 --images 1 --questions --repeats 1": [
+        "1 image(s): first token",
+        "32 questions",
+    ],
     "benchmarks/bench --quick": ["decode attention, 4 beam(s)", "growth of a decode step"],
     "chat_about_two_images": ["first answer: ", "pictures encoded: 2, taken from the store: 2"],
     "ask_server": ["answer: ", "streamed: "],
