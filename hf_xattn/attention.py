@@ -15,8 +15,8 @@ heads for each K/V head, D head width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .configuration_xattn import CrossAttentionConfig
-from .context import CrossAttentionContext, check_context, plain_context
+from .context import CrossAttentionContext, Ragged, check_context, plain_context
 from .cross_cache import KeyValue, append
 from .distributed import is_distributed, is_split
 from .float32_attention import attend_in_float32, attends_in_float32
@@ -33,7 +33,9 @@ from .image_layout import rows_to
 from .image_token_selection import importance
 from .int8_cache import Int8States, States, as_stored, attend, dense, multiplies_few
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
+from .position_bias import relative_position_bucket
 from .projection import ImageLinear, to_dtype_of
+from .row_groups import attend_by_group
 from .tensor_checks import check_floating, check_states, check_tensor
 
 
@@ -179,7 +181,7 @@ class GatedCrossAttention(nn.Module):
             if context.cached_index is not None and context.recorder is not None:
                 context.recorder.keys_values[self.layer_idx] = cached
             return cached
-        key, value = self.project_key_value(states, null_key=self.quiet_softmax and cached is None)
+        key, value = self.project_key_value(states, self.quiet_softmax and cached is None, context.ragged)
         # Rounded before they are used: this call must see what later calls read from the cache.
         new = as_stored(key, context.cache_dtype), as_stored(value, context.cache_dtype)
         keys_values = append(cached, new)
@@ -188,7 +190,7 @@ class GatedCrossAttention(nn.Module):
         return keys_values
 
     def project_key_value(
-        self, cross_attention_states: torch.Tensor, null_key: bool = False
+        self, cross_attention_states: torch.Tensor, null_key: bool = False, ragged: Ragged | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Projects image tokens to keys and values, in the layout of transformers' caches.
 
@@ -196,6 +198,7 @@ class GatedCrossAttention(nn.Module):
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
             null_key (`bool`): put the null key of quiet softmax in front. Its score is 0, so the null key adds `exp(0) = 1` to
                 the denominator of the softmax.
+            ragged ([`Ragged`], *optional*): tells where the tokens stand, if they are the real ones of a padded batch.
 
         Returns:
             two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, with one token more if there is a null
@@ -209,6 +212,8 @@ class GatedCrossAttention(nn.Module):
         value = self.v_proj(states).view(shape)
         if self.k_norm is not None:
             key = self.k_norm.normalize(key)
+        if ragged is not None and ragged.real is not None:
+            return ragged.real.spread(key, null_key), ragged.real.spread(value, null_key)
         return _in_cache_layout(key, null_key), _in_cache_layout(value, null_key)
 
     def _attend(
@@ -226,7 +231,7 @@ class GatedCrossAttention(nn.Module):
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads = key.shape[:2]
         num_tokens = key.shape[2] - self.quiet_softmax
-        slots, places = context.slots, context.places
+        slots, places = context.slots or (None, None)
         repeats = (text_rows if slots is None else slots.shape[0]) // rows
         mask, visible = context.folded_mask
         if mask is not None:
@@ -271,7 +276,23 @@ class GatedCrossAttention(nn.Module):
             context.choose(
                 importance(query, dense(key), mask, context.choice.counted, position_bias=position_bias, **shape)
             )
-        output, weights = self._call_kernel(query, key, value, mask, position_bias, group, dropout, output_attentions)
+        groups = None if context.ragged is None else context.ragged.groups
+        # Compiled code reads all rows whole: it would be compiled anew for every batch.
+        if groups is None or output_attentions or torch.compiler.is_compiling():
+            output, weights = self._call_kernel(
+                query, key, value, mask, position_bias, group, dropout, output_attentions
+            )
+        else:
+            weights = None
+            output = attend_by_group(
+                partial(self._call_kernel, group=group, dropout=dropout, output_attentions=False),
+                groups,
+                query,
+                key,
+                value,
+                mask,
+                position_bias,
+            )
         output = _rows_at(unfold_output(output, repeats, text_len), places)
         if visible is not None:
             output = torch.where(visible, output, 0)
@@ -454,28 +475,6 @@ def unfold_output(output: torch.Tensor, repeats: int, text_len: int) -> torch.Te
     rows, _, kv_heads, head_dim = output.shape
     output = output.reshape(rows * repeats, text_len, -1, kv_heads, head_dim)
     return output.transpose(2, 3).reshape(rows * repeats, text_len, -1)
-
-
-def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
-    """Returns T5's bidirectional buckets. Each direction gets half of them: half of these exact, half logarithmic up to `max_distance`.
-
-    Formula: Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 2.1.
-
-    Args:
-        distance (`torch.LongTensor`): key position minus query position, any shape.
-        num_buckets (`int`): even, at least 4.
-        max_distance (`int`): all larger distances share the last bucket.
-
-    Returns:
-        `torch.LongTensor`: bucket ids in `[0, num_buckets)`, shape of `distance`.
-    """
-    half = num_buckets // 2
-    exact = half // 2
-    side = (distance > 0).long() * half
-    distance = distance.abs()
-    scaled = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    logarithmic = (exact + (scaled * (half - exact)).long()).clamp(max=half - 1)
-    return side + torch.where(distance < exact, distance, logarithmic)
 
 
 def check_text_and_states(

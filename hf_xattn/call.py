@@ -17,19 +17,21 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, S
 from transformers.utils import logging
 
 from .configuration_xattn import XAttnConfig
-from .context import CrossAttentionContext, Recorder
+from .context import CrossAttentionContext, Recorder, image_fields
 from .conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .cross_cache import CrossCache
 from .decoder import DecoderInterface
 from .distributed import is_distributed
-from .image_encoder import ImageEncoder, NewImages
+from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
-from .image_rows import ImageRows, refuse_to_cache
+from .image_rows import ImageRows, Slots, refuse_to_cache
 from .image_token_selection import KeptShare
 from .int8_cache import check_no_gradient, check_not_training
 from .later_blocks import TextView, TokenChoice, context_of_kept
 from .packed_rows import check_packed_images, find_samples
+from .real_tokens import row_spans
+from .row_groups import RowGroup, group_rows
 from .stand_in import blank_states, run_beside, stand_in_images
 from .tensor_checks import is_fake, type_name
 from .text_progress import TextProgress
@@ -93,14 +95,14 @@ class BlockInputs:
 
     Attributes:
         context ([`CrossAttentionContext`], *optional*): None if there are no images.
-        new ([`NewImages`], *optional*): new images for the cache; None if there are none, or no cache.
+        new ([`ImageLayout`], *optional*): of the new images for the cache; None if there are none, or no cache.
         layout ([`ImageLayout`], *optional*): new layout of the cached images, for this conversation.
         progress ([`TextProgress`], *optional*): progress of the text after this call.
         choice ([`TokenChoice`], *optional*): which image tokens are dropped; None if none.
     """
 
     context: CrossAttentionContext | None = None
-    new: NewImages | None = None
+    new: ImageLayout | None = None
     layout: ImageLayout | None = None
     progress: TextProgress | None = None
     choice: TokenChoice | None = None
@@ -270,26 +272,33 @@ def prepare_blocks(
         text_mask = call.text.get("attention_mask")
         choice = TokenChoice.of(call.share, layout, cached, view, text_mask, visible, past)
     keeps = cross is not None and new is not None and call.uncached is None
+    key_positions = _key_positions(layout, rows) if block.position_bias else None
     fields: dict[str, Any] = {
-        "cross_attention_states": None if new is None else new.states,
         "cache": cross,
-        "slots": None if rows is None else rows.slots,
-        "places": None if rows is None else rows.places,
+        "slots": None if rows is None else Slots(rows.slots, rows.places),
         "query_positions": _query_positions(call) if block.position_bias else None,
         "output_attentions": call.output_attentions or None,
         "keep_keys_values": keeps or None,
         "recorder": None if stands_in else Recorder(),
         "unused": unused,
     }
-    key_positions = _key_positions(layout, rows) if block.position_bias else None
     later = None
-    if choice is None and layout.kept is not None:
-        later = context_of_kept(fields, view, layout.kept, layout.num_tokens, key_positions)
+    if choice is not None or layout.kept is not None:  # which tokens a block reads differs from row to row
+        fields["cross_attention_states"] = None if new is None else new.states
+        if choice is None and layout.kept is not None:
+            later = context_of_kept(fields, view, layout.kept, layout.num_tokens, key_positions)
+    else:
+        groups = None
+        if layout.token_mask is not None and not stands_in:
+            only_padding = by_image and progress.held is None and progress.coming is None
+            groups = _groups(config, call, layout, rows, image_rows, only_padding)
+        if new is not None or groups is not None:
+            fields |= image_fields(None if new is None else new.states, None if new is None else new.layout, groups)
     context = CrossAttentionContext(
         **fields, mask=folded, visible=visible, key_positions=key_positions, later=later, choice=choice
     )
     shown = layout if cross is not None and new is None else None
-    return BlockInputs(context, new if keeps else None, shown, after, choice)
+    return BlockInputs(context, new.layout if new is not None and keeps else None, shown, after, choice)
 
 
 def keep(call: Call, prepared: BlockInputs) -> None:
@@ -299,7 +308,7 @@ def keep(call: Call, prepared: BlockInputs) -> None:
         return
     if prepared.new is not None and context is not None and context.recorder is not None:
         keys_values = context.recorder.collected()
-        cache.cross_attention_cache.fill(prepared.new.layout, keys_values)
+        cache.cross_attention_cache.fill(prepared.new, keys_values)
         if cache.offloads:
             cache.cross_attention_cache.offload_all()
         cache.mark_updated(len(keys_values))
@@ -324,6 +333,24 @@ def _drop_tokens(cache: XAttnCache, prepared: BlockInputs, choice: TokenChoice) 
         cross.offload_all()
     if isinstance(cache.self_attention_cache, StaticCache):
         cross.mark_static()
+
+
+def _groups(
+    config: XAttnConfig, call: Call, layout: ImageLayout, rows: ImageRows | None, image_rows: int, only_padding: bool
+) -> tuple[RowGroup, ...] | None:
+    """The image rows that share a call of the attention kernel (see `row_groups.py`)."""
+    block = config.cross_attention_config
+    text_rows = call.rows if rows is None else rows.slots.shape[0]
+    heads = block.num_attention_heads // block.num_key_value_heads
+    return group_rows(
+        row_spans(layout, image_rows),
+        num_tokens=layout.num_tokens,
+        token_size=2 * block.num_key_value_heads * block.head_dim,
+        queries=text_rows // image_rows * call.length * heads,
+        null_key=block.quiet_softmax,
+        only_padding=only_padding,
+        device=call.device,
+    )
 
 
 def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:

@@ -8,7 +8,7 @@ hooks: under DDP, deepcopy and recomputation it would be missing, and gradients 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,13 +17,28 @@ from transformers.utils import ModelOutput
 from .configuration_xattn import CrossAttentionConfig
 from .cross_cache import CrossCache, KeyValue
 from .folded_mask import FoldedMask, fold_mask
-from .image_layout import rows_to
+from .image_layout import ImageLayout, rows_to
+from .image_rows import Slots
 from .kept_tokens import KeptTokens
+from .real_tokens import RealTokens, real_tokens
+from .row_groups import RowGroup
 from .tensor_checks import check_bool, check_tensor, type_name
 
 
 # Name of the keyword argument. No decoder of transformers has an argument of this name.
 KEYWORD = "cross_attention_context"
+
+
+class Ragged(NamedTuple):
+    """Rows of different lengths, without their padding. A named tuple: device hooks and FSDP move the tensor in it.
+
+    Attributes:
+        real ([`RealTokens`], *optional*): places of the new images' real tokens, which alone are given; None if all tokens are.
+        groups (`tuple[RowGroup, ...]`, *optional*): image rows that share a call of the kernel; None if all do.
+    """
+
+    real: RealTokens | None
+    groups: tuple[RowGroup, ...] | None
 
 
 class Recorder:
@@ -90,10 +105,12 @@ class CrossAttentionContext(ModelOutput):
     Every default is None: accelerate rebuilds the context from one dict, which `ModelOutput` reads only if all other fields are None.
 
     Attributes:
-        cross_attention_states (`torch.Tensor`, *optional*): `(R, N, context_size)`, the new images.
+        cross_attention_states (`torch.Tensor`, *optional*): the new images: `(R, N, context_size)`, or `(1, M, context_size)`, their
+            real tokens alone (see `ragged`).
         cache ([`CrossCache`], *optional*): images of earlier forwards. Blocks only read it.
         mask, visible (`torch.BoolTensor`, *optional*): see [`FoldedMask`].
-        slots, places (`torch.LongTensor`, *optional*): see [`ImageRows`]; None if image rows are shared in equal numbers, in order.
+        ragged ([`Ragged`], *optional*): what of the images is padding; None if nothing is, or if it is computed and masked.
+        slots ([`Slots`], *optional*): see [`ImageRows`]; None if image rows are shared in equal numbers, in order.
         query_positions (`torch.LongTensor`, *optional*): `(B or 1, T)`, for a relative position bias.
         key_positions (`torch.LongTensor`, *optional*): `(rows, N)`, likewise; None stands for 0 ... N - 1.
         output_attentions (`bool`, *optional*): blocks record their attention weights.
@@ -113,8 +130,8 @@ class CrossAttentionContext(ModelOutput):
     cache: CrossCache | None = None
     mask: torch.Tensor | None = None
     visible: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    ragged: Ragged | None = None
+    slots: Slots | None = None
     query_positions: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
     output_attentions: bool | None = None
@@ -174,6 +191,22 @@ class CrossAttentionContext(ModelOutput):
         heads = torch.arange(key.shape[1], device=key.device)[None, :, None]
         places = (rows, heads, self.cached_index[:, None].to(key.device))
         return key[places], value[places]
+
+
+def image_fields(
+    states: torch.Tensor | None, layout: ImageLayout | None, groups: tuple[RowGroup, ...] | None = None
+) -> dict[str, Any]:
+    """The fields of a context that hold new images. Padding tokens are left out where that is possible.
+
+    Args:
+        states (`torch.Tensor`, *optional*): `(R, N, context_size)`; None if there are no new images.
+        layout ([`ImageLayout`], *optional*): of the new images; None if no token is padding.
+        groups (`tuple[RowGroup, ...]`, *optional*): image rows that share a call of the kernel.
+    """
+    real = None if states is None or layout is None else real_tokens(layout, states.shape[0])
+    if real is not None and states is not None:
+        return {"cross_attention_states": real.take(states), "ragged": Ragged(real, groups)}
+    return {"cross_attention_states": states, "ragged": None if groups is None else Ragged(None, groups)}
 
 
 def check_context(context: Any) -> None:

@@ -25,9 +25,10 @@ from .image_positions import place_in_row
 from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .pytrees import dataclass_node
+from .real_tokens import real_places, real_tokens
 from .tower import check_not_trained
 from .tower_gradients import states_for_all_weights
-from .vision import Tiles, blank_image, connect, run_tower, token_mask_of
+from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token_mask_of
 
 
 @dataclass_node
@@ -104,9 +105,12 @@ class ImageEncoder:
         pixel_values: torch.Tensor,
         tiles: Tiles | None = None,
         positions: torch.Tensor | None = None,
+        real_tiles: torch.Tensor | None = None,
         **returns: bool | None,
     ) -> tuple[BaseModelOutput, torch.Tensor]:
-        """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features."""
+        """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features, with zeros in
+        the place of tiles that are not among `real_tiles` (see [`connect`]).
+        """
         assert self.vision_tower is not None and self.connector is not None
         if is_distributed():
             check_callable("vision_tower", self.vision_tower)
@@ -114,15 +118,20 @@ class ImageEncoder:
         output = run_tower(self.vision_tower, pixel_values, tiles, **returns)
         states = states_for_all_weights(self.vision_tower, output)
         rows, num_images = pixel_values.shape[:2]
-        return output, self._connected(states, (rows, num_images), tiles is not None, positions)
+        return output, self._connected(states, (rows, num_images), tiles is not None, positions, real_tiles)
 
     def _connected(
-        self, features: torch.Tensor, images: tuple[int, int], tiled: bool, positions: torch.Tensor | None
+        self,
+        features: torch.Tensor,
+        images: tuple[int, int],
+        tiled: bool,
+        positions: torch.Tensor | None,
+        real_tiles: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The tower's own output to `(R, num_images, tokens an image, context_size)`."""
         assert self.connector is not None
         drop_first = self.config.vision_feature_select_strategy == "default"
-        return connect(self.connector, features, images, tiled, drop_first, positions)
+        return connect(self.connector, features, images, tiled, drop_first, positions, real_tiles)
 
     def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
         """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `stand_in.py`). `real`
@@ -139,7 +148,11 @@ class ImageEncoder:
                 features = features + self._zero_of_tower(features)
         try:
             return self._connected(
-                features if tiled else features.flatten(0, 1), (rows, num_images), tiled, images.positions
+                features if tiled else features.flatten(0, 1),
+                (rows, num_images),
+                tiled,
+                images.positions,
+                real_tiles_of(images.tiles),
             )
         except RuntimeError as error:
             name_wrong_features(features, self.connector, error)
@@ -216,11 +229,13 @@ class ImageEncoder:
             given = placement.of_new_images(inputs.token_mask, num_images * tokens, cached)
             both = max(given.shape[0], rows)
             token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
-        if grid is None:
-            features = without_padding_tokens(features, token_mask)
         content = None if digests is None else (placement.digests(digests, tokens if inputs.states is not None else 1),)
         layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
-        return NewImages(features.flatten(1, 2), layout) if grid is None else StoredImages(grid, layout)
+        if grid is not None:
+            return StoredImages(grid, layout)
+        if real_tokens(layout, rows) is None:  # otherwise nothing reads padding tokens
+            features = without_padding_tokens(features, token_mask)
+        return NewImages(features.flatten(1, 2), layout)
 
     def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:
         """`(R, n, tokens, context_size)`: of pixels or of what the tower has returned, or features as they were given.
@@ -228,18 +243,27 @@ class ImageEncoder:
         Args:
             placement ([`Placement`], *optional*): of these images, to name them.
         """
-        real = None if placement is None else placement.real
-        if images.pixel_values is not None:
-            output, features = self.outputs(
-                without_padding_images(images.pixel_values, real), images.tiles, images.positions
-            )
-            from_tower = output.last_hidden_state
-        elif images.features is not None:
-            from_tower, features = images.features, self._of_tower_outputs(images, real)
-        else:
-            assert images.states is not None
+        if images.states is not None:
             return images.states
-        if self.checks_values and placement is not None:
+        real = None if placement is None else placement.real
+        assert images.images is not None
+        shape, places = images.images.shape[:2], real_places(real)
+        if places is not None and real is not None:
+            real = None if places else real[:1, :1]
+            places = places or [(0, 0)]  # a padding image: other processes may wait until one is encoded
+            images = images.at(places)
+        if images.pixel_values is not None:
+            pixels = without_padding_images(images.pixel_values, real)
+            output, features = self.outputs(pixels, images.tiles, images.positions, real_tiles_of(images.tiles))
+            from_tower = output.last_hidden_state
+        else:
+            from_tower, features = images.features, self._of_tower_outputs(images, real)
+        checks = self.checks_values and placement is not None
+        if places is not None:
+            features = _at_places(features, places, shape)
+            if checks and from_tower is not None:
+                from_tower = _at_places(from_tower.reshape(len(places), 1, -1), places, shape)
+        if checks and placement is not None:
             assert self.vision_tower is not None and from_tower is not None and images.name is not None
             check_encoded(images.name, from_tower, features, placement, self.vision_tower.config.model_type)
         return features
@@ -264,3 +288,11 @@ class ImageEncoder:
         return self.find_like().requires_grad or any(
             weight.requires_grad for part in parts for weight in part.parameters()
         )
+
+
+def _at_places(images: torch.Tensor, places: list[tuple[int, int]], shape: tuple[int, ...]) -> torch.Tensor:
+    """Puts images `(count, 1, ...)` at their places (row, image) among `(R, n)`. Padding images are zeros."""
+    padded = images.new_zeros(*shape, *images.shape[2:])
+    rows, columns = torch.tensor(places, device=images.device).unbind(dim=1)
+    padded[rows, columns] = images[:, 0]
+    return padded

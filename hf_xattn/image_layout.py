@@ -8,12 +8,13 @@ the tensors of a cache to the model's device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from .digests import Digests
 from .kept_tokens import KeptTokens
-from .pytrees import dataclass_node
+from .pytrees import Note, dataclass_node
 
 
 @dataclass_node
@@ -37,6 +38,11 @@ class ImageLayout:
     image_mask: torch.Tensor | None = None
     digests: tuple[Digests, ...] | None = None
     kept: KeptTokens | None = None
+
+    def __post_init__(self) -> None:
+        # What `real_tokens.py` has read of the masks, in a tuple; None if it has not yet.
+        self.real_tokens: Note[Any] = Note(None)
+        self.row_spans: Note[Any] = Note(None)
 
     @classmethod
     def of(

@@ -17,6 +17,7 @@ Letters: B text rows, R image rows, r slots for each image row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,13 @@ from .tensor_checks import check_integers
 
 # The image row of a text row that sees no image.
 NO_IMAGE = -1
+
+
+class Slots(NamedTuple):
+    """What attention needs of [`ImageRows`]."""
+
+    slots: torch.Tensor
+    places: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)

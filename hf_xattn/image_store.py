@@ -28,8 +28,10 @@ import torch
 
 from .cross_cache import CrossCache, KeyValue, append
 from .image_inputs import ImageInputs
+from .image_layout import ImageLayout
 from .int8_cache import States, as_stored, check_cache_dtype, map_states
 from .tensor_checks import type_name
+from .vision import token_mask_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +213,8 @@ class StoreReader:
         store ([`ImageStore`]): the model's store.
         find_maker (`Callable`): returns the identity of the model, its weights and devices. Called only if the call has images.
         precision (`str`): settings that change the precision of keys and values with the same weights.
-        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)`, in the store's dtype.
+        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)` and their layout, in
+            the store's dtype.
         null_key (`bool`): whether these keys and values have a null key in front.
         dtype (`str`, *optional*): the store's.
     """
@@ -221,7 +224,7 @@ class StoreReader:
         store: ImageStore,
         find_maker: Callable[[], str],
         precision: str,
-        project: Callable[[torch.Tensor], list[KeyValue]],
+        project: Callable[[torch.Tensor, ImageLayout], list[KeyValue]],
         null_key: bool,
         dtype: str | None = None,
     ):
@@ -278,8 +281,10 @@ class StoreReader:
     def _encode(self, images: ImageInputs, encode: Callable[[ImageInputs], torch.Tensor]) -> list[StoredImage]:
         """Encodes images `(count, 1, ...)` together, and returns one value for each. Its tensors are views into the batch."""
         features = encode(images)
-        null = int(self._null_key)
-        projected = [(key[:, :, null:], value[:, :, null:]) for key, value in self._project(features.flatten(1, 2))]
+        tokens, null = features.shape[2], int(self._null_key)
+        layout = ImageLayout.of((tokens,), features.device, token_mask_of(images.tiles, None, tokens))
+        projected = self._project(features.flatten(1, 2), layout)
+        projected = [(key[:, :, null:], value[:, :, null:]) for key, value in projected]
         return [
             StoredImage(tuple((key[i : i + 1], value[i : i + 1]) for key, value in projected), features.device)
             for i in range(features.shape[0])

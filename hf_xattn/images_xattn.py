@@ -19,7 +19,7 @@ from .block import GatedCrossAttentionBlock
 from .block_sets import XAttnSetsMixin
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
-from .context import KEYWORD, CrossAttentionContext, Recorder
+from .context import KEYWORD, CrossAttentionContext, Recorder, image_fields
 from .conversation import ImagesOfCall, TextOfCall, read_images
 from .cross_cache import CrossCache, KeyValue, check_fits
 from .decoder import find_decoder
@@ -28,6 +28,7 @@ from .distributed import has_units, is_distributed
 from .image_cache import ImageCache, device_of
 from .image_encoder import ImageEncoder
 from .image_inputs import ImageInputs
+from .image_layout import ImageLayout
 from .image_positions import place_in_row
 from .image_store import ImageStore, StoreReader
 from .image_token_selection import KeptShare, check_can_choose, read_share
@@ -299,7 +300,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
             cache.mark_updated(len(keys_values))
         elif images.new is not None:
             states = images.new.states
-            keys_values = self._project(states if zero is None else states + zero.to(states.dtype), target)
+            keys_values = self._project(
+                states if zero is None else states + zero.to(states.dtype), target, images.new.layout
+            )
             cross.fill(images.new.layout, keys_values, made_by)
             cache.mark_updated(len(keys_values))
         elif images.layout is not None:
@@ -339,16 +342,20 @@ class XAttnImagesMixin(XAttnSetsMixin):
             self._image_store,
             lambda: f"{self.image_identity() if identity is None else identity} {devices} {tower_device}",
             f"autocast {precision} {dtype}",
-            lambda states: self._project(states, CrossCache(dtype)),
+            lambda states, layout: self._project(states, CrossCache(dtype), layout),
             self.config.cross_attention_config.quiet_softmax,
             dtype,
         )
 
-    def _project(self, states: torch.Tensor, cross: CrossCache) -> list[KeyValue]:
-        """Every block's keys and values: of the images in a cache and of new ones behind them."""
+    def _project(self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None) -> list[KeyValue]:
+        """Every block's keys and values: of the images in a cache and of new ones behind them, which `layout` describes."""
         recorder = Recorder()
         context = CrossAttentionContext(
-            cross_attention_states=states, cache=cross, keep_keys_values=True, encode_only=True, recorder=recorder
+            cache=cross,
+            keep_keys_values=True,
+            encode_only=True,
+            recorder=recorder,
+            **image_fields(states, layout),
         )
         _, layers = find_decoder(self.text_model)
         for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):

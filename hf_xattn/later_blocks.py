@@ -292,7 +292,6 @@ class TokenChoice:
             "cross_attention_states": states,
             "cache": context.cache,
             "slots": context.slots,
-            "places": context.places,
             "query_positions": context.query_positions,
             "output_attentions": context.output_attentions,
             "keep_keys_values": context.keep_keys_values,

@@ -28,6 +28,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether values can be read here to decide on shapes: not in code that is compiled, exported, traced or captured for later calls."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta or is_fake(tensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def type_name(value: Any) -> str:
     """The type of a value as a reader knows it: `list`, `numpy.ndarray`, `PIL.Image.Image`, ..."""
     kind = type(value)

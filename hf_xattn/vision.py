@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from .custom_code import build_part
 from .quantized_weights import is_quantized
 from .sizes import TILED_VISION_TYPES, vision_hidden_size
-from .tensor_checks import check_floating, check_integers, type_name
+from .tensor_checks import check_floating, check_integers, has_values, type_name
 from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
 
 
@@ -247,6 +247,7 @@ def connect(
     tiled: bool,
     drop_first: bool = False,
     positions: torch.Tensor | None = None,
+    real_tiles: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Maps a tower's `last_hidden_state` to `(R, num_images, tokens of an image, context_size)`.
 
@@ -254,7 +255,17 @@ def connect(
         images (`tuple[int, int]`): R and num_images.
         drop_first (`bool`): drop the tower's first token, the class token.
         positions (`torch.LongTensor`, *optional*): `(R, num_images)`, see [`XAttnConnector`].
+        real_tiles (`torch.LongTensor`, *optional*): numbers of the tiles that pass the connector, among those of all images; the others
+            give zeros. None: all of them.
     """
+    if tiled and real_tiles is not None:
+        of_tiles = {}
+        if positions is not None:
+            of_tiles = {"positions": positions.flatten().repeat_interleave(features.shape[2])[real_tiles]}
+        connected = connector(features.flatten(0, 2)[real_tiles], **of_tiles)
+        padded = connected.new_zeros(features.shape[:3].numel(), *connected.shape[1:])
+        padded[real_tiles] = connected
+        return padded.unflatten(0, features.shape[:3]).flatten(2, 3)
     places = {} if positions is None else {"positions": positions if tiled else positions.flatten()}
     if tiled:
         return connector(features, **places).flatten(2, 3)  # the tokens of one tile stay together
@@ -311,6 +322,19 @@ def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: 
     if image_mask is not None:
         mask = mask & image_mask[..., None]
     return mask.flatten(1).repeat_interleave(tokens // mask.shape[2], dim=1)
+
+
+def real_tiles_of(tiles: Tiles | None) -> torch.Tensor | None:
+    """Numbers of the tiles that are no padding, among those of all images; None if all are, if none is, or without tiles.
+
+    The tower itself gets padding tiles too: transformers' Mllama lets the patches of real tiles attend to them, so that without them an
+    image would have other features.
+    """
+    if tiles is None or not has_values(tiles.aspect_ratio_mask):
+        return None
+    mask = tiles.aspect_ratio_mask.flatten()
+    found = mask.nonzero()[:, 0]
+    return found if 0 < len(found) < len(mask) else None
 
 
 def blank_image(

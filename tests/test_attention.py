@@ -9,11 +9,11 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn import attention as attention_module
-from hf_xattn.attention import relative_position_bucket
 from hf_xattn.context import CrossAttentionContext
 from hf_xattn.cross_cache import CrossCache
 from hf_xattn.folded_mask import EVERYTHING, fold_mask
 from hf_xattn.image_layout import ImageLayout
+from hf_xattn.position_bias import relative_position_bucket
 
 
 BATCH, TEXT_LEN, NUM_TOKENS = 2, 3, 5

@@ -1,0 +1,369 @@
+"""Rows with different numbers of images, and images with different numbers of tiles: what is padding costs nothing and changes nothing."""
+
+import pytest
+import torch
+from conftest import make_model, pixels, token_ids
+from conversation_helpers import MARKER, fresh_cache
+from test_importers_mllama import CASES, make_mllama
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_xattn import row_groups
+from hf_xattn.importers import import_checkpoint
+from hf_xattn.real_tokens import RowSpans
+from hf_xattn.row_groups import CallCost, RowGroup, group_rows
+
+
+COUNTS = (1, 3, 0, 2)
+ROWS, MOST, TOKENS, LENGTH = len(COUNTS), max(COUNTS), 16, 6
+REAL = torch.arange(MOST) < torch.tensor(COUNTS)[:, None]
+KEYS: list[tuple[int, int, bool]] = []  # of each call of the kernel: rows, keys, whether there was a mask
+
+
+def counting(module, query, key, value, attention_mask, **kwargs):
+    KEYS.append((key.shape[0], key.shape[2], attention_mask is not None))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register("counting", counting)
+
+
+@pytest.fixture(autouse=True)
+def calls_cost_nothing(monkeypatch):
+    """Otherwise rows as short as here share a call."""
+    monkeypatch.setattr(row_groups, "ON_CPU", CallCost(1, 1))
+    KEYS.clear()
+
+
+def counted(model):
+    """Makes a model count the image tokens (tower: images) that pass its parts. Returns the counts."""
+    counts: dict[str, list[int]] = {}
+
+    def count(name, dims):
+        def hook(module, args, kwargs, output):
+            given = args[0] if args else kwargs["pixel_values"]
+            counts.setdefault(name, []).append(given.shape[:dims].numel())
+
+        return hook
+
+    body, attn = model.base_model, model.blocks[0].attn
+    if body.vision_tower is not None:
+        tiled = body.vision_tower.config.model_type == "mllama_vision_model"
+        body.vision_tower.register_forward_hook(count("tower", 2 if tiled else 1), with_kwargs=True)
+        body.connector.register_forward_hook(count("connector", -1), with_kwargs=True)
+    attn.k_proj.register_forward_hook(count("k_proj", -1), with_kwargs=True)
+    attn.v_proj.register_forward_hook(count("v_proj", -1), with_kwargs=True)
+    attn.config._attn_implementation = "counting"
+    return counts
+
+
+def only(total):
+    return {"tower": [sum(COUNTS)], "connector": [total], "k_proj": [total], "v_proj": [total]}
+
+
+def per_row(counts, null=0):
+    """What one block's calls of the kernel read: each row its own keys, without a mask."""
+    return [(1, count * TOKENS + null, False) for count in counts if count]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quiet", [False, True])
+def test_padding_images_cost_nothing(quiet):
+    """Padding images that pass the tower, the connector or the projections, or that attention reads: at once, later, or without a cache."""
+    model = make_model(cross_attention_config={"quiet_softmax": quiet})
+    counts, ids = counted(model), token_ids(ROWS, LENGTH)
+    images = {"pixel_values": pixels(ROWS, MOST), "image_mask": REAL}
+    blocks, own = len(model.blocks), per_row(COUNTS, null=quiet)
+    cache = model(ids, use_cache=True, **images).past_key_values
+    assert counts == only(sum(COUNTS) * TOKENS)
+    assert KEYS == own * blocks
+    KEYS.clear()
+    model(ids[:, :1], past_key_values=cache)
+    assert KEYS == own * blocks and len(counts["k_proj"]) == 1
+    for call in (
+        lambda: model.generate(ids, max_new_tokens=3, do_sample=False, **images),
+        lambda: model(ids, past_key_values=model.encode_images(**images)),
+    ):
+        counts.clear()
+        KEYS.clear()
+        call()
+        assert counts == only(sum(COUNTS) * TOKENS) and set(KEYS) == set(own)
+    counts.clear()
+    model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False, **images)
+    assert counts["tower"] == [sum(COUNTS)] and set(counts["k_proj"]) == {sum(COUNTS) * TOKENS}
+
+
+@torch.no_grad()
+def test_features_and_token_masks_cost_nothing():
+    """Padding among features that the caller gives, or in a mask over tokens."""
+    model, ids = make_model(), token_ids(2, LENGTH)
+    counts = counted(model)
+    features = model.get_image_features(pixels(2, 2)).last_hidden_state.unflatten(0, (2, 2))
+    counts.clear()
+    model(ids, vision_features=features, image_mask=torch.tensor([[True, False], [True, True]]))
+    assert counts == {name: [3 * TOKENS] for name in ("connector", "k_proj", "v_proj")}
+    counts.clear()
+    KEYS.clear()
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1]]).bool()
+    model(ids, cross_attention_states=torch.randn(2, 8, 32), cross_attention_mask=mask)
+    assert counts == {"k_proj": [5], "v_proj": [5]} and KEYS == [(1, 3, False), (1, 2, False)] * len(model.blocks)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("store", [False, True])
+def test_padding_tiles_cost_nothing(store):
+    """Padding tiles that pass the connector or the projections, or that attention reads. The tower gets them: real tiles look at them."""
+    model = import_checkpoint(make_mllama())
+    given = {name: value for name, value in CASES["batch"].items() if name != "cross_attention_mask"}
+    expected = model(**given).logits
+    if store:
+        model.enable_image_store()
+    counts = counted(model)
+    tiles = int(given["aspect_ratio_mask"][given["aspect_ratio_ids"] > 0].sum())
+    assert given["aspect_ratio_mask"].numel() == 16 and tiles == 7
+    ids = given.pop("input_ids")
+    cache = model.encode_images(**given)
+    tokens = cache.cross_attention_cache.layout.num_tokens // 8  # two images of four tiles
+    assert counts["tower"] == [3] and counts["k_proj"] == counts["v_proj"] == [tiles * tokens]
+    assert counts["connector"] == [tiles * tokens]
+    KEYS.clear()
+    assert torch.allclose(model(ids, past_key_values=cache).logits, expected, atol=1e-5)
+    assert KEYS == [(1, 3 * tokens, True), (1, 4 * tokens, True)] * len(
+        model.blocks
+    )  # rule: a text token sees its own image
+
+
+FORMS = {
+    "all": {},
+    "quiet": {"cross_attention_config": {"quiet_softmax": True}},
+    "qk_norm": {"cross_attention_config": {"qk_norm": True}},
+    "position_bias": {"cross_attention_config": {"position_bias": True}},
+    "mqa": {"cross_attention_config": {"num_key_value_heads": 1}},
+    "perceiver": {
+        "connector_type": "perceiver",
+        "perceiver_config": {
+            "num_latents": 3,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 32,
+            "num_image_positions": 5,
+        },
+        "cross_attention_config": {"context_size": 24},
+    },
+    **{rule: {"image_visibility": rule, "image_token_id": MARKER} for rule in ("previous", "latest", "latest_group")},
+    "quiet_latest": {
+        "image_visibility": "latest",
+        "image_token_id": MARKER,
+        "cross_attention_config": {"quiet_softmax": True},
+    },
+    "text_mask": {},
+    "image_attention_mask": {},
+}
+
+
+def case(form, dtype=torch.float64):
+    """A model and its inputs, for all rows and for each row alone."""
+    model, ids = make_model(**FORMS[form]).to(dtype), token_ids(ROWS, LENGTH)
+    ids[ids == MARKER] = MARKER + 1
+    for row, count in enumerate(COUNTS):
+        ids[row, [1, 2, 4][:count]] = MARKER
+    images = pixels(ROWS, MOST).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    by_image = torch.rand(ROWS, LENGTH, MOST, generator=generator) > 0.4
+    by_token = torch.rand(ROWS, LENGTH, MOST * TOKENS, generator=generator) > 0.4
+    whole = {"pixel_values": images, "image_mask": REAL}
+    alone = [{"pixel_values": images[row : row + 1, :count]} if count else {} for row, count in enumerate(COUNTS)]
+    if form == "image_attention_mask":
+        whole[form] = by_image
+    if form == "text_mask":
+        whole["cross_attention_mask"] = by_token
+    for row, count in enumerate(COUNTS):
+        if form == "image_attention_mask" and count:
+            alone[row][form] = by_image[row : row + 1, :, :count]
+        if form == "text_mask" and count:
+            alone[row]["cross_attention_mask"] = by_token[row : row + 1, :, : count * TOKENS]
+    return model, ids, whole, alone
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_each_row_as_alone(form):
+    """A row that is read too short, another row's tokens, a mask that is cut at the wrong end: with every form of mask, then and later."""
+    model, ids, whole, alone = case(form)
+    result, token = model(ids, use_cache=True, **whole), token_ids(ROWS, 1, seed=9)
+    later = model(token, past_key_values=result.past_key_values).logits
+    for row, images in enumerate(alone):
+        own = model(ids[row : row + 1], use_cache=True, **images)
+        assert torch.allclose(result.logits[row], own.logits[0], atol=1e-9)
+        assert torch.allclose(
+            later[row], model(token[row : row + 1], past_key_values=own.past_key_values).logits[0], atol=1e-9
+        )
+    base = model.base_model.text_model(ids).logits
+    without = COUNTS.index(0)
+    assert torch.equal(result.logits[without], base[without]) and not torch.allclose(result.logits, base, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["all", "quiet_latest", "position_bias"])
+def test_beams_turns_and_selected_rows(form):
+    """Groups of other rows than those that a search, a later turn with more images, or a selection has left."""
+    model, ids, whole, alone = case(form)
+    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    beams = model.generate(ids, **whole, **options)
+    cache, more = fresh_cache(), pixels(ROWS, 2, seed=8).double()
+    new = torch.tensor([[1, 1], [0, 0], [0, 1], [1, 0]]).bool()
+    second = token_ids(ROWS, LENGTH, seed=11)
+    second[:, :2] = MARKER
+    model(ids, past_key_values=cache, **whole)
+    turn = model(second, past_key_values=cache, pixel_values=more, image_mask=new).logits
+    rows, last = torch.tensor([3, 0, 0, 2]), token_ids(4, 2, seed=12)
+    cache.batch_select_indices(rows)
+    selected = model(last, past_key_values=cache).logits
+    for row, images in enumerate(alone):
+        own = fresh_cache()
+        assert torch.equal(beams[row], model.generate(ids[row : row + 1], **images, **options)[0])
+        model(ids[row : row + 1], past_key_values=own, **images)
+        added = more[row : row + 1, new[row]]
+        given = {"pixel_values": added} if added.shape[1] else {}
+        assert torch.allclose(
+            turn[row], model(second[row : row + 1], past_key_values=own, **given).logits[0], atol=1e-9
+        )
+        for place in (rows == row).nonzero()[:, 0].tolist():
+            fork = fresh_cache()
+            model(ids[row : row + 1], past_key_values=fork, **images)
+            model(second[row : row + 1], past_key_values=fork, **given)
+            assert torch.allclose(
+                selected[place], model(last[place : place + 1], past_key_values=fork).logits[0], atol=1e-9
+            )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("form", ["all", "perceiver", "previous", "text_mask"])
+def test_gradients_as_of_each_row_alone(form, checkpointing):
+    """A gradient that is lost, or that a row gets of another one."""
+    model, ids, whole, alone = case(form)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model(ids, **whole).logits.square().sum().backward()
+    together = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_disable()
+    for row, images in enumerate(alone):
+        model(ids[row : row + 1], **images).logits.square().sum().backward()
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            assert torch.allclose(together[name], weight.grad, rtol=1e-7, atol=1e-7), name
+    assert model.blocks[0].attn.k_proj.weight.grad.abs().sum() > 0
+
+
+def test_shared_image_rows():
+    """Groups of text rows, where attention needs groups of image rows."""
+    model = make_model().double()
+    images, ids = pixels(3, 2).double(), token_ids(5, LENGTH)
+    mask = torch.tensor([[True, False], [True, True], [False, False]])
+    of_text = torch.tensor([1, 0, -1, 1, 2])
+    together = model(ids, pixel_values=images, image_mask=mask, image_rows=of_text).logits
+    for row, image in enumerate(of_text.tolist()):
+        own = images[image : image + 1, mask[image]]
+        given = {"pixel_values": own} if image >= 0 and own.shape[1] else {}
+        assert torch.allclose(together[row], model(ids[row : row + 1], **given).logits[0], atol=1e-9)
+
+
+@torch.no_grad()
+def test_text_rows_with_padding_of_their_own():
+    """Tokens that only some of the text rows of an image row see, seen by all of them or by none."""
+    model, ids = make_model().double(), token_ids(4, LENGTH)
+    images = pixels(2, 3).double()
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]]).bool()
+    cache = model.encode_images(images)
+    together = model(ids, past_key_values=cache, image_mask=mask).logits
+    for row in range(4):
+        own = images[row // 2 : row // 2 + 1, mask[row]]
+        given = {"pixel_values": own} if own.shape[1] else {}
+        assert torch.allclose(together[row], model(ids[row : row + 1], **given).logits[0], atol=1e-9)
+
+
+def test_nothing_but_padding():
+    """A tower that other processes wait for, or whose weights get no gradient, where a batch has padding images only."""
+    model, ids = make_model(), token_ids(2, LENGTH)
+    counts = counted(model)
+    nothing = torch.zeros(2, 2, dtype=torch.bool)
+    logits = model(ids, pixel_values=torch.full((2, 2, 3, 32, 32), torch.nan), image_mask=nothing).logits
+    assert counts["tower"] == [1] and torch.equal(logits, model(ids).logits)
+    logits.sum().backward()
+    assert all(
+        weight.grad is not None and weight.grad.isfinite().all() for weight in model.base_model.connector.parameters()
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_compiled_code_computes_padding(whole_model):
+    """Answers for the padding of the batch that was there when code was compiled, or code that is compiled for every batch."""
+    model, ids = make_model(), token_ids(2, LENGTH)
+    compiled = make_model()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    if whole_model:
+        compiled.forward = torch.compile(compiled.forward, backend=backend, fullgraph=True)
+    else:
+        for block in compiled.blocks:
+            block.attn.compile(backend=backend)
+    for mask in ([[1, 0, 0], [1, 1, 1]], [[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 1, 1]], [[0, 1, 0], [1, 1, 0]]):
+        images = {"pixel_values": pixels(2, 3), "image_mask": torch.tensor(mask).bool()}
+        assert torch.allclose(compiled(ids, **images).logits, model(ids, **images).logits, atol=1e-5)
+    assert len(graphs) <= (1 if whole_model else 2 * len(model.blocks))
+
+
+def grouped(spans, *, numbers=1, queries=1, only_padding=True, null_key=False, shared=None, monkeypatch):
+    monkeypatch.setattr(row_groups, "ON_CPU", CallCost(numbers, 8))
+    return group_rows(
+        RowSpans(tuple(spans), shared or (True,) * len(spans)),
+        num_tokens=100,
+        token_size=10,
+        queries=queries,
+        null_key=null_key,
+        only_padding=only_padding,
+        device=torch.device("cpu"),
+    )
+
+
+def test_groups(monkeypatch):
+    """Rows that share a call although padding costs more, or that do not although it costs less; a copy that costs more than it saves."""
+    short, long, none = ((0, 10),), ((0, 100),), ()
+    group = lambda *spans, **options: grouped(spans, monkeypatch=monkeypatch, **options)  # noqa: E731
+    assert group(short, short, long, none) == (
+        RowGroup(0, 2, short, False),
+        RowGroup(2, 3, long, False),
+        RowGroup(3, 4, none, False),
+    )
+    assert group(short, long, numbers=899)[0] == RowGroup(0, 1, short, False)
+    assert group(short, long, numbers=900) is None  # 90 keys of 10 numbers
+    assert group(short, ((0, 12),), long, numbers=20)[0] == RowGroup(0, 2, ((0, 12),), True)
+    assert group(short, long, numbers=900, queries=16)[0] == RowGroup(0, 1, short, False)  # arithmetic takes longer
+    assert group(short, long, only_padding=False)[0].masked and group(short, long, shared=(False, True))[0].masked
+    assert group(short, long, null_key=True)[0].spans == ((0, 11),)
+    holes = ((0, 10), (90, 100))
+    assert group(holes)[0] == RowGroup(0, 1, holes, False)  # a copy of 20 keys in place of 80
+    assert group(((0, 30), (90, 100))) is None  # 40 in place of 60
+    assert group(((0, 30), (90, 100)), queries=16)[0].spans == ((0, 30), (90, 100))
+    assert group(((20, 30),), long, null_key=True)[0].spans == ((0, 31),)
+    assert group(((60, 70),), long, null_key=True)[0].spans == ((0, 1), (61, 71))
+
+
+@torch.no_grad()
+def test_masks_are_read_once():
+    """A decode step that reads the masks again: on a GPU it waits for all work before it."""
+    model, ids = make_model(), token_ids(ROWS, LENGTH)
+    cache = model(ids, pixel_values=pixels(ROWS, MOST), image_mask=REAL, use_cache=True).past_key_values
+    notes = cache.cross_attention_cache.layout.row_spans
+    read = notes.value
+    assert read[0].spans == tuple(((0, count * TOKENS),) if count else () for count in COUNTS)
+    model(ids[:, :1], past_key_values=cache)
+    assert cache.cross_attention_cache.layout.row_spans is notes and notes.value is read
