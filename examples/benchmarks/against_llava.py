@@ -33,6 +33,7 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from hf_xattn import retrofit
@@ -76,8 +77,11 @@ def both(hidden: int) -> tuple[Any, Any]:
         eos_token_id=2,
     )
     vision_config = CLIPVisionConfig(image_size=336, patch_size=14, **TOWERS[hidden])
-    text = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    tower = CLIPVisionModel._from_config(vision_config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    with no_init_weights():  # slow for a large decoder; `fill` is fast
+        text = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        tower = CLIPVisionModel._from_config(vision_config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    fill(text)
+    fill(tower)
     with torch.device("meta"):  # the parts that have weights are put in below
         theirs: Any = LlavaForConditionalGeneration(
             LlavaConfig(
@@ -93,16 +97,16 @@ def both(hidden: int) -> tuple[Any, Any]:
     theirs.model.vision_tower = GivenFeatures()
     theirs.generation_config = copy.deepcopy(plain.generation_config)
 
-    ours: Any = retrofit(
-        text,
-        tower,
-        cross_attention_layers=BLOCKS,
-        cross_attention={"qk_norm": True},
-        vision_feature_select_strategy="default",
-    )
-    for block in ours.model.blocks:  # these start at zero, and a fresh block would not see
-        for projection in (block.attn.o_proj, block.mlp.down_proj):
-            nn.init.normal_(projection.weight, std=0.02)
+    with no_init_weights():
+        ours: Any = retrofit(
+            text,
+            tower,
+            cross_attention_layers=BLOCKS,
+            cross_attention={"qk_norm": True},
+            vision_feature_select_strategy="default",
+        )
+    for part in (*ours.model.blocks, ours.model.connector):  # also what would start at zero: the blocks see
+        fill(part)
     projector = theirs.model.multi_modal_projector.to_empty(device="cpu").to(torch.bfloat16)
     layers = [layer for layer in ours.model.connector.layers if isinstance(layer, nn.Linear)]
     for layer, of_ours in zip((projector.linear_1, projector.linear_2), layers, strict=True):
@@ -110,6 +114,18 @@ def both(hidden: int) -> tuple[Any, Any]:
     assert theirs.model.language_model.config._attn_implementation == "sdpa"
     assert not [name for name, weight in theirs.named_parameters() if weight.is_meta]
     return ours.to(DEVICE).eval(), theirs.to(DEVICE).eval()
+
+
+def fill(module: nn.Module) -> None:
+    """Random weights, from a few values in turn. Norms are 1, biases 0; gates keep their value."""
+    noise = (torch.randn(2**20 + 7) * 0.02).to(torch.bfloat16)
+    for name, weight in module.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            nn.init.ones_(weight)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
+        elif not name.endswith("gate"):
+            weight.copy_(noise.repeat(weight.numel() // len(noise) + 1)[: weight.numel()].view_as(weight))
 
 
 class Sides:
