@@ -19,6 +19,7 @@ EXPECTED = {
         "32 questions",
     ],
     "benchmarks/bench --quick": ["decode attention, 4 beam(s)", "growth of a decode step"],
+    "benchmarks/int8_images --quick --repeats 1": ["| bfloat16 | 1 | 1601 | 0.516 |", "| float32 | 1601 | 0.258 |"],
     "chat_about_two_images": ["first answer: ", "pictures encoded: 2, taken from the store: 2"],
     "ask_server": ["answer: ", "streamed: "],
     "train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
