@@ -77,7 +77,7 @@ def kinds_of(decoder: str, images: str) -> tuple[str, ...]:
     return kinds if decoder.startswith("llama") else tuple("features" if kind == "pixels" else kind for kind in kinds)
 
 
-def batch(model, kinds: tuple[str, ...], rank: int, number: int) -> dict:
+def batch(model, kinds: tuple[str, ...], rank: int, number: int, cache_dtype: str | None = None) -> dict:
     """Text and images of one rank. Of encoded images, every rank takes part in the encoding, which FSDP waits for."""
     seed = 10 * number + rank
     ids = token_ids(seed=seed)
@@ -86,7 +86,7 @@ def batch(model, kinds: tuple[str, ...], rank: int, number: int) -> dict:
     features = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(seed))
     if "encoded" in kinds:
         with torch.no_grad():
-            encoded = model.encode_images(cross_attention_states=features)
+            encoded = model.encode_images(cross_attention_states=features, cache_dtype=cache_dtype)
     kind = kinds[rank]
     if kind == "pixels":
         inputs["pixel_values"] = pixels(seed=seed)
@@ -108,8 +108,10 @@ def evaluate(model, call, kinds: tuple[str, ...], rank: int) -> tuple[float, lis
     with torch.no_grad():
         loss = call(**batch(model, kinds, rank, 99)).loss.item()
         tokens = []
-        for use_cache in (True,) if "encoded" in kinds else (True, False):
-            inputs = batch(model, kinds, rank, 98)
+        # Encoded images are generated with twice: as they are, and in int8.
+        for again in (False, True):
+            use_cache = "encoded" in kinds or not again
+            inputs = batch(model, kinds, rank, 98, "int8" if again else None)
             del inputs["labels"]
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
             options = {"max_new_tokens": 3 + rank, "do_sample": False, "use_cache": use_cache}
