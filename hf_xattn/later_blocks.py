@@ -93,12 +93,9 @@ class TextView:
         counted = text
         if visible is not None:
             counted = visible[..., 0] if text is None else visible[..., 0] & text.to(visible.device)
-        if self.rows is not None:
-            slots = self.rows.slots
-            # A slot that is left over holds a text row a second time, which counts once.
-            first = self.rows.places[slots] == torch.arange(len(slots), device=slots.device)
-            counted = first[:, None] if counted is None else self._wide(counted)[slots] & first[:, None]
-            counted = counted.expand(-1, self.text_len)
+        if self.rows is not None and counted is not None:
+            # A slot that is left over holds a text row a second time, which changes no largest weight.
+            counted = self._wide(counted)[self.rows.slots.to(counted.device)]
         return None if counted is None else self._wide(counted).reshape(self.image_rows, -1)
 
     def _wide(self, counted: torch.Tensor) -> torch.Tensor:
