@@ -1,7 +1,8 @@
-"""Times runs that take turns."""
+"""Times runs that take turns, in another order each time."""
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -13,13 +14,19 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median time of each run, the runs taking turns."""
+    """Median time of each run, the runs taking turns.
+
+    The order changes, because a run leaves the processor's cache and the allocator to the next one. In a fixed order, that one would be
+    slow or fast every time.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
+    order, shuffle = list(runs), random.Random(0).shuffle
     for repeat in range(repeats + 1):
-        for name, run in runs.items():
+        shuffle(order)
+        for name in order:
             _synchronize()
             start = time.perf_counter()
-            run()
+            runs[name]()
             _synchronize()
             if repeat:  # the first round warms up
                 times[name].append(time.perf_counter() - start)
