@@ -17,7 +17,7 @@ from hf_xattn.image_limits import ImageLimits
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
-import httpx  # noqa: E402
+from huggingface_hub.utils import httpx  # noqa: E402
 from test_serving import TEXT, Served, asked, folder  # noqa: E402, F401  # `folder` is a fixture
 
 from hf_xattn import request_limits  # noqa: E402
