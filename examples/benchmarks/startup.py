@@ -24,12 +24,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import hf_xattn
 
 
+# VmHWM and not `ru_maxrss`, which starts with the memory of the process that has started this one. It is Linux only.
 MEASURE = """
-import resource, sys, time
+import time
 start = time.perf_counter()
 {code}
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
-print("RESULT", time.perf_counter() - start, peak)
+seconds = time.perf_counter() - start
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print("RESULT", seconds, int(peak.split()[1]) / 2**20)
 """
 BASE = "from transformers import AutoModelForCausalLM; model = AutoModelForCausalLM.from_pretrained({base!r})"
 META = """
@@ -99,9 +101,9 @@ def main() -> None:
                     result = run(code.format(**names))
                     if repeat:  # the first round reads the files
                         found.append(result)
-            (base, base_peak), (ours, our_peak) = (
-                (statistics.median(each[part] for each in found) for part in (0, 1)) for found in runs
-            )
+            (base, base_peak), (ours, our_peak) = [
+                [statistics.median(values) for values in zip(*found)] for found in runs
+            ]
             print(
                 f"| {kind} | {base:.2f} | {ours:.2f} | {ours / base:.2f} | {base_peak:.2f} | {our_peak:.2f} | "
                 f"{our_peak / base_peak:.2f} |",
