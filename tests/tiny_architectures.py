@@ -153,8 +153,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 # Their experts multiply the tokens of all rows together, so what a row holds may change the rounding of another.
 EXPERTS = frozenset(
-    """afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 doge dots1
-dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint gemma4_text glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss
+    """afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 dots1
+dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss
 granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 inkling2_text inkling_text jamba
 jetmoe kimi_linear kolibri1 laguna lfm2_moe llama4_text longcat_flash mellum mimo_v2_flash minimax_m2
 minimax_m3_vl_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next solar_open zaya""".split()
