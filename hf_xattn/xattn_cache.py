@@ -81,11 +81,9 @@ class XAttnCache(EncoderDecoderCache):
                 "Expected `past_key_values.cross_attention_cache` to be empty or filled by this model, got "
                 f"{len(cross.layers)} layers of {type(cross.layers[0]).__name__}."
             )
-        cache.__class__ = cls
+        vars(cache).update(vars(cls(cache.self_attention_cache)))
+        cache.__class__ = cls  # last: Ctrl-C leaves no cache of this class without its state
         assert isinstance(cache, XAttnCache)
-        cache.cross_attention_cache = CrossCache()
-        cache.is_updated = {}
-        cache._begin()
         return cache
 
     @property

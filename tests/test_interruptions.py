@@ -9,6 +9,8 @@ import torch
 from conftest import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
+from hf_xattn.xattn_cache import XAttnCache
+
 
 slow = pytest.mark.slow
 NEW = 6
@@ -87,6 +89,21 @@ def test_ctrl_c_in_generate(kind, store, times):
             generate(model, second[:, : max(length + 1, more.shape[1])], past_key_values=cache)[:, : second.shape[1]],
             second,
         )
+
+
+def test_ctrl_c_while_a_cache_is_adopted():
+    """A caller's cache that became half of ours: every later call with it fails."""
+    model, ids, images = make_model(), token_ids(2, 9), pixels(2, 1)
+    expected = generate(model, ids, pixel_values=images)
+    cache = empty_cache(model, "dynamic")
+    with CtrlC(0) as whole:
+        XAttnCache.adopt(cache)
+    assert whole.calls > 5
+    for number in range(1, whole.calls):  # the last call is the one of `__exit__`
+        cache = empty_cache(model, "dynamic")
+        with CtrlC(number):
+            XAttnCache.adopt(cache)
+        assert torch.equal(generate(model, ids, pixel_values=images, past_key_values=cache), expected), number
 
 
 @pytest.mark.parametrize("max_bytes", [None, 2**24, 20_000], ids=["no store", "store", "small store"])
