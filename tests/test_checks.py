@@ -78,7 +78,11 @@ def test_every_architecture(model_type, dtype, tmp_path):
     retrofitted(text).save_pretrained(tmp_path / "model")
     model = reload(tmp_path / "model")
     results = checked(model, base=load_base(model, str(tmp_path / "text")))
-    assert [result for result in results.values() if result.status == BROKEN] == []
+    broken = {result.name for result in results.values() if result.status == BROKEN}
+    if model_type == "moshi" and dtype == torch.float32:  # its cache has a sliding window, its mask has none
+        assert broken == {"cache-sliding"} and "The decoder alone, without an image, " in results["cache-sliding"].line
+    else:
+        assert broken == set()
     assert ("rounding: its experts" in results["image-less-rows"].line) == (model_type in EXPERTS)
 
 
@@ -250,7 +254,7 @@ def test_a_cache_that_lies_about_images(kind, monkeypatch):
     read = CrossAttentionLayer.read
     monkeypatch.setattr(CrossAttentionLayer, "read", lambda layer: tuple(8 * part.flip(2) for part in read(layer)))
     (result,) = checked(model, kind).values()
-    assert result.status == BROKEN and result.measured > result.allowed
+    assert result.status == BROKEN and result.measured > result.allowed and "decoder alone" not in result.line
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,15 @@ def test_a_cache_that_lies_about_text(kind, layer, name, monkeypatch):
 
     monkeypatch.setattr(layer, "update", lie)
     (result,) = checked(model, kind).values()
-    assert result.status == BROKEN
+    assert result.status == BROKEN and "The decoder alone, without an image, " in result.line
+
+
+def test_a_decoder_that_wants_no_cache():
+    """No cache at all, which equals no cache, and an image that is projected at every step (as MPT's configuration asks)."""
+    model = make_model()
+    model.config.text_config.use_cache = model.generation_config.use_cache = False
+    results = checked(model, "projected-once", "cache-dynamic", "cache-encoded")
+    assert {result.status for result in results.values()} == {HOLDS}, results
 
 
 def test_a_cache_that_raises(monkeypatch):
