@@ -85,7 +85,7 @@ def test_one_graph_with_shared_images(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("visibility", ["all", "previous"])
+@pytest.mark.parametrize("visibility", ["all", "previous", "latest", "latest_group"])
 def test_one_graph_with_masks_and_markers(visibility):
     """Padding images or image markers that become a branch of the graph."""
     model = make_model(image_token_id=3, image_visibility=visibility)

@@ -19,6 +19,8 @@ EXPECTED = {
         "32 questions",
     ],
     "benchmarks/bench --quick": ["decode attention, 4 beam(s)", "growth of a decode step"],
+    "benchmarks/decode_attention --tokens 100 --repeats 1": ["read bandwidth", "| float16 | 100 | 32 | 1 |"],
+    "benchmarks/side_by_side --only attention --repeats 1 --images": ["the same, 4 beams, N 1601", "| times better |"],
     "benchmarks/int8_images --quick --repeats 1": ["| bfloat16 | 1 | 1601 | 0.516 |", "| float32 | 1601 | 0.258 |"],
     "chat_about_two_images": ["first answer: ", "pictures encoded: 2, taken from the store: 2"],
     "ask_server": ["answer: ", "streamed: "],

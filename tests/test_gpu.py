@@ -44,14 +44,25 @@ def test_image_store():
     assert (model.image_store.misses, model.image_store.hits) == (8, 12)
 
 
-def test_cuda_graphs():
-    """Addresses that change between steps: a graph would read another image's keys."""
-    model = make_model().to("cuda")
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("visibility", ["all", "previous", "latest", "latest_group"])
+def test_cuda_graphs(visibility, padded):
+    """Addresses that change between steps: a graph would read another image's keys, or the mask of an earlier text."""
+    model = make_model(image_visibility=visibility, image_token_id=5).to("cuda")
     for seed in range(3):
-        ids, images = token_ids(seed=seed).to("cuda"), pixels(2, seed=seed).to("cuda")
-        expected = model.generate(ids, pixel_values=images, use_cache=False, **OPTIONS)
+        ids, images = token_ids(2, 9, seed=seed), pixels(2, 2, seed=seed).to("cuda")
+        ids[ids == 5] = 6
+        for marker in (1 + seed, 5):
+            ids[:, marker] = 5
+        inputs = {"pixel_values": images, "attention_mask": torch.ones_like(ids).to("cuda")}
+        if padded:
+            inputs["attention_mask"][0, 0] = 0
+            inputs["image_mask"] = torch.tensor([[True, True], [True, False]], device="cuda")
+            ids[1, 5] = 6
+        ids = ids.to("cuda")
+        expected = model.generate(ids, **inputs, use_cache=False, **OPTIONS)
         # With a static cache `generate` compiles the decode step in mode "reduce-overhead", which records CUDA graphs.
-        assert torch.equal(model.generate(ids, pixel_values=images, cache_implementation="static", **OPTIONS), expected)
+        assert torch.equal(model.generate(ids, **inputs, cache_implementation="static", **OPTIONS), expected)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])

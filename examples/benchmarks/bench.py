@@ -340,7 +340,8 @@ def text_only(repeats: int) -> dict[str, dict]:
     times = seconds({"ours": lambda: ours(ids), "base": lambda: base(ids)}, 5 * repeats)
     ratio = times["ours"] / times["base"]
     detail = f"{times['ours'] * 1e3:.2f} ms, base {times['base'] * 1e3:.2f} ms"
-    return {"text-only call, hidden 512, 8 layers, over its base": {"value": ratio, "ceiling": 1.03, "detail": detail}}
+    figure = {"value": ratio, "ceiling": 1.03, "detail": detail, "measured": times}
+    return {"text-only call, hidden 512, 8 layers, over its base": figure}
 
 
 def training(repeats: int) -> dict[str, dict]:
@@ -372,6 +373,7 @@ def training(repeats: int) -> dict[str, dict]:
             "value": measured["ours"] / measured["mllama"],
             "ceiling": 1.0,
             "detail": f"{measured['ours'] * scale:.0f} {unit}, Mllama {measured['mllama'] * scale:.0f} {unit}",
+            "measured": measured,
         }
     return figures
 
@@ -385,7 +387,8 @@ def _peak_of(step: Callable[[], None]) -> int:
 
 def _ratio(times: dict[str, float], slow: str, fast: str, floor: float | None = None) -> dict:
     detail = f"{times[fast] * 1e3:.2f} ms against {times[slow] * 1e3:.2f} ms"
-    return {"value": times[slow] / times[fast], **({} if floor is None else {"floor": floor}), "detail": detail}
+    target = {} if floor is None else {"floor": floor}
+    return {"value": times[slow] / times[fast], **target, "detail": detail, "measured": times}
 
 
 def copy_bandwidth() -> dict[str, dict]:
@@ -425,12 +428,15 @@ SECTIONS = {
 
 
 def machine() -> dict[str, str | int]:
-    name = platform.processor()
+    name, arithmetic = platform.processor(), "not known"
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
+        flags = next((line.split() for line in lines if line.startswith("flags")), [])
+        arithmetic = "yes" if "avx512_bf16" in flags else "no"
     return {
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else name,
+        "bfloat16 arithmetic": "yes" if DEVICE == "cuda" else arithmetic,
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
