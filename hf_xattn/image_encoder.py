@@ -25,7 +25,7 @@ from .image_positions import place_in_row
 from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
 from .pytrees import dataclass_node
-from .real_tokens import real_places, real_tokens
+from .real_tokens import real_places
 from .tower import check_not_trained
 from .tower_gradients import states_for_all_weights
 from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token_mask_of
@@ -233,9 +233,8 @@ class ImageEncoder:
         layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
         if grid is not None:
             return StoredImages(grid, layout)
-        if real_tokens(layout, rows) is None:  # otherwise nothing reads padding tokens
-            features = without_padding_tokens(features, token_mask)
-        return NewImages(features.flatten(1, 2), layout)
+        # Also where the real tokens are taken: compiled code and `keep_image_tokens` read padding, too.
+        return NewImages(without_padding_tokens(features, token_mask).flatten(1, 2), layout)
 
     def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:
         """`(R, n, tokens, context_size)`: of pixels or of what the tower has returned, or features as they were given.

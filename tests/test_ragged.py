@@ -321,6 +321,20 @@ def test_compiled_code_computes_padding(whole_model):
     assert len(graphs) <= (1 if whole_model else 2 * len(model.blocks))
 
 
+@torch.no_grad()
+def test_compiled_code_reads_no_nan_of_padding():
+    """Features of padding with NaN, which `generate` reads in eager mode and compiled code multiplies by 0."""
+    model, compiled, ids = make_model(), make_model(), token_ids(2, LENGTH)
+    compiled.forward = torch.compile(compiled.forward, backend="eager")
+    states = torch.randn(2, 2, TOKENS, 32)
+    states[0, 1] = torch.nan
+    given = {"cross_attention_states": states, "image_mask": torch.tensor([[True, False], [True, True]])}
+    given["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    found, expected = (each.generate(ids, use_cache=False, **given, **options) for each in (compiled, model))
+    assert torch.allclose(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-5)
+
+
 def grouped(spans, *, numbers=1, queries=1, only_padding=True, null_key=False, shared=None, monkeypatch):
     monkeypatch.setattr(row_groups, "ON_CPU", CallCost(numbers, 8))
     return group_rows(
