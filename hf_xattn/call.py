@@ -259,7 +259,8 @@ def prepare_blocks(
         if markers is not None and mask is None:
             _check_markers_of_images(config, call, markers, rows)
         # Where padding alone hides images, its mask has the rows of the images, and is smaller.
-        by_image = config.image_visibility == "all" and mask is None and samples is None
+        masked = mask is not None or progress.held is not None or progress.coming is not None
+        by_image = config.image_visibility == "all" and not masked and samples is None
         of_text = layout if rows is None or by_image else rows.layout_of_text(layout)
         sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
     group = block.num_attention_heads // block.num_key_value_heads
@@ -290,8 +291,7 @@ def prepare_blocks(
     else:
         groups = None
         if layout.token_mask is not None and not stands_in:
-            only_padding = by_image and progress.held is None and progress.coming is None
-            groups = _groups(config, call, layout, rows, image_rows, only_padding)
+            groups = _groups(config, call, layout, rows, image_rows, by_image)
         if new is not None or groups is not None:
             fields |= image_fields(None if new is None else new.states, None if new is None else new.layout, groups)
     context = CrossAttentionContext(

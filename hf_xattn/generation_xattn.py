@@ -260,12 +260,11 @@ class XAttnGenerationMixin:
 
 def _with_prompt(share: KeptShare, text: TextOfCall, model_kwargs: dict[str, Any]) -> KeptShare:
     """The share, with the text that chooses: a first forward may have candidates of an assistant after the prompt."""
-    if model_kwargs.get("inputs_embeds") is not None:
-        return share
-    mask, prompt = model_kwargs.get("attention_mask"), None
+    embeds, mask, prompt = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask"), None
+    length = text.new if embeds is None else embeds.shape[1]
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # transformers drops a mask without padding
-        prompt = mask[:, -text.new :] != 0
-    return KeptShare(share.share, text.new, prompt)
+        prompt = mask[:, -length:] != 0
+    return KeptShare(share.share, length, prompt)
 
 
 def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:

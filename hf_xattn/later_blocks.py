@@ -66,14 +66,18 @@ class TextView:
         return TextView(sees, by_image, self.rows, *shape)
 
     def seen_images(self, counted: torch.Tensor | None, sizes: tuple[int, ...]) -> torch.Tensor | None:
-        """`(R, num_images)`, the images that some of the text sees; None for all, where nothing but padding hides images.
+        """`(R, num_images)`, the images that some of the text sees; None for all.
 
         Args:
             counted (`torch.BoolTensor`, *optional*): `(B, T)`, the text that counts; None if all does.
             sizes (`tuple[int, ...]`): tokens of each image.
         """
-        if self.sees is None or self.by_image:
-            return None
+        if self.sees is None or self.by_image:  # text sees all images, but a row may have no text: only padding
+            if counted is None:
+                return None
+            has_text = rows_to(counted, self.text_rows).any(dim=-1)
+            has_text = has_text if self.rows is None else has_text[self.rows.slots.to(has_text.device)]
+            return has_text.view(self.image_rows, -1).any(dim=1)[:, None].expand(-1, len(sizes))
         sees = rows_to(self.sees, self.text_rows)
         if counted is not None:
             sees = sees & counted[..., None].to(sees.device)
@@ -176,7 +180,7 @@ class TokenChoice:
         visible: torch.Tensor | None,
         past: int,
     ) -> TokenChoice | None:
-        """Finds out what there is to choose. Waits for a GPU if markers or a caller's mask hide images.
+        """Finds out what there is to choose. Waits for a GPU if markers, a caller's mask or the text's padding may hide images.
 
         Args:
             given ([`KeptShare`]): the argument of the call.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from chat_models import answer, drawing, make_chat_model, question
 from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, close, fresh_cache, generate, marked
+from conversation_helpers import MARKER, close, fresh_cache, generate, marked, states_of
 from kept_tokens import Case, kept_of, lengths
 from test_compile import GREEDY, compiled, counting_backend
 from test_export import decode_both_ways, export, needs_exporters, small
@@ -245,6 +245,82 @@ def test_images_that_a_row_has_not_seen_yet():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("way", ["pixels", "encoded", "store", "forward", "next turn"])
+def test_images_that_a_mask_hides(way):
+    """Tokens dropped of an image that the caller's mask hides from the prompt, where the mask comes from the cache."""
+    model, ids, images = model_of(), token_ids(2), {"pixel_values": pixels(2, 2)}
+    mask = torch.ones(2, 7, 32, dtype=torch.bool)
+    mask[0, :, 16:] = False
+    given = {"cross_attention_mask": mask, "keep_image_tokens": 0.5}
+    if way == "store":
+        model.enable_image_store()
+    if way == "encoded":
+        images = {"past_key_values": model.encode_images(**images)}
+    if way in ("forward", "next turn"):
+        cache = fresh_cache()
+        share = given.pop("keep_image_tokens")
+        first = share if way == "forward" else None
+        model(ids, past_key_values=cache, **images, **given, keep_image_tokens=first)
+        if way == "next turn":  # the last row of the mask still applies
+            model(token_ids(2, 3, seed=8), past_key_values=cache, keep_image_tokens=share)
+    else:
+        cache = generate(model, ids, **images, **given, return_dict_in_generate=True).past_key_values
+    kept = kept_of(cache, 32)
+    assert kept.unflatten(1, (2, 16)).sum(-1).tolist() == [[8, 16], [8, 8]]
+    if way != "next turn":
+        real = {"input_ids": ids, "pixel_values": pixels(2, 2), "cross_attention_mask": mask}
+        assert torch.equal(kept, Case(model, real, sees=mask).kept(0.5))
+
+
+@torch.no_grad()
+def test_rows_without_text():
+    """Tokens of an image dropped at random, because its row of the batch holds padding alone this time."""
+    model, (ids, later) = model_of(), (token_ids(2), token_ids(2, 5, seed=8))
+    cache, alone = fresh_cache(), fresh_cache()
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1] = 0
+    model(ids, attention_mask=mask, pixel_values=pixels(2, 1), past_key_values=cache, keep_image_tokens=0.25)
+    assert kept_of(cache, 16).sum(-1).tolist() == [4, 16]
+    mask = torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], dim=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, 7:]
+    given = {"attention_mask": mask, "position_ids": positions}
+    logits = model(later, past_key_values=cache, keep_image_tokens=0.25, **given).logits
+    expected = model(later[1:], pixel_values=pixels(2, 1)[1:], past_key_values=alone, keep_image_tokens=0.25).logits
+    assert torch.equal(kept_of(cache, 16)[1:], kept_of(alone, 16)) and close(logits[1:], expected)
+
+
+@torch.no_grad()
+def test_padding_with_nan():
+    """Padding that nobody may see, in the attention of a call that chooses tokens or of one after it."""
+    model, ids, real = model_of(), token_ids(2), torch.tensor([[True, False], [True, True]])
+    clean = states_of(model, pixels(2, 2))
+    broken = clean.clone()
+    broken[0, 1] = torch.nan
+    results = []
+    for states in (clean, broken):
+        cache, images = fresh_cache(), {"cross_attention_states": states, "image_mask": real}
+        tokens = generate(model, ids, keep_image_tokens=0.5, **images)
+        first = model(ids, past_key_values=cache, keep_image_tokens=0.5, **images).logits
+        new = {**images, "cross_attention_states": states + 1}
+        results.append((tokens, first, model(ids, past_key_values=cache, **new).logits))
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_embeddings_choose_as_their_ids(implementation):
+    """Padding that chooses, where a prompt of embeddings meets a static cache, whose mask does not tell padding."""
+    case = case_of(padded=3)
+    ids = case.inputs.pop("input_ids")
+    options = {"keep_image_tokens": 0.25, "max_new_tokens": STEPS, "cache_implementation": implementation}
+    embeds = case.model.get_input_embeddings()(ids)
+    tokens = case.model.generate(inputs_embeds=embeds, **case.inputs, **options, do_sample=False)
+    case.inputs["input_ids"] = ids
+    assert torch.equal(tokens, case.continued(0.25, STEPS)[:, ids.shape[1] :])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("change", ["select", "reorder", "repeat"])
 def test_rows_take_their_tokens_along(change):
     """Rows that see the tokens of another row after a selection."""
@@ -386,6 +462,9 @@ def test_a_chat_that_takes_back_its_question(tmp_path):
     said = session.ask("which colour is it ?", [drawing(1)])
     assert session._cache is not first
     assert said == answer(model, processor, [question("which colour is it ?", drawing(1))], **options)
+    # Maps of all tokens would not be those of this answer.
+    with pytest.raises(ValueError, match="`attention_maps` without `keep_image_tokens`, got 0.25"):
+        session.maps(session.answers[-1])
 
 
 @needs_exporters
