@@ -144,6 +144,10 @@ class CrossCache(DynamicCache):
         """`"int8"` if keys and values are in int8, or will be; None for the dtype that the model computes in."""
         return self.layers[0].cache_dtype if self.layers else self._dtype_of_first
 
+    def expect(self, cache_dtype: str | None) -> None:
+        """Sets the dtype of the first images, where a forward adds them later."""
+        self._dtype_of_first = cache_dtype
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, with their scales."""
@@ -215,7 +219,7 @@ class CrossCache(DynamicCache):
 
     def reset(self) -> None:
         # Drop the tensors and do not zero them: other caches may share them.
-        self.layers, self.layout, self.made_by = [], None, None
+        self.layers, self.layout, self.made_by, self._dtype_of_first = [], None, None, None
 
     def offload_all(self) -> None:
         """Moves keys and values to the host. Each block copies its own back while it runs."""

@@ -112,8 +112,9 @@ class XAttnGenerationMixin:
             output = base.generate(inputs, *args, **kwargs)
             return attentions.result(output)
         finally:
-            if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
+            if isinstance(cache, XAttnCache):  # where it fails, neither a mask nor a dtype must wait for another text
                 cache.progress = cache.progress.with_coming(None)
+                cache.cross_attention_cache.expect(None)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
         given = model_kwargs.get("past_key_values")

@@ -286,6 +286,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
             check_no_gradient(target.cache_dtype)
         images = read_images(self.image_encoder, inputs, cache, text, record_content=True, store=store)
         if defer and images.new is not None:
+            cross.expect(target.cache_dtype)
             return images
         zero = None
         nothing_new = images.new is None and images.stored is None

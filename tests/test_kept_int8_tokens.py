@@ -3,8 +3,11 @@
 import pytest
 import torch
 from conftest import make_model, pixels, token_ids
+from conversation_helpers import fresh_cache
 from int8_helpers import both
 from kept_tokens import kept_of, lengths
+
+from hf_xattn import check_images
 
 
 LAYERS = [0, 1, 3]
@@ -39,3 +42,29 @@ def test_equals_rounding_by_hand(quiet, stored):
     assert torch.equal(found.sequences, expected.sequences)
     plain = reference.generate(ids, pixel_values=images, **OPTIONS)
     assert not torch.allclose(plain.logits[0], expected.logits[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_store_that_is_left_aside():
+    """A cache in the model's dtype, where checked images go to the first forward; a dtype that waits in a cache after a failure."""
+    model, reference = both(make_model, cross_attention_layers=LAYERS)
+    model.enable_image_store(2**24, dtype="int8")
+    ids, images, cache = token_ids(), pixels(2, 2), fresh_cache()
+    options = {**OPTIONS, "keep_image_tokens": 0.25, "past_key_values": cache}
+    expected = reference.generate(ids, pixel_values=images, **{**options, "past_key_values": None})
+    with check_images(model):
+        handle = model.blocks[-1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(ids, pixel_values=images, **options)
+        handle.remove()
+        model(ids, pixel_values=images, past_key_values=cache)
+        assert cache.cross_attention_cache.cache_dtype is None
+        cache.reset()
+        found = model.generate(ids, pixel_values=images, **options)
+        assert cache.cross_attention_cache.cache_dtype == "int8" and lengths(cache) == [32, 8, 8]
+        for one, other in zip(found.logits, expected.logits, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        own = model.generate(ids, pixel_values=images, **{**options, "past_key_values": None}).past_key_values
+        assert own.cross_attention_cache.cache_dtype == "int8"
+        own.reset()
+        assert own.cross_attention_cache.cache_dtype is None
