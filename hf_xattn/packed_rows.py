@@ -75,6 +75,8 @@ def find_samples(
         needs_markers = has_images and images.text_mask is None  # type: ignore[union-attr]
         if needs_markers and (config.image_token_id is None or text.get("input_ids") is None):
             not_packed = "no markers"
+        if isinstance(images, PreparedImages):
+            not_packed = "`generate`"
         return _compiled(not_packed, text, cache, use_cache)
     if positions.dim() == 3:
         if bool(_in_text(positions[0].diff(dim=-1) < 0, None if prepared else mask).any()):

@@ -339,6 +339,20 @@ def test_compiled_training():
     torch._dynamo.reset()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("marker", [None, MARKER])
+def test_compiled_generate_without_a_cache(marker):
+    """A prompt that is taken for packed samples, and refused because the model has no markers."""
+    model, compiled = (make_model(image_token_id=marker) for _ in range(2))
+    compiled.forward = torch.compile(compiled.forward, backend="eager")
+    ids = torch.tensor([[7, MARKER, 8, 9], [8, 9, MARKER, 7]])
+    options = {"pixel_values": pixels(2, 2), "use_cache": False, "max_new_tokens": 3, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    found, expected = (torch.stack(each.generate(ids, **options).logits) for each in (compiled, model))
+    assert torch.allclose(found, expected, atol=1e-5)
+    torch._dynamo.reset()
+
+
 def test_images_of_samples():
     """By hand: a sample without markers, one that starts with a marker, and a row of one sample without any."""
     starts = torch.tensor([[1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 0, 0]]).bool()
