@@ -1,6 +1,7 @@
 """The README's commands and its code run as they stand, and its figures have a source."""
 
 import io
+import json
 import re
 import shlex
 import sys
@@ -14,6 +15,10 @@ from PIL import Image
 
 from hf_xattn.architectures import architecture, causal_model_types, markdown_table
 from hf_xattn.commands.main import _parser, main
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+import side_by_side
 
 
 ROOT = Path(__file__).parents[1]
@@ -133,11 +138,21 @@ def test_figures_have_a_source():
     over_smollm2 = (ROOT / "model_cards" / "hf-xattn-demo-smollm2.md").read_text()
     said = re.findall(r'"(how many|is there|where)[^"]*" (\d+ %) and (\d+ %)', README)
     assert len(said) == 3 and all(f"| {kind} | {known} | {new} |" in over_smollm2 for kind, known, new in said)
-    table = re.search(r"<!-- speed -->\n(.*?)<!-- /speed -->", README, re.DOTALL)
-    assert table is not None
-    measured = (ROOT / "examples" / "benchmarks" / "README.md").read_text().replace("*", "")
-    figures = re.findall(r"\| ([\d.]+) times", table[1])
-    assert len(figures) == 6 and all(f"| {figure} |" in measured for figure in figures)
+
+
+def test_table_of_speed():
+    """A table that no run has made, and a sentence that says more than the table."""
+    result = json.loads((ROOT / "examples" / "benchmarks" / "side_by_side.json").read_text())
+    assert README.partition(side_by_side.BEGIN)[2].partition(side_by_side.END)[0] == side_by_side.markdown(result)
+    assert len(result["lines"]) == len(side_by_side.ROWS) + 3 * 4  # whole: 1, 4 and 16 images
+    lines = {line.label: line for line in (side_by_side.Line(**each) for each in result["lines"])}
+    lost = [line for line in lines.values() if line.ratio < 0.995]
+    assert f"**{len(lost)} of {len(lines)}** lines" in README
+    first = lines["first token from features, 4 images of 576 tokens, hidden 1024, 16 layers and 4 blocks"].ratio
+    pixels = lines["first token from pixels (CLIP ViT-L/14-336), 4 images"].ratio
+    assert f"{first:.0f} times sooner ({pixels:.1f} times with" in README
+    assert f"cache is {lines['bytes of the cache, 4 images'].ratio:.1f} times smaller" in README
+    assert f"up to {1 / lines['decode step behind 1 image'].ratio:.2f} times as long with one image" in README
 
 
 def test_picture():

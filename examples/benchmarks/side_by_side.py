@@ -74,21 +74,15 @@ ROWS = [
         Row(
             "generate",
             f"generate 64 tokens, hidden 2048, 8 + 2 layers, N 6404, {beams} beam(s), against Mllama",
-            f"`generate`, 64 tokens, {name}, {SHAPE}",
+            f"`generate`, 64 tokens, {name}, {SHAPE}{beside}",
             "ours",
-            {"mllama": "Mllama"},
+            peer,
         )
         for beams, name in ((1, "greedy"), (4, "4 beams"))
-    ),
-    *(
-        Row(
-            "generate",
-            f"generate 64 tokens, hidden 2048, 8 + 2 layers, N 6404, {beams} beam(s), against Mllama",
-            f"the same, {name}, beside the text model alone",
-            "ours",
-            {"text": "text model"},
+        for peer, beside in (
+            ({"mllama": "Mllama"}, ""),
+            ({"text": "text model"}, ", beside the text model without blocks"),
         )
-        for beams, name in ((1, "greedy"), (4, "4 beams"))
     ),
     Row(
         "idefics",
@@ -167,12 +161,12 @@ def measure(repeats: int, sections: list[str], images: list[int]) -> dict[str, A
     return {"command": command, "machine": bench.machine(), "lines": [vars(line) for line in lines]}
 
 
-def image_tokens(repeats: int, images: list[int]) -> Iterator[Line]:
+def image_tokens(repeats: int, numbers: list[int]) -> Iterator[Line]:
     """Lines against image tokens in the prompt: transformers' Llava with the same decoder and features."""
     import against_llava
     import torch
 
-    if not images:
+    if not numbers:
         return
     with torch.no_grad():
         ours, theirs = against_llava.both(1024)
@@ -180,15 +174,16 @@ def image_tokens(repeats: int, images: list[int]) -> Iterator[Line]:
         pixels = torch.randn(1, 3, 336, 336, device=against_llava.DEVICE, dtype=torch.bfloat16)
         run = {"tower": lambda: ours.model.vision_tower(pixels)}
         tower = against_llava.seconds(run, max(1, repeats // 3))["tower"]
-        for number in images:
+        for number in numbers:
             figures = against_llava.images(ours, theirs, number, max(1, repeats // 5), tower)
-            shape = f"{number} image{'s' * (number > 1)} of 576 tokens, hidden 1024, 16 layers and 4 blocks"
+            images = f"{number} image{'s' * (number > 1)}"
+            shape = f"{images} of 576 tokens, hidden 1024, 16 layers and 4 blocks"
             at = f"{number} image(s): "
             for name, label in (
                 ("first token", f"first token from features, {shape}"),
-                ("first token, with the tower", "the same from pixels"),
-                ("decode step", "the same, decode step"),
-                ("cache", "the same, cache"),
+                ("first token, with the tower", f"first token from pixels (CLIP ViT-L/14-336), {images}"),
+                ("decode step", f"decode step behind {images}"),
+                ("cache", f"bytes of the cache, {images}"),
             ):
                 figure = figures[at + name]
                 scale = {"ms": 1e-3, "MB": 1e6}[figure["unit"]]
