@@ -93,7 +93,8 @@ class AttentionMaps:
 
         Args:
             image (`int`), row (`int`): index of the image, and of the row of `tokens`.
-            layer (`int` or `"mean"`, *optional*): one of `layers`. None keeps all of them, as an axis.
+            layer (`int` or `"mean"`, *optional*): one of `layers`; the mean of its blocks if it has several. None keeps all blocks,
+                as an axis.
             head (`int` or `"mean"`, *optional*): index of a head. None keeps all of them, as an axis.
             token (`int`, *optional*): a position in the text, negative from the end. None keeps all of them, as an axis.
 
@@ -113,7 +114,8 @@ class AttentionMaps:
         if head is not None and head != MEAN:
             _check_index("head", head, 0, self.weights[0].shape[1], ", 'mean' or None")
         first = sum(self._sizes[:image])
-        blocks = self.weights if layer is None or layer == MEAN else [self.weights[self.layers.index(int(layer))]]
+        everywhere = layer is None or layer == MEAN
+        blocks = [weights for weights, place in zip(self.weights, self.layers) if everywhere or place == layer]
         # (blocks, heads, text_len, tokens of the image)
         chosen = torch.stack([of_block[row, ..., first : first + self._sizes[image]].cpu() for of_block in blocks])
         chosen = chosen.float()

@@ -24,12 +24,13 @@ from transformers.utils import logging
 from .adapters import Adapter, digest_of_shapes, fingerprint, shapes_of, weights_of, without_ties
 from .bases import CONFIG_KEYWORDS, base_of, load_vision
 from .block import GatedCrossAttentionBlock
+from .block_stack import Blocks, BlockStack, make_blocks
 from .config_checks import check_choice
 from .configuration_xattn import XAttnConfig
 from .connector import XAttnConnector
 from .cross_cache import CrossCache
 from .decoder import find_decoder
-from .insertion import BLOCKS, match_block
+from .insertion import BLOCKS, match_blocks
 from .keywords import refuse_unknown
 from .paths import check_path, check_source
 from .peft_layers import refuse_adapter_layers
@@ -63,13 +64,13 @@ class BlockSet:
     """One set.
 
     Attributes:
-        blocks (`dict`): for the index of a layer and the name of a block in it, the block.
+        blocks (`dict`): for the index of a layer and the name of its blocks in it, the block or blocks.
         connector ([`XAttnConnector`], *optional*), vision_tower (`PreTrainedModel`, *optional*): None without pixels.
         fields (`dict`): values of `FIELDS`.
         mark (`str`): identifies caches of this set.
     """
 
-    blocks: dict[tuple[int, str], GatedCrossAttentionBlock]
+    blocks: dict[tuple[int, str], Blocks]
     connector: XAttnConnector | None
     vision_tower: PreTrainedModel | None
     fields: dict[str, Any]
@@ -216,7 +217,7 @@ class XAttnSetsMixin:
             (index, place): layer._modules[place]
             for index, layer in enumerate(layers)
             for place in BLOCKS
-            if isinstance(layer._modules.get(place), GatedCrossAttentionBlock)
+            if isinstance(layer._modules.get(place), (GatedCrossAttentionBlock, BlockStack))
         }
         fields = {field: getattr(self.config, field) for field in FIELDS}
         return BlockSet(blocks, self.connector, self.vision_tower, fields, self._mark)  # type: ignore[arg-type]
@@ -274,16 +275,16 @@ class XAttnSetsMixin:
         added = {name.removeprefix(start): tensor for name, tensor in added.items()}
         _, layers = find_decoder(self.text_model)
         paths = {id(module): name for name, module in self.text_model.named_modules()}
-        blocks = {}
-        for layer_idx, place in enumerate(config.cross_attention_layers):
+        blocks: dict[tuple[int, str], Any] = {}
+        for place in sorted(set(config.cross_attention_layers)):
             index = min(place, len(layers) - 1)
             part = BLOCKS[place - index]
-            block = GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=layer_idx)
+            made: Any = make_blocks(config, place)
             like = next(layers[index].parameters())
             # A quantized weight is stored as integers: the model knows in which dtype it computes.
-            match_block(block, like.device, self.text_model.dtype if is_quantized(like) else like.dtype)
-            _load(block, added, f"text_model.{paths[id(layers[index])]}.{part}.")
-            blocks[index, part] = block.train(self.training)
+            match_blocks(made, like.device, self.text_model.dtype if is_quantized(like) else like.dtype)
+            _load(made, added, f"text_model.{paths[id(layers[index])]}.{part}.")
+            blocks[index, part] = made.train(self.training)
         connector = tower = None
         if config.vision_config is not None:
             tower = self._tower(adapter, added, load_kwargs)

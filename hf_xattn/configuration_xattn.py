@@ -272,8 +272,8 @@ class XAttnConfig(CheckedConfig):
         cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
             `dict` leaves out follow the text configuration.
         cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in front.
-            An index equal to the number of layers places a block after the last layer. Defaults to every 4th layer:
-            3, 7, 11, ...
+            An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers
+            places a block after the last layer. Defaults to every 4th layer: 3, 7, 11, ...
         image_token_id (`int`, *optional*): id of the image marker, the token that marks an image's place in the text.
         image_visibility (`"all"`, `"previous"`, `"latest"` or `"latest_group"`, defaults to `"all"`): which images a text
             token sees. `"all"`: every image of the token's row. `"previous"`: the images whose markers stand before the
@@ -291,7 +291,7 @@ class XAttnConfig(CheckedConfig):
         connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors.
 
     Raises:
-        ValueError: if layers are out of range or repeated, if the hidden size of the blocks differs from the decoder's, or
+        ValueError: if layers are out of range, if the hidden size of the blocks differs from the decoder's, or
             if a setting requires another one that is missing.
     """
 

@@ -1,7 +1,8 @@
 """Puts cross-attention blocks into the layers of a decoder.
 
 A layer stays the same Python object. The layer gets one submodule, `cross_attention_block`, and a class that derives from the
-layer's class. The derived `forward` takes one more keyword argument, runs the block, and calls the layer's own `forward`.
+layer's class. The derived `forward` takes one more keyword argument, runs the block (or several, see `block_stack.py`), and calls
+the layer's own `forward`.
 So no parameter of the decoder changes its name. Everything that treats the layer as one unit (device maps, FSDP, activation
 checkpointing, compile) treats the block as a part of the layer.
 """
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .active_blocks import cross_attention_blocks
 from .architectures import architecture
-from .block import GatedCrossAttentionBlock
+from .block_stack import Blocks, make_blocks
 from .channel import carried_context
 from .checkpointing import FUNCTION, checkpointing_function
 from .configuration_xattn import XAttnConfig
@@ -29,7 +31,7 @@ from .quantized_weights import is_quantized
 # Prefix of a derived class's name. FSDP policies and device maps find layers by this name.
 PREFIX = "CrossAttending"
 
-# Submodules of a layer: the block in front of the layer and, in the last layer only, the block after the layer.
+# Submodules of a layer: the block (or blocks) in front of the layer and, in the last layer only, those after the layer.
 BLOCKS = ("cross_attention_block", "cross_attention_block_after")
 
 
@@ -135,7 +137,7 @@ def _name(language_model: PreTrainedModel) -> str:
 
 
 def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
-    """Puts one block in front of each layer of `config.cross_attention_layers`.
+    """Puts a block in front of each layer of `config.cross_attention_layers`, for an index that is repeated as many as it stands there.
 
     An index equal to the number of layers places a block after the last layer. All layers of the stack get a derived class:
     the original `forward` of a layer without a block would receive a keyword argument that it does not know.
@@ -154,24 +156,23 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
         parameter = next(layer.parameters())
         places = [index] if index < len(layers) - 1 else [index, index + 1]
         for name, place in zip(BLOCKS, places):
-            if place in config.cross_attention_layers:
-                block = GatedCrossAttentionBlock(
-                    config.cross_attention_config, layer_idx=config.cross_attention_layers.index(place)
-                )
-                if not (parameter.is_meta or block.attn_norm.weight.is_meta):
+            blocks = make_blocks(config, place)
+            if blocks is not None:
+                if not (parameter.is_meta or next(blocks.parameters()).is_meta):
                     # A quantized weight is stored as integers: the model knows in which dtype it computes.
                     dtype = language_model.dtype if is_quantized(parameter) else parameter.dtype
-                    match_block(block, parameter.device, dtype)
-                setattr(layer, name, block)
+                    match_blocks(blocks, parameter.device, dtype)
+                setattr(layer, name, blocks)
         layer.__class__ = cross_attending_class(type(layer), receives_keywords)
         names.add(type(layer).__name__)
     return sorted(names)
 
 
 @torch.no_grad()
-def match_block(block: GatedCrossAttentionBlock, device: torch.device, dtype: torch.dtype) -> None:
-    """Moves a block to the device and dtype of a layer. In half precision, gates and norms keep their dtype."""
-    for name, parameter in block.named_parameters():
-        keep = any(name.startswith(kept) for kept in block._keep_in_fp32_modules_strict)
-        narrow = dtype in (torch.float16, torch.bfloat16)
-        parameter.data = parameter.data.to(device=device, dtype=parameter.dtype if keep and narrow else dtype)
+def match_blocks(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves the blocks of a place to the device and dtype of a layer. In half precision, gates and norms keep their dtype."""
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    for block in cross_attention_blocks(blocks):
+        for name, parameter in block.named_parameters():
+            keep = any(name.startswith(kept) for kept in block._keep_in_fp32_modules_strict)
+            parameter.data = parameter.data.to(device=device, dtype=parameter.dtype if keep and narrow else dtype)

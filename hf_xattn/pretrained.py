@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .adapters import Adapter
+from .block import GatedCrossAttentionBlock
 from .config_checks import check_parts
 from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, trusting
@@ -31,6 +32,11 @@ from .transformers_api import has, needs
 from .whole_folder import finish_interrupted
 
 
+# Weights of blocks that stay in float32, with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
+PRECISE = ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
+PRECISE_WEIGHT = re.compile(rf"\.((?:{'|'.join(BLOCKS)})(?:\.\d+)?\.(?:{'|'.join(map(re.escape, PRECISE))}))(?:\.|$)")
+
+
 class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreTrainedModel):
     """What both models share with transformers' loading, saving and dispatching."""
 
@@ -46,12 +52,7 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
     _can_compile_fullgraph = True
     _input_hooks: tuple[RemovableHandle, ...] = ()
     _skip_keys_device_placement = ["past_key_values"]
-    # Named with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
-    _keep_in_fp32_modules_strict: Any = [
-        f"{block}.{name}"
-        for block in BLOCKS
-        for name in ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
-    ]
+    _keep_in_fp32_modules_strict: Any = [f"{block}.{name}" for block in BLOCKS for name in PRECISE]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -70,12 +71,9 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
     def post_init(self) -> None:
         """`PreTrainedModel.post_init`. The list of what stays in float32 becomes this model's own: it names what its blocks have."""
         super().post_init()
-        weights = [f".{name}." for name, _ in self.named_parameters()]
-        self._keep_in_fp32_modules_strict = {
-            kept
-            for kept in self._keep_in_fp32_modules_strict
-            if not kept.startswith(BLOCKS) or any(f".{kept}." in name for name in weights)
-        }
+        others = {kept for kept in self._keep_in_fp32_modules_strict if not kept.startswith(BLOCKS)}
+        found = (PRECISE_WEIGHT.search(name) for name, _ in self.named_parameters())
+        self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
     def train(self, mode: bool = True) -> Any:
         """`nn.Module.train`. Warns once of weights that train in half precision (see `lost_updates.py`)."""
@@ -103,7 +101,8 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
         """transformers' plans, and rows for the blocks in those of tensor parallelism and FSDP."""
-        places = {re.sub(r"\.\d+\.", ".*.", name) for name, _ in self.named_modules() if name.endswith(BLOCKS)}
+        blocks = (name for name, module in self.named_modules() if isinstance(module, GatedCrossAttentionBlock))
+        places = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in blocks}
         # A plan that was given has the last word.
         if distributed_config.tp_size > 1:
             rows = block_plan(self.config.cross_attention_config, distributed_config.tp_size)

@@ -56,6 +56,7 @@ def retrofit(
         vision (`str`, `Path` or `PreTrainedModel`, *optional*): likewise, a vision model whose output has
             `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
         cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in front.
+            An index that is repeated puts several blocks there, one after the other.
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a `dict`
             leaves out follow the decoder's.

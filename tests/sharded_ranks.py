@@ -38,6 +38,9 @@ CASES = {
     "bfloat16 all trains": ("llama", (), "accelerate", "pixels", {"dtype": torch.bfloat16}),
     # The parts of a block are units of their own: each rank must run them, also in evaluation.
     "bfloat16, no images": ("llama", ("text", "vision"), "fsdp", "no images", NORMS),
+    "several blocks at a place": ("llama", ("text", "vision"), "fsdp", "no images", {"layers": [1, 1, 4, 4]}),
+    "bfloat16, several blocks": ("llama", ("text", "vision"), "fsdp", "no images", NORMS | {"layers": [1, 1]}),
+    "accelerate, several blocks": ("llama", (), "accelerate", "pixels", {"layers": [1, 1, 4, 4]}),
     "bfloat16, one token": ("llama", ("text", "vision"), "fsdp", "one token", NORMS),
     "fsdp, tower outputs": ("llama", ("text", "vision"), "fsdp", "tower outputs", {}),
     "ddp, tower outputs": ("llama", ("text", "vision"), "ddp", "tower outputs", {}),
@@ -58,9 +61,18 @@ CASES = {
 }
 
 
-def build(decoder: str, frozen: tuple[str, ...], dtype: torch.dtype = torch.float32, block: dict | None = None, **_):
+def build(
+    decoder: str,
+    frozen: tuple[str, ...],
+    dtype: torch.dtype = torch.float32,
+    block: dict | None = None,
+    layers=(1, 3),
+    **_,
+):
     if decoder.startswith("llama"):
-        model = make_model(decoder, dtype=dtype, cross_attention_config=dict(block or {}))
+        model = make_model(
+            decoder, dtype=dtype, cross_attention_config=dict(block or {}), cross_attention_layers=layers
+        )
     else:
         model = randomize(retrofitted(make_tiny(decoder)))
     model.train()

@@ -46,8 +46,8 @@ def heads(draw):
 
 def random_mllama(draw, seed):
     cross, places = [], [1]
-    for _ in range(draw.randint(0, 2)):  # never neighbours
-        places.append(places[-1] + draw.randint(2, 3))
+    for _ in range(draw.randint(0, 3)):  # may be neighbours
+        places.append(places[-1] + draw.choice([1, 1, 2, 3]))
     cross = places
     own = heads(draw)
     text = (

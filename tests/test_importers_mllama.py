@@ -310,10 +310,50 @@ def test_processors(tmp_path):
     assert torch.equal(ours.generate(**given, **options), expected)
 
 
-def test_layers_without_a_place_are_refused():
-    """A cross-attention layer that is silently dropped, or put in front of the wrong layer."""
-    with pytest.raises(ValueError, match="no self-attention layer stands between layers 1 and 2"):
-        import_checkpoint(make_mllama(cross_attention_layers=[1, 2]))
+# Number of layers, cross-attention layers, and what these become.
+NEIGHBOURS = {
+    "two": (6, [3, 4], [3, 3]),
+    "three in a row": (7, [1, 2, 3], [1, 1, 1]),
+    "two and one": (6, [1, 2, 4], [1, 1, 2]),
+    "at the beginning": (6, [0, 1], [0, 0]),
+    "at the end": (7, [1, 4, 5, 6], [1, 3, 3, 3]),
+    "both": (6, [0, 1, 4, 5], [0, 0, 2, 2]),
+    "all but one": (4, [1, 2, 3], [1, 1, 1]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("neighbours", NEIGHBOURS)
+def test_neighbouring_cross_attention_layers(neighbours, tmp_path):
+    """A cross-attention layer that is dropped, runs before its neighbour, or takes the weights or the keys of its neighbour."""
+    count, cross, places = NEIGHBOURS[neighbours]
+    theirs = make_mllama(num_hidden_layers=count, cross_attention_layers=cross)
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours").eval()
+    assert ours.config.cross_attention_layers == places and len(ours.blocks) == len(cross)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for name, case in CASES.items():
+        assert torch.allclose(ours(**case).logits, theirs(**case).logits, atol=2e-5), name
+        # Their own generation with a cache fails with an image in front of the first layer.
+        expected = theirs.generate(**case, **options, use_cache=0 not in cross)
+        for use_cache in (True, False):
+            assert torch.equal(ours.generate(**case, **options, use_cache=use_cache), expected), name
+    direct = import_checkpoint(theirs).state_dict()
+    assert all(torch.equal(direct[name], tensor) for name, tensor in ours.state_dict().items())
+    export_checkpoint(ours, tmp_path / "back")
+    original, back = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back"))
+    assert original.keys() == back.keys() and all(torch.equal(back[name], original[name]) for name in original)
+    again = MllamaForConditionalGeneration.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    assert again.config.text_config.cross_attention_layers == cross
+    assert torch.equal(again(**CASES["several"]).logits, theirs(**CASES["several"]).logits)
+
+
+@pytest.mark.parametrize("cross", [[0], [0, 1, 2]])
+def test_a_decoder_without_self_attention_is_refused(cross):
+    """A model of no layers at all, whose blocks have no place."""
+    with pytest.raises(ValueError, match=f"at least one of the {len(cross)} layers to have self-attention"):
+        import_checkpoint(make_mllama(num_hidden_layers=len(cross), cross_attention_layers=cross))
 
 
 @torch.no_grad()

@@ -74,6 +74,7 @@ VARIANTS = {
         "cross_attention": {"qk_norm": True, "norm_eps": 1e-5},
     },
     "neighbouring blocks, one after the last layer": {"cross_attention_layers": [1, 2, 4]},
+    "several blocks at one place": {"cross_attention_layers": [1, 1, 3, 4, 4]},
     "fresh": {"cross_attention": {"qk_norm": True, "norm_eps": 1e-6, "zero_init": False, "gate_init": 0.0}},
 }
 

@@ -24,7 +24,9 @@ CASES = {
     "whole": {"num_attention_heads": 3, "num_key_value_heads": 1, "mlp_type": "plain"},
     "gpt2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "position_bias": True},
+    "several blocks": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True},
 }
+LAYERS = {"several blocks": [1, 1, 4, 4]}  # by default every second layer
 
 
 def make(folder, cross_attention, name="llama"):
@@ -32,7 +34,16 @@ def make(folder, cross_attention, name="llama"):
     if not bases.exists():
         make_text(name).save_pretrained(bases / "text")
         AutoModel.from_config(vision_config()).save_pretrained(bases / "vision")
-    model = randomize(retrofit(bases / "text", bases / "vision", every=2, cross_attention=cross_attention))
+    places = LAYERS.get(folder.name)
+    model = randomize(
+        retrofit(
+            bases / "text",
+            bases / "vision",
+            every=2,
+            cross_attention_layers=places,
+            cross_attention=cross_attention,
+        )
+    )
     model.save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, 90, (2, 7), generator=generator)
@@ -90,12 +101,13 @@ def test_ranks_compute_what_one_process_computes(case, found):
 
 
 @pytest.mark.parametrize(
-    "case, heads, rows", [("split", 1, 16), ("auto", 2, 16), ("shared", 1, 16), ("whole", 1, None)]
+    "case, heads, rows",
+    [("split", 1, 16), ("auto", 2, 16), ("shared", 1, 16), ("whole", 1, None), ("several blocks", 1, 16)],
 )
 def test_a_rank_holds_its_heads(case, heads, rows, found):
     """A model that every rank holds whole."""
     for rank in found[1][case]:
-        assert rank["cached heads"] == heads and rank["int8 heads"] == [heads] * 4
+        assert rank["cached heads"] == heads and rank["int8 heads"] == [heads] * 2 * len(LAYERS.get(case, [1, 3]))
         if rows is not None:
             assert rank["rows of q_proj"] == rows
 

@@ -222,6 +222,22 @@ def test_looks_without_pictures(visitor):
         visitor.look(0, 0)
 
 
+def test_looks_of_several_blocks_at_a_place():
+    """Heat of the first of two blocks, shown as that of their layer; a layer that is offered twice."""
+    model = make_model(cross_attention_layers=[1, 1, 3])
+    inputs = {"input_ids": token_ids(batch=1), "pixel_values": pixels(batch=1)}
+    maps = attention_maps(model, inputs, max_new_tokens=2, do_sample=False)
+    gaze = Gaze(maps)
+    assert gaze.layers == [1, 3]
+    for layer in gaze.layers:
+        expected = maps.grid(layer=layer, head="mean")[maps.num_given - 1]
+        assert gaze.looks(range(1), layer)[0].share == pytest.approx(float(expected.sum()), abs=1e-5)
+        heat = np.asarray(gaze.looks(range(2), layer)[0].heat)[..., 3]
+        both = maps.grid(layer=layer, head="mean")[maps.num_given - 1 : -1]
+        opacity = (both.mean(dim=0) / both.max()).numpy() ** 0.7 * 165
+        np.testing.assert_allclose(heat, opacity, atol=0.51)
+
+
 def test_looks_need_patches():
     """Heat on a picture whose tokens lie nowhere on it."""
     perceiver = {"num_latents": 4, "num_hidden_layers": 1}

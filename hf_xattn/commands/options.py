@@ -16,7 +16,7 @@ def add_blocks(parser: argparse._ActionsContainer) -> None:
         "--layers",
         type=_integers,
         metavar="I,J,...",
-        help="put blocks in front of these layers instead, counted from 0",
+        help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
 
 

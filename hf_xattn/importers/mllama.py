@@ -1,8 +1,8 @@
 """Llama 3.2 Vision (`MllamaForConditionalGeneration`).
 
 Its text model is one list of layers. Some layers have cross-attention instead of self-attention. The self-attention layers
-alone are a Llama. Each cross-attention layer becomes the block in front of the next self-attention layer. A cross-attention
-layer at the end of the list becomes the block after the last layer.
+alone are a Llama. Each cross-attention layer becomes a block in front of the next self-attention layer. A cross-attention
+layer at the end of the list becomes a block after the last layer.
 
 | Mllama (`language_model.`) | here (`model.text_model.`) |
 |---|---|
@@ -11,6 +11,7 @@ layer at the end of the list becomes the block after the last layer.
 | `layers.<cross>.cross_attn.{q,k,v,o}_proj`, `{q,k}_norm` | `model.layers.<i>.cross_attention_block.attn.*` |
 | `layers.<cross>.{input_layernorm,cross_attn_attn_gate}` | `...block.{attn_norm,attn_gate}` |
 | `layers.<cross>.{post_attention_layernorm,mlp,cross_attn_mlp_gate}` | `...block.{mlp_norm,mlp,mlp_gate}` |
+| several `layers.<cross>` in a row | `...block.0`, `...block.1`, ... |
 | `vision_model`, `multi_modal_projector` | `model.vision_tower`, `model.connector.layers.0` |
 
 One difference: at a text position that sees no image, Mllama adds the attention branch (an average of all image tokens).
@@ -24,7 +25,7 @@ from typing import Any
 from transformers import LlamaConfig, MllamaConfig, MllamaTextConfig, MllamaVisionConfig
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
-from .recipe import LLAMA_FIELDS, Recipe, Target, block_name, renamed
+from .recipe import LLAMA_FIELDS, Recipe, Target, block_names, renamed
 
 
 ADDITIONAL_TOKENS = 8  # fixed in transformers' model
@@ -49,10 +50,10 @@ LAYER = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
 def places(text_config: MllamaTextConfig) -> dict[int, int]:
     """Maps each layer of the source to a decoder layer.
 
-    A self-attention layer becomes the decoder layer. A cross-attention layer becomes the block in front of it.
+    A self-attention layer becomes the decoder layer. A cross-attention layer becomes a block in front of it.
 
     Raises:
-        ValueError: if two cross-attention layers have no self-attention layer in between, or for a layer that does not exist.
+        ValueError: for a layer that does not exist, or if no layer has self-attention.
     """
     cross = set(text_config.cross_attention_layers or ())
     if outside := sorted(index for index in cross if index not in range(text_config.num_hidden_layers)):
@@ -60,16 +61,15 @@ def places(text_config: MllamaTextConfig) -> dict[int, int]:
             f"`cross_attention_layers`: expected indices from 0 to {text_config.num_hidden_layers - 1}, because the text model has "
             f"{text_config.num_hidden_layers} layers, got {outside[:5]}."
         )
+    if len(cross) == text_config.num_hidden_layers:
+        raise ValueError(
+            f"`cross_attention_layers`: expected at least one of the {len(cross)} layers to have self-attention, got cross-attention in "
+            "all of them."
+        )
     result, count = {}, 0
     for index in range(text_config.num_hidden_layers):
         result[index] = count
-        if index not in cross:
-            count += 1
-        elif index + 1 in cross:
-            raise ValueError(
-                f"`cross_attention_layers` {sorted(cross)} of {text_config.num_hidden_layers} layers: no self-attention layer "
-                f"stands between layers {index} and {index + 1}, and a layer takes one block."
-            )
+        count += index not in cross
     return result
 
 
@@ -78,7 +78,8 @@ def recipe(config: MllamaConfig) -> Recipe:
     text, vision = config.text_config, config.vision_config
     assert isinstance(text, MllamaTextConfig) and isinstance(vision, MllamaVisionConfig)
     where = places(text)
-    cross = set(text.cross_attention_layers or ())
+    cross = sorted(set(text.cross_attention_layers or ()))
+    layers, decoder_places = "model.text_model.model.layers", [where[index] for index in cross]
     fields: dict[str, Any] = {name: getattr(text, name) for name in (*LLAMA_FIELDS, "num_key_value_heads")}
     num_layers = text.num_hidden_layers - len(cross)
     fields["head_dim"] = text.hidden_size // text.num_attention_heads
@@ -102,7 +103,7 @@ def recipe(config: MllamaConfig) -> Recipe:
             zero_init=False,
             initializer_range=text.initializer_range,
         ),
-        cross_attention_layers=[where[index] for index in sorted(cross)],
+        cross_attention_layers=decoder_places,
         image_token_id=config.image_token_id,
         image_visibility="latest_group",
         connector_type="linear",
@@ -111,6 +112,8 @@ def recipe(config: MllamaConfig) -> Recipe:
         source_config=config.to_dict(),
         dtype=config.dtype,
     )
+
+    blocks = dict(zip(cross, block_names(layers, decoder_places, num_layers)))
 
     def targets(name: str) -> list[Target] | None:
         if renamed(name, [(EMBEDDING, "")]) is not None:
@@ -126,12 +129,11 @@ def recipe(config: MllamaConfig) -> Recipe:
             index, rest = layer.split(" ")
             if int(index) not in where:
                 return None
-            layers, place = "model.text_model.model.layers", where[int(index)]
-            if int(index) in cross:
+            if int(index) in blocks:
                 part = renamed(rest, BLOCK_RULES)
-                new = None if part is None else f"{block_name(layers, place, num_layers)}.{part}"
+                new = None if part is None else f"{blocks[int(index)]}.{part}"
             else:
-                new = f"{layers}.{place}.{rest}"
+                new = f"{layers}.{where[int(index)]}.{rest}"
         return None if new is None else [Target(new)]
 
     return Recipe(target, targets)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..block_places import blocks_at
 from ..configuration_xattn import XAttnConfig
 from ..insertion import BLOCKS
 
@@ -68,9 +69,18 @@ def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
 
 
 def block_name(layers: str, place: int, num_layers: int) -> str:
-    """Returns the name of the block in front of layer `place`. If `place` is `num_layers`, the block after the last layer."""
+    """Returns the name of the only block in front of layer `place`. If `place` is `num_layers`, of the block after the last layer."""
     before, after = BLOCKS
     return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
+
+
+def block_names(layers: str, places: list[int], num_layers: int) -> list[str]:
+    """Returns the name of each block. `places` are the `cross_attention_layers` of the configuration."""
+    names = []
+    for index, place in enumerate(places):
+        name, here = block_name(layers, place, num_layers), blocks_at(places, place)
+        names.append(name if len(here) == 1 else f"{name}.{here.index(index)}")
+    return names
 
 
 def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..attention_maps import AttentionMaps
+from ..block_places import blocks_at
 
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Gaze:
         answer = replace(
             maps, weights=[weights[:, :, first:-1] for weights in maps.weights], tokens=maps.tokens[:, first:-1]
         )
-        self.layers = list(maps.layers)
+        self.layers = list(dict.fromkeys(maps.layers))
+        self._blocks = {layer: blocks_at(maps.layers, layer) for layer in self.layers}
         images = range(maps.num_images)
         self._grids = [answer.grid(image, head="mean") for image in images]  # (blocks, tokens, rows, columns) each
         self._pictures = [_image(maps.pixels(image)) for image in images]
@@ -66,7 +68,7 @@ class Gaze:
 
         Args:
             tokens (`range`): tokens of a word. Their mean is shown.
-            layer (`int`, *optional*): one of `layers`. By default the mean of all layers.
+            layer (`int`, *optional*): one of `layers`; the mean of its blocks if it has several. By default the mean of all blocks.
 
         Raises:
             ValueError: for a layer without a block.
@@ -74,7 +76,7 @@ class Gaze:
         if layer is not None and layer not in self.layers:
             raise ValueError(f"Expected `layer` to be one of {self.layers} or None, got {layer!r}.")
         chosen = [
-            grid.mean(dim=0) if layer is None else grid[self.layers.index(layer)] for grid in self._grids
+            (grid if layer is None else grid[self._blocks[layer]]).mean(dim=0) for grid in self._grids
         ]  # (tokens, rows, columns) each
         most = max(max(float(grid.max()) for grid in chosen), 1e-6)
         of_word = [grid[tokens.start : tokens.stop].mean(dim=0) for grid in chosen]
