@@ -107,7 +107,7 @@ def test_ranks_compute_what_one_process_computes(case, found):
 def test_a_rank_holds_its_heads(case, heads, rows, found):
     """A model that every rank holds whole."""
     for rank in found[1][case]:
-        assert rank["cached heads"] == heads and rank["int8 heads"] == [heads] * 2 * len(LAYERS.get(case, [1, 3]))
+        assert rank["cached heads"] == heads and rank["int8 heads"] == [heads] * 4
         if rows is not None:
             assert rank["rows of q_proj"] == rows
 
