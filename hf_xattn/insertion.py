@@ -137,10 +137,11 @@ def _name(language_model: PreTrainedModel) -> str:
 
 
 def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
-    """Puts a block in front of each layer of `config.cross_attention_layers`, for an index that is repeated as many as it stands there.
+    """Puts a block in front of each layer of `config.cross_attention_layers`.
 
-    An index equal to the number of layers places a block after the last layer. All layers of the stack get a derived class:
-    the original `forward` of a layer without a block would receive a keyword argument that it does not know.
+    An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers places a block
+    after the last layer. All layers of the stack get a derived class: the original `forward` of a layer without a block would receive a
+    keyword argument that it does not know.
 
     Args:
         language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`]; changed in place.

@@ -124,10 +124,11 @@ def test_half_precision(model_type, dtype):
     text = make_tiny(model_type, dtype)
     ids = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
     states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
-    try:
-        alone = text(ids, use_cache=True).logits
-    except RuntimeError as error:
-        pytest.skip(f"the decoder alone fails: {error}")
+    if model_type == "inkling2_text":  # it multiplies float32 by half precision, without blocks too
+        with pytest.raises(RuntimeError, match="same dtype"):
+            text(ids, use_cache=True)
+        return
+    alone = text(ids, use_cache=True).logits
 
     model = retrofitted(text)
     assert model.blocks[0].attn.q_proj.weight.dtype == dtype
