@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 
 HALF = "decoder half of an encoder-decoder model, with cross-attention of its own"
-NO_CACHE = "keeps what it has read in `{}`, not in a cache of transformers"
+NO_CACHE = "keeps what it has read in {}, not in a cache of transformers"
 STREAMS = "its layers pass several residual streams, not one"
 MODAL = "takes images or sound itself, in its own way"
 COMPOSITE = "a larger model, of which the text half is served as {}"
@@ -28,28 +28,36 @@ class Architecture:
         via (`"keyword"` or `"call"`): how images reach the layers. `"keyword"`: the decoder passes a keyword argument on.
             `"call"`: the layer's `__call__` fetches the images (see `channel.py`).
         layer_count (`str`): configuration field with the number of layers.
+        forgets (`bool`): whether transformers' layers drop their recurrent state, without an error, when a call reads several tokens
+            after cached text. Such text is read one token at a time.
+        counts_from_zero (`bool`): whether a `forward` without `position_ids` numbers text after cached text from 0.
     """
 
     refused: str | None = None
     via: str = "keyword"
     layer_count: str = "num_hidden_layers"
+    forgets: bool = False
+    counts_from_zero: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     # Supported, with a difference.
+    "bamba": Architecture(counts_from_zero=True),
     "bloom": Architecture(via="call"),
     "codegen": Architecture(via="call"),
     "falcon": Architecture(via="call"),
-    "falcon_mamba": Architecture(via="call"),
+    "falcon_mamba": Architecture(via="call", forgets=True),
     "gpt_neo": Architecture(via="call"),
     "gpt_neox_japanese": Architecture(via="call"),
     "gptj": Architecture(via="call"),
+    "jamba": Architecture(forgets=True),
     "longcat_flash": Architecture(layer_count="num_layers"),
-    "mamba": Architecture(via="call"),
+    "mamba": Architecture(via="call", forgets=True),
     "mamba2": Architecture(via="call"),
     "megatron-bert": Architecture(via="call"),
     "mpt": Architecture(via="call"),
     "rembert": Architecture(via="call"),
+    "zamba": Architecture(forgets=True),
     # Not supported.
     "bart": Architecture(HALF),
     "bigbird_pegasus": Architecture(HALF),
@@ -75,7 +83,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama4": Architecture(COMPOSITE.format("llama4_text")),
     "marian": Architecture(HALF),
     "mbart": Architecture(HALF),
-    "minimax": Architecture(NO_CACHE.format("MiniMaxCache")),
+    "minimax": Architecture(NO_CACHE.format("`MiniMaxCache`")),
     "mllama": Architecture("has cross-attention to images of its own: `hf-xattn import` brings it over"),
     "moss_transcribe_diarize": Architecture(COMPOSITE.format("qwen3")),
     "musicgen": Architecture(MODAL),
@@ -90,13 +98,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe": Architecture(COMPOSITE.format("qwen3_5_moe_text")),
     "qwen4_exp": Architecture(STREAMS),
     "qwen4_exp_text": Architecture(STREAMS),
-    "reformer": Architecture(NO_CACHE.format("past_buckets_states")),
-    "rwkv": Architecture(NO_CACHE.format("state")),
+    "recurrent_gemma": Architecture(NO_CACHE.format("its own modules")),
+    "reformer": Architecture(NO_CACHE.format("`past_buckets_states`")),
+    "rwkv": Architecture(NO_CACHE.format("`state`")),
     "trocr": Architecture(HALF),
     "whisper": Architecture(HALF),
     "xlm": Architecture("has no layer objects, but lists of their parts"),
-    "xlnet": Architecture(NO_CACHE.format("mems")),
-    "xlstm": Architecture(NO_CACHE.format("cache_params, of a class of its own")),
+    "xlnet": Architecture(NO_CACHE.format("`mems`")),
+    "xlstm": Architecture(NO_CACHE.format("`cache_params`, of a class of its own")),
 }
 
 

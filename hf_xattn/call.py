@@ -170,6 +170,7 @@ def read_call(
                 f"{SKIPS_LAYERS}, so no text can be added to `past_key_values`, which already holds text. Call `model.eval()`, or set "
                 "`layerdrop` of the decoder to 0."
             )
+    decoder.check_continues(given.shape[1], text_cache)
     if output_attentions is not None or config.output_attentions:
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         text["output_attentions"] = bool(output_attentions) and output_attentions != OF_BLOCKS

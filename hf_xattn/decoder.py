@@ -12,10 +12,12 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
+from .architectures import architecture
 from .channel import carrying
 from .context import KEYWORD, CrossAttentionContext
 from .keywords import LOSS, keywords_of, refuse_unknown
@@ -138,6 +140,8 @@ class DecoderInterface(NamedTuple):
         keywords, body_keywords (`frozenset[str]`): keyword names that the decoder reads, with its head and without.
         is_custom_code (`bool`): whether the decoder is custom code, which may read further keyword names.
         not_packed (`str`, *optional*): why several samples in one row would not be kept apart; None if they are.
+        forgets (`str`, *optional*): the decoder, if its layers drop their state when they read several tokens after cached text.
+        counts_from_zero (`bool`): whether it numbers text after cached text from 0 where no `position_ids` are given.
     """
 
     arguments: frozenset[str]
@@ -147,6 +151,8 @@ class DecoderInterface(NamedTuple):
     body_keywords: frozenset[str]
     is_custom_code: bool
     not_packed: str | None = None
+    forgets: str | None = None
+    counts_from_zero: bool = False
 
     @classmethod
     def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
@@ -159,6 +165,8 @@ class DecoderInterface(NamedTuple):
         cache_argument = find_cache_argument(text_model)
         handled = {"self", "kwargs", cache_argument}
         body = keywords_of(model for model in around if model is not text_model) - handled
+        model_type = text_model.config.model_type
+        differs = architecture(model_type)
         return cls(
             frozenset(inspect.signature(text_model.forward).parameters),
             cache_argument,
@@ -167,7 +175,17 @@ class DecoderInterface(NamedTuple):
             body,
             text_model.is_custom_code(),
             why_not_packed(text_model, [*around, decoder]),
+            f"{type(text_model).__name__} (model_type {model_type!r})" if differs.forgets else None,
+            differs.counts_from_zero,
         )
+
+    def check_continues(self, length: int, cache: Cache | None) -> None:
+        """Raises a `ValueError` for several tokens after cached text, if the decoder would forget that text."""
+        if self.forgets is not None and length > 1 and cache is not None and _holds_state(cache):
+            raise ValueError(
+                f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.forgets} drops its state when it "
+                "reads several. `generate` with the same `past_key_values` reads them one at a time."
+            )
 
     def check_keywords(self, caller: Callable[..., Any], given: dict[str, Any], body: bool = False) -> None:
         """Raises a `TypeError` for keyword arguments that the decoder does not read (`body`: without its head)."""
@@ -186,6 +204,9 @@ class DecoderInterface(NamedTuple):
         The context goes in as a keyword argument, or through the channel if the decoder does not pass keywords to its layers.
         """
         arguments = {name: value for name, value in arguments.items() if self._passes(name, value)}
+        if self.counts_from_zero and cache is not None and "position_ids" not in arguments:
+            text = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
+            arguments["position_ids"] = torch.arange(text.shape[1], device=text.device)[None] + cache.get_seq_length()
         beside: contextlib.AbstractContextManager = contextlib.nullcontext()
         if context is not None and self.receives_keywords:
             arguments[KEYWORD] = context
@@ -197,6 +218,11 @@ class DecoderInterface(NamedTuple):
     def _passes(self, name: str, value: Any) -> bool:
         """Whether an argument goes to the decoder. `generate` makes some arguments that not every decoder takes."""
         return value is not None and (name in self.arguments or name not in ("position_ids", "logits_to_keep"))
+
+
+def _holds_state(cache: Cache) -> bool:
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    return any(any(layer.has_previous_state.values()) for layer in layers)
 
 
 def headless(text_model: PreTrainedModel) -> nn.Module:

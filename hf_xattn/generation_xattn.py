@@ -28,6 +28,7 @@ from .images_xattn import XAttnImagesMixin
 from .outputs import StepAttentions
 from .stand_in import run_beside
 from .text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
+from .transformers_api import has, needs
 from .xattn_cache import XAttnCache
 
 
@@ -126,12 +127,8 @@ class XAttnGenerationMixin:
         result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)
         share = None if request is None else request.share
-        chunk = getattr(generation_config, "prefill_chunk_size", None)
-        if share is not None and chunk is not None:
-            raise ValueError(
-                f"Expected `{KEEP_TOKENS}` without `prefill_chunk_size`, got {chunk}: the whole prompt chooses "
-                "the image tokens, and the first chunk would choose alone."
-            )
+        if request is not None:
+            self._choose_chunk(generation_config, request, model_kwargs.get("inputs_embeds"))
         if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
             model_kwargs[STEP_ATTENTIONS] = request.attentions
         cache = model_kwargs.get("past_key_values")
@@ -165,6 +162,33 @@ class XAttnGenerationMixin:
         if cache.offloads:
             cache.cross_attention_cache.offload_all()
         return result
+
+    def _choose_chunk(self, generation_config: Any, request: _ImagesOfGenerate, embeds: torch.Tensor | None) -> None:
+        """How many tokens of the prompt each forward reads: as asked, but one by one after cached text if the decoder would forget that."""
+        text, forgets = request.text, self.model._interface.forgets
+        chunk = getattr(generation_config, "prefill_chunk_size", None)
+        if chunk is not None and request.share is not None:
+            raise ValueError(
+                f"Expected `{KEEP_TOKENS}` without `prefill_chunk_size`, got {chunk}: the whole prompt chooses "
+                "the image tokens, and the first chunk would choose alone."
+            )
+        if forgets is not None and chunk not in (None, 1) and (text.cached or chunk < text.new):
+            raise ValueError(
+                f"Expected `prefill_chunk_size` to be None or 1, got {chunk}: {forgets} drops its state when it reads several tokens "
+                "after cached text."
+            )
+        if forgets is not None and text.cached and text.new > 1:
+            wrong = (
+                "`inputs_embeds`" if embeds is not None else f"`{KEEP_TOKENS}`" if request.share is not None else None
+            )
+            if wrong is not None:
+                raise ValueError(
+                    f"Expected no {wrong} after cached text, got it with {text.new} new tokens: {forgets} reads them one at a time."
+                )
+            chunk = generation_config.prefill_chunk_size = 1
+        if chunk is not None and text.cached and not has("prefill_chunk_size"):
+            what = "`prefill_chunk_size`" if forgets is None else f"Reading several new tokens with {forgets}"
+            raise ValueError(needs("prefill_chunk_size", f"{what} after cached text"))
 
     def _prepare_images(self, model_kwargs: dict[str, Any], request: _ImagesOfGenerate | None) -> None:
         """Without a cache: the vision tower runs once, keys and values are projected at every step."""

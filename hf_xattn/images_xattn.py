@@ -22,7 +22,7 @@ from .connector import XAttnConnector
 from .context import KEYWORD, CrossAttentionContext, Recorder, image_fields
 from .conversation import ImagesOfCall, TextOfCall, read_images
 from .cross_cache import CrossCache, KeyValue, check_fits
-from .decoder import find_decoder
+from .decoder import DecoderInterface, find_decoder
 from .device_errors import name_wrong_states
 from .distributed import has_units, is_distributed
 from .image_cache import ImageCache, device_of
@@ -48,6 +48,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
     text_model: PreTrainedModel
     vision_tower: PreTrainedModel | None
     connector: XAttnConnector | None
+    _interface: DecoderInterface
     _identity: ModelIdentity
     _image_store: ImageStore | None = None
     checks_images: bool = False  # see `image_checks.py`

@@ -71,6 +71,9 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_GenerationCancelled": ("cli.serving.utils", OLDEST),
 }
 
+# Arguments that did something wrong without an error, and the first version that does it right.
+REPAIRED = {"prefill_chunk_size": "5.23.0"}  # read the text that a cache holds once more
+
 
 def warn_of_version(version: str = transformers.__version__) -> None:
     """Warns where the installed transformers is outside the range that this package supports."""
@@ -84,13 +87,17 @@ def warn_of_version(version: str = transformers.__version__) -> None:
 
 
 def has(name: str) -> bool:
-    """Whether the installed transformers has a name of the table that came after the oldest supported version."""
-    return Version(Version(transformers.__version__).base_version) >= Version(PRIVATE[name][1])
+    """Whether the installed transformers has a private name that came after the oldest supported version, or a repaired argument."""
+    return Version(Version(transformers.__version__).base_version) >= Version(_since(name))
 
 
 def needs(name: str, what: str) -> str:
     """Says which version of transformers something needs, for an error."""
-    return f"{what} needs transformers {PRIVATE[name][1]} or newer, got {transformers.__version__}."
+    return f"{what} needs transformers {_since(name)} or newer, got {transformers.__version__}."
+
+
+def _since(name: str) -> str:
+    return REPAIRED[name] if name in REPAIRED else PRIVATE[name][1]
 
 
 def empty_dynamic_layers(cache: Cache) -> None:

@@ -1,7 +1,7 @@
 """Helpers that tests of masks and caches share."""
 
 import torch
-from conftest import make_model, randomize, vision_config
+from conftest import make_model, randomize, strengthen, vision_config
 from tiny_architectures import tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -52,7 +52,7 @@ def states_of(model, images):
 def state_space(name, rule="all", **config):
     """A state-space decoder with blocks in front of layers 1 and 3."""
     torch.manual_seed(0)
-    text = AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+    text = strengthen(AutoModelForCausalLM.from_config(tiny_config(name)).eval())
     text.generation_config.eos_token_id = None
     config = XAttnConfig(
         text_config=text.config,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from conftest import TEXT_CONFIGS, make_text, randomize, vision_config
+from conftest import TEXT_CONFIGS, make_text, randomize, strengthen, vision_config
 from transformers import AutoModelForCausalLM
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
@@ -28,9 +28,9 @@ except ImportError:
 
 MARKER = 3
 TOLERANCE = 1e-4
-DECODERS = ("llama", "mistral", "gemma3", "bloom", "mamba", "falcon_h1", "mixtral")
-STATE_SPACE = ("mamba", "falcon_h1")  # not bamba, whose own steps are 1e-3 off its own forward
-STEPWISE = ("mamba",)  # reads one token at a time where it has read some
+DECODERS = ("llama", "mistral", "gemma3", "bloom", "mamba", "falcon_h1", "bamba", "jamba", "mixtral")
+STATE_SPACE = ("mamba", "falcon_h1", "bamba", "jamba")
+STEPWISE = ("mamba", "jamba")  # whose `forward` reads one token at a time where it has read some
 WINDOWED = ("mistral", "gemma3")
 NUM_PICTURES = 24
 STATE_TOKENS = 4
@@ -164,7 +164,7 @@ def bank(name: str, rule: str) -> Bank:
         text = make_text(name)
     else:
         torch.manual_seed(0)
-        text = AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+        text = strengthen(AutoModelForCausalLM.from_config(tiny_config(name)).eval())
     torch.manual_seed(2)
     config = XAttnConfig(
         text_config=text.config,

@@ -5,18 +5,19 @@ import warnings
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import randomize, strengthen
 from tiny_architectures import DIFFERENT, EXPERTS, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.architectures import architecture, causal_model_types, markdown_table
-from hf_xattn.decoder import find_decoder, layers_receive_keywords
+from hf_xattn.decoder import find_cache_argument, find_decoder, layers_receive_keywords
 from hf_xattn.insertion import check_insertable
 
 
 SERVED = [name for name in causal_model_types() if architecture(name).refused is None]
+FORGETFUL = [name for name in SERVED if architecture(name).forgets]
 REFUSED = [name for name in causal_model_types() if architecture(name).refused is not None]
 CONTEXT_SIZE = 16
 
@@ -143,10 +144,10 @@ def test_half_precision(model_type, dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["mamba2", "falcon_h1", "llama"])
+@pytest.mark.parametrize("model_type", ["mamba2", "falcon_h1", "bamba", "llama", *FORGETFUL])
 def test_continued_generation(model_type):
-    """A state-space decoder whose cache does not know how much text it has read, and that reads it again."""
-    model = randomize(retrofitted(make_tiny(model_type)))
+    """A state-space decoder whose cache does not know how much text it has read, and that reads it again; one that drops its state."""
+    model = randomize(retrofitted(strengthen(make_tiny(model_type))))
     ids = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
     states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -156,9 +157,70 @@ def test_continued_generation(model_type):
     assert cache.get_seq_length() == 10
     chat = torch.cat([first.sequences, ids[:, :3]], dim=1)
     expected = model.generate(chat, cross_attention_states=states, use_cache=False, **options)
+    fork = copy.deepcopy(cache)
     second = model.generate(chat, past_key_values=cache, **options)
+    if model_type in FORGETFUL:
+        with pytest.raises(
+            ValueError, match="Expected `prefill_chunk_size` to be None or 1, got 3: .* drops its state"
+        ):
+            model.generate(chat, past_key_values=fork, prefill_chunk_size=3, **options)
+        with pytest.raises(ValueError, match="Expected no `inputs_embeds` after cached text, got it with 4 new tokens"):
+            embeds = model.get_input_embeddings()(chat)
+            model.generate(inputs_embeds=embeds, past_key_values=fork, **options)
+        with pytest.raises(
+            ValueError, match="Expected no `keep_image_tokens` after cached text, got it with 4 new tokens"
+        ):
+            model.generate(chat, past_key_values=fork, keep_image_tokens=0.5, **options)
+        with pytest.raises(ValueError, match="Expected `prefill_chunk_size` to be None or 1, got 3"):
+            model.generate(ids, cross_attention_states=states, prefill_chunk_size=3, **options)
+        in_one = model.generate(chat, past_key_values=fork, prefill_chunk_size=1, **options)
+        assert torch.equal(in_one.sequences, second.sequences)
     assert torch.allclose(torch.stack(second.logits), torch.stack(expected.logits), atol=1e-4)
     assert cache.get_seq_length() == 17
+
+
+# Their steps of one token clamp time steps, or do not, other than their forward over a text.
+COARSE = ("nemotron_h", "zamba2")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", SERVED)
+def test_text_in_parts(model_type):
+    """Layers that drop their state, or positions that start again, where a call reads text after cached text."""
+    model = randomize(retrofitted(strengthen(make_tiny(model_type))))
+    ids = torch.randint(4, 90, (2, 16), generator=torch.Generator().manual_seed(1))
+    states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
+    whole = model(ids, cross_attention_states=states, use_cache=False).logits
+    forgets = architecture(model_type).forgets
+    for lengths in ([8, 8], [5, *[1] * 11]):
+        images, cache, read = {"cross_attention_states": states}, None, 0
+        for part in ids.split(lengths, dim=1):
+            if cache is not None and forgets and part.shape[1] > 1:
+                with pytest.raises(
+                    ValueError, match="Expected one token at a time after the text .*, got 8: .* drops its"
+                ):
+                    model(part, past_key_values=cache, use_cache=True)
+                assert model.generate(
+                    torch.cat([ids, ids[:, :1]], dim=1), past_key_values=cache, max_new_tokens=1
+                ).shape == (2, 18)
+                break
+            outputs = model(part, past_key_values=cache, use_cache=True, **images)
+            found, expected = outputs.logits, whole[:, read : read + part.shape[1]]
+            assert (found - expected).abs().max() <= (0.02 if model_type in COARSE else 1e-3) * whole.std()
+            images, cache, read = {}, outputs.past_key_values, read + part.shape[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", [*FORGETFUL, *(name for name in SERVED if architecture(name).counts_from_zero)])
+def test_what_a_decoder_does_wrong(model_type):
+    """An entry of the table for a decoder that a newer transformers has repaired."""
+    text = strengthen(make_tiny(model_type))
+    ids = torch.randint(4, 90, (2, 16), generator=torch.Generator().manual_seed(1))
+    name = find_cache_argument(text)
+    first = text(ids[:, :8], use_cache=True)
+    second = text(ids[:, 8:], use_cache=True, **{name: getattr(first, name)})
+    expected = text(ids, use_cache=False).logits
+    assert (second.logits - expected[:, 8:]).abs().max() > 0.1 * expected.std()
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -155,10 +155,9 @@ def turn(talk: Talk, plan: Plan, padding: str, last: bool) -> None:
     if talk.length and talk.num_slots and talk.aligned and rng.random() < plan.wrong:
         other_padding(talk)
     extra = padding_given(talk, late, given)
-    if mode == "forward" or (talk.length and talk.bank.name in STEPWISE):
-        read_pieces(talk, given, plan, mode == "forward", extra)
-        given, extra = None, None
-    if mode != "forward":
+    if mode == "forward":
+        read_pieces(talk, given, plan, extra)
+    else:
         ask(talk, mode, given, plan, extra)
         if talk.original is not None and rng.random() < 0.5:
             ask_again(talk)
@@ -274,16 +273,12 @@ def other_padding(talk: Talk) -> None:
         talk.generate("greedy", 2, extra=inputs, refuse="a changed mask of images that were read, in `generate`")
 
 
-def read_pieces(
-    talk: Talk, given: Slots | None, plan: Plan, everything: bool, extra: dict[str, torch.Tensor] | None = None
-) -> None:
-    """The pending text through `forward`, in pieces. `everything`: to the end, else one token is left for `generate`."""
+def read_pieces(talk: Talk, given: Slots | None, plan: Plan, extra: dict[str, torch.Tensor] | None = None) -> None:
+    """The pending text through `forward`, in pieces."""
     rng = talk.rng
-    everything |= given is None and extra is None and talk.pending[0] == []
-    rest = 0 if everything or talk.bank.name not in STEPWISE else 1
-    while len(talk.pending[0]) > rest:
+    while talk.pending[0]:
         left = 0 if talk.length else max(row.left for row in talk.rows)
-        length = max(rng.randint(1, len(talk.pending[0]) - rest), left + 1)  # no piece of padding alone
+        length = max(rng.randint(1, len(talk.pending[0])), left + 1)  # no piece of padding alone
         if talk.bank.name in STEPWISE and talk.length:
             length = 1
         if given is None and extra is None and talk.aligned and not talk.own_masks and rng.random() < 0.1:

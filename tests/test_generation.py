@@ -8,6 +8,7 @@ from conftest import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cross_cache import CrossCache
+from hf_xattn.transformers_api import has
 
 
 MARKER = 3
@@ -162,6 +163,22 @@ def test_chunked_prefill(visibility):
     calls = Calls(model)
     tokens = generate(model, ids, pixel_values=images, do_sample=False, prefill_chunk_size=4)
     assert torch.equal(tokens, expected) and calls.once()
+
+
+def test_chunks_after_cached_text():
+    """Text that the cache holds, read once more: what transformers did before 5.23."""
+    model, ids, images = make_model(), token_ids(2, 6), pixels()
+    first = generate(model, ids, pixel_values=images, do_sample=False, return_dict_in_generate=True)
+    chat = torch.cat([first.sequences, token_ids(2, 5, seed=8)], dim=1)
+    options = {"past_key_values": first.past_key_values, "do_sample": False, "prefill_chunk_size": 3}
+    if not has("prefill_chunk_size"):
+        with pytest.raises(
+            ValueError, match="`prefill_chunk_size` after cached text needs transformers 5.23.0 or newer"
+        ):
+            generate(model, chat, **options)
+        return
+    expected = generate(model, chat, pixel_values=images, do_sample=False, use_cache=False)
+    assert torch.equal(generate(model, chat, **options), expected)
 
 
 @pytest.mark.parametrize("visibility", ["previous", "latest"])
