@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from .architectures import architecture
 from .checkpoint_files import refuse_pickled
 from .config_sizes import check_against_weights, is_quantized
+from .first_values import ValuesComeLater
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
 from .insertion import check_kind
 from .keywords import refuse_unknown
@@ -312,7 +313,7 @@ def _shapes(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None
     """The model without values. None if it cannot be built so: loading it says why."""
     build = auto_class._from_config if issubclass(auto_class, PreTrainedModel) else auto_class.from_config
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), ValuesComeLater():
             return build(copy.deepcopy(config))
     except Exception:
         return None

@@ -22,6 +22,7 @@ from .attention import GatedCrossAttention, check_text_and_states, zero_init_lin
 from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, check_context, plain_context
 from .cross_cache import KeyValue
+from .first_values import ValuesComeLater
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 from .projection import to_dtype_of
 from .stub import NamesItsStub
@@ -82,10 +83,11 @@ class GatedCrossAttentionBlock(NamesItsStub, PreTrainedModel):
         super().__init__(config)
         self.layer_idx = layer_idx
         norm = NORMS[config.norm_type]
-        self.attn_norm = norm(config.hidden_size, config.norm_eps)
-        self.attn = GatedCrossAttention(config, layer_idx)
-        self.mlp_norm = norm(config.hidden_size, config.norm_eps)
-        self.mlp = CrossAttentionMLP(config)
+        with ValuesComeLater():
+            self.attn_norm = norm(config.hidden_size, config.norm_eps)
+            self.attn = GatedCrossAttention(config, layer_idx)
+            self.mlp_norm = norm(config.hidden_size, config.norm_eps)
+            self.mlp = CrossAttentionMLP(config)
         if config.gate == "tanh":
             # Never 0-d: FSDP cannot shard a scalar.
             shape = (1,) if config.gate_granularity == "scalar" else (config.hidden_size,)

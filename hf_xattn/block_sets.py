@@ -27,15 +27,14 @@ from .block import GatedCrossAttentionBlock
 from .block_stack import Blocks, BlockStack, make_blocks
 from .config_checks import check_choice
 from .configuration_xattn import XAttnConfig
-from .connector import XAttnConnector
+from .connector import XAttnConnector, new_connector
 from .cross_cache import CrossCache
 from .decoder import find_decoder
-from .insertion import BLOCKS, match_blocks
+from .insertion import BLOCKS
 from .keywords import refuse_unknown
 from .paths import check_path, check_source
 from .peft_layers import refuse_adapter_layers
-from .quantized_weights import first_quantized, is_quantized, shape_before
-from .vision import follow_tower
+from .quantized_weights import first_quantized, shape_before
 from .whole_folder import finish_interrupted
 
 
@@ -279,17 +278,13 @@ class XAttnSetsMixin:
         for place in sorted(set(config.cross_attention_layers)):
             index = min(place, len(layers) - 1)
             part = BLOCKS[place - index]
-            made: Any = make_blocks(config, place)
-            like = next(layers[index].parameters())
-            # A quantized weight is stored as integers: the model knows in which dtype it computes.
-            match_blocks(made, like.device, self.text_model.dtype if is_quantized(like) else like.dtype)
+            made: Any = make_blocks(config, place, next(layers[index].parameters()), self.text_model.dtype)
             _load(made, added, f"text_model.{paths[id(layers[index])]}.{part}.")
             blocks[index, part] = made.train(self.training)
         connector = tower = None
         if config.vision_config is not None:
             tower = self._tower(adapter, added, load_kwargs)
-            connector = XAttnConnector(config)
-            follow_tower(connector, tower)
+            connector = new_connector(config, tower)
             _load(connector, added, "connector.")
         for name in [name for name in added if "additional" in name.split(".")]:
             if torch.equal(self.text_model.get_parameter(name.removeprefix("text_model.")).cpu(), added[name]):

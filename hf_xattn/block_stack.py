@@ -10,12 +10,14 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
+from transformers.modeling_utils import local_torch_dtype
 
 from .block import GatedCrossAttentionBlock
 from .block_places import blocks_at
 from .configuration_xattn import XAttnConfig
 from .context import CrossAttentionContext
 from .cross_cache import KeyValue
+from .quantized_weights import is_quantized
 
 
 class BlockStack(nn.Sequential):
@@ -37,8 +39,25 @@ class BlockStack(nn.Sequential):
 Blocks: TypeAlias = "GatedCrossAttentionBlock | BlockStack"
 
 
-def make_blocks(config: XAttnConfig, place: int) -> Blocks | None:
-    """Makes the blocks in front of layer `place`; None if it has none."""
+@torch.no_grad()
+def make_blocks(config: XAttnConfig, place: int, like: torch.Tensor, computes_in: torch.dtype) -> Blocks | None:
+    """Makes the blocks in front of layer `place`, with first values, on the device and in the dtype of a layer; None if it has none.
+
+    In half precision, gates and norms are float32.
+
+    Args:
+        config ([`XAttnConfig`]): configuration of the model.
+        place (`int`): a layer, or the number of layers for the blocks after the last one.
+        like (`torch.Tensor`): a weight of the layer. On the meta device, the blocks are as torch's defaults say.
+        computes_in (`torch.dtype`): dtype of the blocks where that weight is quantized: it is stored as integers.
+    """
     found = blocks_at(config.cross_attention_layers, place)
-    blocks = [GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=index) for index in found]
-    return BlockStack(*blocks) if len(blocks) > 1 else blocks[0] if blocks else None
+    if not found:
+        return None
+    dtype = torch.get_default_dtype() if like.is_meta else computes_in if is_quantized(like) else like.dtype
+    with local_torch_dtype(dtype):
+        blocks = [GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=index) for index in found]
+    for parameter in (parameter for block in blocks for parameter in block.parameters()):
+        if not (like.is_meta or parameter.is_meta):
+            parameter.data = parameter.data.to(like.device)
+    return BlockStack(*blocks) if len(blocks) > 1 else blocks[0]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import local_torch_dtype
 
 from .configuration_xattn import XAttnConfig
+from .first_values import ValuesComeLater
 from .perceiver import PerceiverResampler
 from .projection import ImageLinear, to_dtype_of
+from .quantized_weights import is_quantized
 from .sizes import vision_hidden_size
 
 
@@ -41,18 +46,19 @@ class XAttnConnector(PreTrainedModel):
         assert config.vision_config is not None  # a model without a tower has no connector
         features, context = vision_hidden_size(config.vision_config), config.cross_attention_config.context_size
         bias = config.connector_bias
-        if config.connector_type == "identity":
-            self.layers = nn.ModuleList()
-        elif config.connector_type == "perceiver":
-            assert config.perceiver_config is not None
-            self.layers = nn.ModuleList([PerceiverResampler(config.perceiver_config)])
-        elif config.connector_type == "linear":
-            self.layers = nn.ModuleList([ImageLinear(features, context, bias=bias)])
-        else:
-            act = ACT2FN[config.connector_hidden_act]
-            self.layers = nn.ModuleList(
-                [ImageLinear(features, context, bias=bias), act, ImageLinear(context, context, bias=bias)]
-            )
+        with ValuesComeLater():
+            if config.connector_type == "identity":
+                self.layers = nn.ModuleList()
+            elif config.connector_type == "perceiver":
+                assert config.perceiver_config is not None
+                self.layers = nn.ModuleList([PerceiverResampler(config.perceiver_config)])
+            elif config.connector_type == "linear":
+                self.layers = nn.ModuleList([ImageLinear(features, context, bias=bias)])
+            else:
+                act = ACT2FN[config.connector_hidden_act]
+                self.layers = nn.ModuleList(
+                    [ImageLinear(features, context, bias=bias), act, ImageLinear(context, context, bias=bias)]
+                )
         self.post_init()
 
     @torch.no_grad()
@@ -82,3 +88,14 @@ class XAttnConnector(PreTrainedModel):
         for layer in self.layers:
             features = layer(features, positions) if isinstance(layer, PerceiverResampler) else layer(features)
         return features
+
+
+def new_connector(config: XAttnConfig, tower: PreTrainedModel) -> XAttnConnector:
+    """Makes a connector with first values, on the device and in the dtype of a vision tower."""
+    weight = next(tower.parameters())
+    if weight.is_meta:
+        return XAttnConnector(config)
+    connector: Any
+    with local_torch_dtype(tower.dtype if is_quantized(weight) else weight.dtype):
+        connector = XAttnConnector(config)
+    return connector.to(weight.device)

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .active_blocks import cross_attention_blocks
 from .architectures import architecture
-from .block_stack import Blocks, make_blocks
+from .block_stack import make_blocks
 from .channel import carried_context
 from .checkpointing import FUNCTION, checkpointing_function
 from .configuration_xattn import XAttnConfig
@@ -25,7 +23,6 @@ from .context import KEYWORD, CrossAttentionContext
 from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
 from .derived import derive, is_derived
 from .memo import memoized
-from .quantized_weights import is_quantized
 
 
 # Prefix of a derived class's name. FSDP policies and device maps find layers by this name.
@@ -157,23 +154,9 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
         parameter = next(layer.parameters())
         places = [index] if index < len(layers) - 1 else [index, index + 1]
         for name, place in zip(BLOCKS, places):
-            blocks = make_blocks(config, place)
+            blocks = make_blocks(config, place, parameter, language_model.dtype)
             if blocks is not None:
-                if not (parameter.is_meta or next(blocks.parameters()).is_meta):
-                    # A quantized weight is stored as integers: the model knows in which dtype it computes.
-                    dtype = language_model.dtype if is_quantized(parameter) else parameter.dtype
-                    match_blocks(blocks, parameter.device, dtype)
                 setattr(layer, name, blocks)
         layer.__class__ = cross_attending_class(type(layer), receives_keywords)
         names.add(type(layer).__name__)
     return sorted(names)
-
-
-@torch.no_grad()
-def match_blocks(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> None:
-    """Moves the blocks of a place to the device and dtype of a layer. In half precision, gates and norms keep their dtype."""
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    for block in cross_attention_blocks(blocks):
-        for name, parameter in block.named_parameters():
-            keep = any(name.startswith(kept) for kept in block._keep_in_fp32_modules_strict)
-            parameter.data = parameter.data.to(device=device, dtype=parameter.dtype if keep and narrow else dtype)

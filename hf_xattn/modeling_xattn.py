@@ -21,7 +21,7 @@ from transformers.modeling_outputs import (
 from .activation_wrappers import recomputes_layers
 from .call import keep, prepare_blocks, read_call
 from .configuration_xattn import XAttnConfig
-from .connector import XAttnConnector
+from .connector import XAttnConnector, new_connector
 from .context import CrossAttentionContext
 from .conversation import PreparedImages, given_images
 from .custom_code import build_part
@@ -46,7 +46,7 @@ from .rollback import whole_or_not_at_all
 from .stand_in import blocks_are_units
 from .text_inputs import check_labels, check_text
 from .tower import check_tower_class
-from .vision import build_tower, follow_tower, is_tiled
+from .vision import build_tower, is_tiled
 from .vocabulary import extend_vocabulary
 
 
@@ -85,9 +85,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         self.vision_tower = self.connector = None
         if config.vision_config is not None:
             self.vision_tower = build_tower(config.vision_config) if vision_tower is None else vision_tower
-            self.connector = XAttnConnector(config)
-            if vision_tower is not None:
-                follow_tower(self.connector, vision_tower)
+            self.connector = XAttnConnector(config) if vision_tower is None else new_connector(config, vision_tower)
         self._no_split_modules = [*(text_model._no_split_modules or []), *split]
         adopt_quantizer(self, text_model)
         self.post_init()

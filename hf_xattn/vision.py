@@ -17,7 +17,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from .custom_code import build_part
-from .quantized_weights import is_quantized
 from .sizes import TILED_VISION_TYPES, vision_hidden_size
 from .tensor_checks import check_floating, check_integers, has_values, type_name
 from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
@@ -51,13 +50,6 @@ def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
 
         return MllamaVisionModel._from_config(config)  # not registered with AutoModel
     return build_part(AutoModel, config)
-
-
-def follow_tower(connector: torch.nn.Module, tower: PreTrainedModel) -> None:
-    """Moves a new connector to the device and dtype of the tower."""
-    weight = next(tower.parameters())
-    if not weight.is_meta:
-        connector.to(device=weight.device, dtype=tower.dtype if is_quantized(weight) else weight.dtype)
 
 
 def is_tiled(config: PreTrainedConfig) -> bool:

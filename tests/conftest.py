@@ -1,5 +1,6 @@
 """Tiny models that the tests share. No network, no downloads: everything is built from a configuration."""
 
+import contextlib
 import os
 
 
@@ -147,3 +148,14 @@ def pixels(batch: int = 2, num_images: int = 1, seed: int = 4) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _no_grad_seed():
     torch.manual_seed(0)
+
+
+@contextlib.contextmanager
+def memory_of_nan():
+    """New memory holds NaN, so that a value that nobody writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import memory_of_nan
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
@@ -303,6 +304,32 @@ def test_missing_weights_start_as_in_a_fresh_block(tmp_path, style, dtype):
         assert gate is None if config.gate == "none" else torch.equal(gate, torch.full((1,), float(config.gate_init)))
     hidden, states = inputs(dtype)
     assert torch.equal(loaded(hidden, states), hidden)
+
+
+@every_style
+@every_mlp
+def test_no_random_number_is_drawn_for_nothing(style, mlp_type):
+    """Rules out weights that are drawn twice, or drawn and then set to zero: that took most of the time of a retrofit."""
+    block = fresh(**STYLES[style], **FULL, mlp_type=mlp_type)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    drawn = 0
+    for module in block.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and not getattr(module, "zero_init", False):
+            expected = torch.empty_like(module.weight).normal_(std=block.config.initializer_range)
+            assert torch.equal(module.weight, expected)
+            drawn += 1
+    assert drawn >= 5 and torch.equal(torch.rand(1), after)
+
+
+@every_style
+@every_norm
+@every_mlp
+def test_every_weight_gets_a_value(style, norm_type, mlp_type):
+    """Rules out weights that stay as the memory was, because neither torch nor `_init_weights` writes them."""
+    with memory_of_nan():
+        block = fresh(**STYLES[style], **FULL, norm_type=norm_type, mlp_type=mlp_type, gate_granularity="channel")
+    assert not [name for name, weight in block.named_parameters() if weight.isnan().any()]
 
 
 @every_style

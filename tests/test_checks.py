@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import make_model, make_text
+from conftest import make_model, make_text, randomize, strengthen
 from quantized_bases import quantized_retrofit
 from test_architectures import SERVED, make_tiny, retrofitted
 from tiny_architectures import EXPERTS
@@ -245,7 +245,9 @@ def test_projected_twice(monkeypatch):
     assert (result.status, result.measured) == (BROKEN, 2) and "vision tower ran 2 times" in result.line
 
 
-@pytest.mark.parametrize("kind", ["cache-dynamic", "cache-static", "cache-quantized", "cache-encoded"])
+@pytest.mark.parametrize(
+    "kind", ["cache-dynamic", "cache-static", "cache-quantized", "cache-encoded", "cache-continued"]
+)
 def test_a_cache_that_lies_about_images(kind, monkeypatch):
     """Keys and values of another image in a later step."""
     model = make_model()
@@ -271,6 +273,16 @@ def test_a_cache_that_lies_about_text(kind, layer, name, monkeypatch):
 
     monkeypatch.setattr(layer, "update", lie)
     (result,) = checked(model, kind).values()
+    assert result.status == BROKEN and "The decoder alone, without an image, " in result.line
+
+
+def test_text_that_a_decoder_forgets():
+    """A decoder of custom code that drops its state where text follows cached text."""
+    model = randomize(retrofitted(strengthen(make_tiny("jamba"))))
+    (result,) = checked(model, "cache-continued").values()
+    assert result.status == HOLDS
+    model.model._interface = model.model._interface._replace(forgets=None)
+    (result,) = checked(model, "cache-continued").values()
     assert result.status == BROKEN and "The decoder alone, without an image, " in result.line
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, make_text, memory_of_nan, vision_config
+from transformers import AutoModel
 
+from hf_xattn import retrofit
 from hf_xattn.perceiver import PerceiverResampler
 
 
@@ -36,3 +38,14 @@ def test_features_keep_their_scale():
     with torch.no_grad():
         made = model.model.connector(torch.randn(64, 24))
     assert made.shape == (64, 32) and 0.8 < float(made.std()) < 1.25
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "perceiver"])
+def test_every_weight_gets_a_value(kind):
+    """Weights that stay as the memory was, because neither torch nor `_init_weights` writes them."""
+    perceiver = {"num_latents": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "qk_norm": True}
+    options = {"perceiver_config": perceiver} if kind == "perceiver" else {}
+    text, vision = make_text(), AutoModel.from_config(vision_config())
+    with memory_of_nan():
+        connector = retrofit(text, vision, every=2, connector_type=kind, **options).model.connector
+    assert not [name for name, weight in connector.named_parameters() if weight.isnan().any()]

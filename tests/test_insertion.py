@@ -10,6 +10,7 @@ import torch
 from accelerate import dispatch_model
 from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -203,3 +204,37 @@ def test_block_takes_device_and_dtype_of_its_layer():
             expected = torch.float32 if narrow and ("gate" in name.split(".")[0] or "norm" in name) else dtype
             assert parameter.dtype == expected, (dtype, name)
             assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_are_made_in_half_precision(dtype):
+    """A float32 copy of each new weight, which doubles the memory that a retrofit needs; other first values than in float32."""
+    blocks = {}
+    for each in (torch.float32, dtype):
+        text = make_text(dtype=each)
+        # Weights of a multiple of 16 values: of others, torch draws the last 16 anew, with another rounding.
+        sizes = {"num_attention_heads": 4, "head_dim": 8, "intermediate_size": 64, "context_size": 32}
+        config = XAttnConfig(text_config=text.config, cross_attention_layers=[1], cross_attention_config=sizes)
+        torch.manual_seed(3)
+        with _Made() as made:
+            insert_blocks(text, config)
+        blocks[each] = text.model.layers[1].cross_attention_block
+        assert torch.get_default_dtype() == torch.float32
+        assert any(size > 1000 for size in made.sizes[each])
+    assert max(made.sizes[torch.float32]) <= 2 * text.config.hidden_size  # the norms
+    for name, weight in blocks[dtype].named_parameters():
+        assert torch.equal(weight, blocks[torch.float32].get_parameter(name).to(weight.dtype)), name
+
+
+class _Made(TorchDispatchMode):
+    """Notes the numbers of values of all tensors that are made, for each dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.sizes.setdefault(result.dtype, set()).add(result.numel())
+        return result

@@ -18,8 +18,9 @@ def test_state_space_decoders_with_a_callers_cache(name):
     first = generate(model, ids, pixel_values=images, past_key_values=cache, return_dict_in_generate=True)
     assert torch.equal(first.sequences, expected)
     chat = torch.cat([first.sequences, token_ids(2, 3, seed=8)], dim=1)
-    second = generate(model, chat, past_key_values=cache)
-    assert torch.equal(second, generate(model, chat, pixel_values=images, use_cache=False))
+    text = {"attention_mask": torch.ones_like(chat)}  # or transformers takes generated padding tokens for padding
+    second = generate(model, chat, past_key_values=cache, **text)
+    assert torch.equal(second, generate(model, chat, pixel_values=images, use_cache=False, **text))
 
 
 @torch.no_grad()

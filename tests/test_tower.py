@@ -51,7 +51,7 @@ ONE_SIZE = {
 ANY_SIZE = {
     "dinov2": lambda: Dinov2Config(**{**SMALL, "mlp_ratio": 2}),
     "dpt": lambda: DPTConfig(**SMALL, backbone_out_indices=[0, 0, 0, 0]),
-    "beit": lambda: BeitConfig(**{**SMALL, "num_hidden_layers": 4}, out_indices=[1, 2, 3, 4]),
+    "beit": lambda: BeitConfig(**{**SMALL, "num_hidden_layers": 4}, out_indices=[1, 2, 3, 4], drop_path_rate=0.0),
     "swin": lambda: SwinConfig(image_size=32, patch_size=4, embed_dim=12, depths=[1], num_heads=[2], window_size=4),
     "convnext": lambda: ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     "resnet": lambda: ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),

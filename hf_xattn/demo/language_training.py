@@ -47,7 +47,7 @@ class Recipe(NamedTuple):
         learning_rate (`float`): its maximum.
     """
 
-    steps: int = 232
+    steps: int = 300
     batch_size: int = 48
     learning_rate: float = 3e-3
 
