@@ -184,7 +184,7 @@ class DecoderInterface(NamedTuple):
         if self.forgets is not None and length > 1 and cache is not None and _holds_state(cache):
             raise ValueError(
                 f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.forgets} drops its state when it "
-                "reads several. `generate` with the same `past_key_values` reads them one at a time."
+                "reads several. Pass one token a call, or call `generate` with an `EncoderDecoderCache`, which does so."
             )
 
     def check_keywords(self, caller: Callable[..., Any], given: dict[str, Any], body: bool = False) -> None:

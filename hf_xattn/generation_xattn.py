@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
 from .configuration_xattn import XAttnConfig
@@ -128,7 +128,7 @@ class XAttnGenerationMixin:
         request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)
         share = None if request is None else request.share
         if request is not None:
-            self._choose_chunk(generation_config, request, model_kwargs.get("inputs_embeds"))
+            self._choose_chunk(generation_config, request, model_kwargs.get("inputs_embeds"), given)
         if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
             model_kwargs[STEP_ATTENTIONS] = request.attentions
         cache = model_kwargs.get("past_key_values")
@@ -163,7 +163,9 @@ class XAttnGenerationMixin:
             cache.cross_attention_cache.offload_all()
         return result
 
-    def _choose_chunk(self, generation_config: Any, request: _ImagesOfGenerate, embeds: torch.Tensor | None) -> None:
+    def _choose_chunk(
+        self, generation_config: Any, request: _ImagesOfGenerate, embeds: torch.Tensor | None, given: Cache | None
+    ) -> None:
         """How many tokens of the prompt each forward reads: as asked, but one by one after cached text if the decoder would forget that."""
         text, forgets = request.text, self.model._interface.forgets
         chunk = getattr(generation_config, "prefill_chunk_size", None)
@@ -186,7 +188,7 @@ class XAttnGenerationMixin:
                     f"Expected no {wrong} after cached text, got it with {text.new} new tokens: {forgets} reads them one at a time."
                 )
             chunk = generation_config.prefill_chunk_size = 1
-        if chunk is not None and text.cached and not has("prefill_chunk_size"):
+        if chunk is not None and not has("prefill_chunk_size") and (text.cached or _holds_keys(given)):
             what = "`prefill_chunk_size`" if forgets is None else f"Reading several new tokens with {forgets}"
             raise ValueError(needs("prefill_chunk_size", f"{what} after cached text"))
 
@@ -290,6 +292,13 @@ def _with_prompt(share: KeptShare, text: TextOfCall, model_kwargs: dict[str, Any
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # transformers drops a mask without padding
         prompt = mask[:, -length:] != 0
     return KeptShare(share.share, length, prompt)
+
+
+def _holds_keys(cache: Cache | None) -> bool:
+    """Whether a cache without a place for images, which `_text_of_generate` does not count, holds text."""
+    if cache is None or isinstance(cache, EncoderDecoderCache):
+        return False
+    return any(isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) > 0 for layer in cache.layers)
 
 
 def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:

@@ -72,7 +72,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
 }
 
 # Arguments that did something wrong without an error, and the first version that does it right.
-REPAIRED = {"prefill_chunk_size": "5.23.0"}  # read the text that a cache holds once more
+REPAIRED = {"prefill_chunk_size": "5.23.0"}  # before, text in the cache was read a second time
 
 
 def warn_of_version(version: str = transformers.__version__) -> None:

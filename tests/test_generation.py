@@ -165,10 +165,12 @@ def test_chunked_prefill(visibility):
     assert torch.equal(tokens, expected) and calls.once()
 
 
-def test_chunks_after_cached_text():
+@pytest.mark.parametrize("text_only", [False, True])
+def test_chunks_after_cached_text(text_only):
     """Text that the cache holds, read once more: what transformers did before 5.23."""
-    model, ids, images = make_model(), token_ids(2, 6), pixels()
-    first = generate(model, ids, pixel_values=images, do_sample=False, return_dict_in_generate=True)
+    model, ids = make_model(), token_ids(2, 6)
+    images, cache = ({}, DynamicCache()) if text_only else ({"pixel_values": pixels()}, None)
+    first = generate(model, ids, **images, past_key_values=cache, do_sample=False, return_dict_in_generate=True)
     chat = torch.cat([first.sequences, token_ids(2, 5, seed=8)], dim=1)
     options = {"past_key_values": first.past_key_values, "do_sample": False, "prefill_chunk_size": 3}
     if not has("prefill_chunk_size"):
@@ -177,7 +179,7 @@ def test_chunks_after_cached_text():
         ):
             generate(model, chat, **options)
         return
-    expected = generate(model, chat, pixel_values=images, do_sample=False, use_cache=False)
+    expected = generate(model, chat, **images, do_sample=False, use_cache=False)
     assert torch.equal(generate(model, chat, **options), expected)
 
 
