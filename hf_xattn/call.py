@@ -171,6 +171,7 @@ def read_call(
                 "`layerdrop` of the decoder to 0."
             )
     decoder.check_continues(given.shape[1], text_cache)
+    decoder.check_padding(text.get("attention_mask"), given.shape[1], text_cache, by_one=given.shape[1] == 1)
     if output_attentions is not None or config.output_attentions:
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         text["output_attentions"] = bool(output_attentions) and output_attentions != OF_BLOCKS

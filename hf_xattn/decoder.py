@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.utils import logging
 
 from .architectures import architecture
 from .channel import carrying
@@ -24,7 +25,10 @@ from .keywords import LOSS, keywords_of, refuse_unknown
 from .memo import memoized
 from .packing_decoders import why_not_packed
 from .sizes import text_num_hidden_layers
+from .tensor_checks import has_values
 
+
+logger = logging.get_logger(__name__)
 
 # Argument names of the cache in causal language models.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
@@ -139,9 +143,11 @@ class DecoderInterface(NamedTuple):
         receives_keywords (`bool`): whether the layers get the keyword arguments of `forward`.
         keywords, body_keywords (`frozenset[str]`): keyword names that the decoder reads, with its head and without.
         is_custom_code (`bool`): whether the decoder is custom code, which may read further keyword names.
+        name (`str`): the decoder, for errors.
         not_packed (`str`, *optional*): why several samples in one row would not be kept apart; None if they are.
-        forgets (`str`, *optional*): the decoder, if its layers drop their state when they read several tokens after cached text.
+        forgets (`bool`): whether its layers drop their state when they read several tokens after cached text.
         counts_from_zero (`bool`): whether it numbers text after cached text from 0 where no `position_ids` are given.
+        keeps_state, only_states (`bool`): whether some layers, or all, keep a running state of the text in place of keys and values.
     """
 
     arguments: frozenset[str]
@@ -150,9 +156,12 @@ class DecoderInterface(NamedTuple):
     keywords: frozenset[str]
     body_keywords: frozenset[str]
     is_custom_code: bool
+    name: str
     not_packed: str | None = None
-    forgets: str | None = None
+    forgets: bool = False
     counts_from_zero: bool = False
+    keeps_state: bool = False
+    only_states: bool = False
 
     @classmethod
     def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
@@ -167,6 +176,8 @@ class DecoderInterface(NamedTuple):
         body = keywords_of(model for model in around if model is not text_model) - handled
         model_type = text_model.config.model_type
         differs = architecture(model_type)
+        kinds = DynamicCache(config=text_model.config).layers
+        states = [isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds]
         return cls(
             frozenset(inspect.signature(text_model.forward).parameters),
             cache_argument,
@@ -174,18 +185,60 @@ class DecoderInterface(NamedTuple):
             (keywords_of(around) | LOSS) - handled,
             body,
             text_model.is_custom_code(),
+            f"{type(text_model).__name__} (model_type {model_type!r})",
             why_not_packed(text_model, [*around, decoder]),
-            f"{type(text_model).__name__} (model_type {model_type!r})" if differs.forgets else None,
+            differs.forgets,
             differs.counts_from_zero,
+            any(states),
+            any(states) and not any(isinstance(kind, CacheLayerMixin) for kind in kinds),
         )
 
     def check_continues(self, length: int, cache: Cache | None) -> None:
         """Raises a `ValueError` for several tokens after cached text, if the decoder would forget that text."""
-        if self.forgets is not None and length > 1 and cache is not None and _holds_state(cache):
+        if self.forgets and length > 1 and cache is not None and _holds_state(cache):
             raise ValueError(
-                f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.forgets} drops its state when it "
+                f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.name} drops its state when it "
                 "reads several. Pass one token a call, or call `generate` with an `EncoderDecoderCache`, which does so."
             )
+
+    def check_padding(self, mask: Any, length: int, cache: Cache | None, by_one: bool, generates: bool = False) -> None:
+        """Refuses padding that would get into a running state, or warns of it where transformers' own calls do so.
+
+        Args:
+            mask (`torch.Tensor`, *optional*): `attention_mask`. Masks of more axes are made by a caller or transformers, and not read.
+            length (`int`): number of new tokens.
+            cache (`Cache`, *optional*): of the text before them.
+            by_one (`bool`): whether the new tokens are read one at a time. The layers mask no padding then.
+            generates (`bool`): whether `generate` asks, before its first step.
+
+        Raises:
+            ValueError: for padding in front of text with `by_one`; for padding after text where the call is a later turn, or the prompt
+                of `generate`.
+        """
+        if not self.keeps_state or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not has_values(mask):
+            return
+        real, cached = mask != 0, cache is not None and _holds_state(cache)
+        if cached and mask.shape[1] == length:
+            real = torch.cat([torch.ones_like(real[:, :1]), real], dim=1)  # a mask of the new text alone
+        before = real.cumsum(dim=1)
+        between = (real[:, 1:] & ~real[:, :-1] & (before[:, :-1] > 0)).any(dim=1)
+        unmasked = (before[:, -length:] == 0).any(dim=1) & by_one
+        if not (between | unmasked).any():
+            return
+        rows = (between | unmasked).nonzero().flatten().tolist()
+        blame = f"{self.name} keeps a running state of the text and reads this padding into it, without blocks, too"
+        if unmasked.any():
+            raise ValueError(
+                f"Expected no padding in front of text that is read one token at a time, got it in rows {rows}: {blame}. Pass the text in "
+                "one call, or with a `prefill_chunk_size` of at least 2."
+            )
+        message = f"Expected padding in `attention_mask` in front of all text of a row, got it after text in rows {rows}: {blame}."
+        if length == 1 or not (cached or generates):
+            logger.warning_once(message)
+            return
+        raise ValueError(
+            f"{message} Pass the whole text, padded in front, with an empty cache, or continue each row alone."
+        )
 
     def check_keywords(self, caller: Callable[..., Any], given: dict[str, Any], body: bool = False) -> None:
         """Raises a `TypeError` for keyword arguments that the decoder does not read (`body`: without its head)."""
@@ -204,8 +257,11 @@ class DecoderInterface(NamedTuple):
         The context goes in as a keyword argument, or through the channel if the decoder does not pass keywords to its layers.
         """
         arguments = {name: value for name, value in arguments.items() if self._passes(name, value)}
+        text = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
+        mask = arguments.get("attention_mask")
+        if self.only_states and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            arguments["attention_mask"] = mask[:, -text.shape[1] :]  # Mamba multiplies new tokens by the mask of all
         if self.counts_from_zero and cache is not None and "position_ids" not in arguments:
-            text = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
             arguments["position_ids"] = torch.arange(text.shape[1], device=text.device)[None] + cache.get_seq_length()
         beside: contextlib.AbstractContextManager = contextlib.nullcontext()
         if context is not None and self.receives_keywords:

@@ -128,7 +128,7 @@ class XAttnGenerationMixin:
         request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)
         share = None if request is None else request.share
         if request is not None:
-            self._choose_chunk(generation_config, request, model_kwargs.get("inputs_embeds"), given)
+            self._choose_chunk(generation_config, request, model_kwargs, given)
         if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
             model_kwargs[STEP_ATTENTIONS] = request.attentions
         cache = model_kwargs.get("past_key_values")
@@ -164,32 +164,35 @@ class XAttnGenerationMixin:
         return result
 
     def _choose_chunk(
-        self, generation_config: Any, request: _ImagesOfGenerate, embeds: torch.Tensor | None, given: Cache | None
+        self, generation_config: Any, request: _ImagesOfGenerate, model_kwargs: dict[str, Any], given: Cache | None
     ) -> None:
         """How many tokens of the prompt each forward reads: as asked, but one by one after cached text if the decoder would forget that."""
-        text, forgets = request.text, self.model._interface.forgets
+        text, decoder = request.text, self.model._interface
         chunk = getattr(generation_config, "prefill_chunk_size", None)
         if chunk is not None and request.share is not None:
             raise ValueError(
                 f"Expected `{KEEP_TOKENS}` without `prefill_chunk_size`, got {chunk}: the whole prompt chooses "
                 "the image tokens, and the first chunk would choose alone."
             )
-        if forgets is not None and chunk not in (None, 1) and (text.cached or chunk < text.new):
+        if decoder.forgets and chunk not in (None, 1) and (text.cached or chunk < text.new):
             raise ValueError(
-                f"Expected `prefill_chunk_size` to be None or 1, got {chunk}: {forgets} drops its state when it reads several tokens "
+                f"Expected `prefill_chunk_size` to be None or 1, got {chunk}: {decoder.name} drops its state when it reads several tokens "
                 "after cached text."
             )
-        if forgets is not None and text.cached and text.new > 1:
+        if decoder.forgets and text.cached and text.new > 1:
+            embeds = model_kwargs.get("inputs_embeds")
             wrong = (
                 "`inputs_embeds`" if embeds is not None else f"`{KEEP_TOKENS}`" if request.share is not None else None
             )
             if wrong is not None:
                 raise ValueError(
-                    f"Expected no {wrong} after cached text, got it with {text.new} new tokens: {forgets} reads them one at a time."
+                    f"Expected no {wrong} after cached text, got it with {text.new} new tokens: {decoder.name} reads them one at a time."
                 )
             chunk = generation_config.prefill_chunk_size = 1
+        mask, text_half = model_kwargs.get("attention_mask"), getattr(given, "self_attention_cache", given)
+        decoder.check_padding(mask, text.new, text_half, by_one=1 in (chunk, text.new), generates=True)
         if chunk is not None and not has("prefill_chunk_size") and (text.cached or _holds_keys(given)):
-            what = "`prefill_chunk_size`" if forgets is None else f"Reading several new tokens with {forgets}"
+            what = f"Reading several new tokens with {decoder.name}" if decoder.forgets else "`prefill_chunk_size`"
             raise ValueError(needs("prefill_chunk_size", f"{what} after cached text"))
 
     def _prepare_images(self, model_kwargs: dict[str, Any], request: _ImagesOfGenerate | None) -> None:
