@@ -53,9 +53,13 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, **kwargs) -> Any:
-        """`PreTrainedConfig.from_pretrained`. Errors name the checkpoint."""
+        """`PreTrainedConfig.from_pretrained`. Errors name the checkpoint; the configuration does not, unless `name_or_path` is given."""
+        given = kwargs.get("name_or_path", "")
         kwargs.setdefault("name_or_path", os.fspath(pretrained_model_name_or_path))
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        made = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        config.name_or_path = given
+        return made
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> Any:

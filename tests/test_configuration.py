@@ -398,6 +398,25 @@ def test_config_round_trip(tmp_path):
         assert back.vision_config.hidden_size == 24
 
 
+@pytest.mark.parametrize("subfolder", ["", "inner"])
+def test_what_is_read_back_equals_what_was_saved(tmp_path, subfolder):
+    """The path of a folder that stays in the configuration, or a part that differs when it is read alone."""
+    config = xattn_config(
+        vision_config=vision_config(),
+        perceiver_config={},
+        connector_type="perceiver",
+        cross_attention_config={"context_size": 24},
+    )
+    config.save_pretrained(tmp_path / subfolder)
+    for part in (config, config.cross_attention_config, config.perceiver_config, config.text_config):
+        options = {"subfolder": subfolder} if subfolder else {}
+        back, unused = type(part).from_pretrained(tmp_path, return_unused_kwargs=True, **options)
+        back, expected = back.to_dict(), part.to_dict()
+        back.pop("transformers_version"), expected.pop("transformers_version")
+        assert back == expected and not unused, type(part)
+    assert XAttnConfig.from_pretrained(tmp_path / subfolder, name_or_path="given").name_or_path == "given"
+
+
 def test_derived_sizes_survive_saving(tmp_path):
     """Rules out a block whose sizes equal class defaults, are left out of the file, and come back as the decoder's."""
     text = LlamaConfig(hidden_size=768, num_attention_heads=6, num_key_value_heads=2, intermediate_size=100)
