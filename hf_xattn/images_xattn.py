@@ -142,7 +142,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
         Returns:
             [`~transformers.modeling_outputs.BaseModelOutputWithPooling`]: `pooler_output` holds the features that
-            `cross_attention_states` takes, `(batch, num_images, tokens an image, context_size)`. `last_hidden_state`, `hidden_states`
+            `cross_attention_states` takes, `(batch, num_images, tokens an image, context_size)`, or `(batch, tokens an image,
+            context_size)` where `pixel_values` have no axis of images. `last_hidden_state`, `hidden_states`
             and `attentions` are the vision tower's own, with one row an image: `(batch * num_images, tokens, hidden_size)`, or
             `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower. `vision_features` takes a `last_hidden_state`
             with the images on axis 1.
@@ -175,7 +176,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         )
         result = BaseModelOutputWithPooling(
             last_hidden_state=output.last_hidden_state,
-            pooler_output=features,
+            pooler_output=features[:, 0] if pixel_values.dim() == 4 else features,
             hidden_states=output.get("hidden_states"),
             attentions=output.get("attentions"),
         )

@@ -28,7 +28,7 @@ def clip(**config) -> XAttnForConditionalGeneration:
 @pytest.mark.parametrize("part", ["model", "body"])
 def test_contract(part):
     """A bare tensor where transformers expects an output, features of another kind than the forward's, or the tower's pooled token in
-    their place."""
+    their place; an axis of images where the pixels have none: transformers expects two axes for each sample of those."""
     whole, ids, images = make_model(), token_ids(), pixels(2, 3)
     model = whole if part == "model" else whole.model
     outputs = model.get_image_features(images)
@@ -41,8 +41,10 @@ def test_contract(part):
     assert torch.equal(whole(ids, cross_attention_states=outputs.pooler_output).logits, expected)
     assert torch.equal(whole(ids, cross_attention_states=outputs.pooler_output.flatten(1, 2)).logits, expected)
     single = model.get_image_features(pixel_values=images[:, 0])
-    assert torch.equal(single.pooler_output, model.get_image_features(images[:, :1]).pooler_output)
+    assert torch.equal(single.pooler_output, model.get_image_features(images[:, :1]).pooler_output[:, 0])
     assert single.last_hidden_state.shape == (2, 16, 24)
+    expected = whole(ids, pixel_values=images[:, 0]).logits
+    assert torch.equal(whole(ids, cross_attention_states=single.pooler_output).logits, expected)
 
     as_tuple = model.get_image_features(images, return_dict=False)
     assert isinstance(as_tuple, tuple) and len(as_tuple) == 2 and torch.equal(as_tuple[1], outputs.pooler_output)
