@@ -9,10 +9,10 @@ from conftest import make_model, make_text, randomize, strengthen
 from quantized_bases import quantized_retrofit
 from test_architectures import SERVED, make_tiny, retrofitted
 from tiny_architectures import EXPERTS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
-from hf_xattn import GatedCrossAttention, GatedCrossAttentionBlock
+from hf_xattn import GatedCrossAttention, GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.checks import BROKEN, FRESH, HOLDS, NAMES, NOT_CHECKED, run_checks
 from hf_xattn.checks.bases import load_base
 from hf_xattn.cross_cache import CrossAttentionLayer
@@ -256,7 +256,8 @@ def test_a_cache_that_lies_about_images(kind, monkeypatch):
     read = CrossAttentionLayer.read
     monkeypatch.setattr(CrossAttentionLayer, "read", lambda layer: tuple(8 * part.flip(2) for part in read(layer)))
     (result,) = checked(model, kind).values()
-    assert result.status == BROKEN and result.measured > result.allowed and "decoder alone" not in result.line
+    assert result.status == BROKEN and result.measured > result.allowed
+    assert "LlamaForCausalLM by itself, without an image, is right: " in result.line
 
 
 @pytest.mark.parametrize(
@@ -284,6 +285,26 @@ def test_text_that_a_decoder_forgets():
     model.model._interface = model.model._interface._replace(forgets=None)
     (result,) = checked(model, "cache-continued").values()
     assert result.status == BROKEN and "The decoder alone, without an image, " in result.line
+
+
+class ForgetfulLlama(LlamaForCausalLM):
+    """A decoder that takes a cache and ignores it."""
+
+    def forward(self, input_ids=None, past_key_values=None, use_cache=None, **kwargs):
+        return super().forward(input_ids, use_cache=False, **kwargs)
+
+
+def test_a_decoder_that_ignores_its_cache():
+    """A fault that the base has alone and that is taken for one of the blocks, or a base that nobody could ask and that is called right."""
+    text = ForgetfulLlama(make_text().config).eval()
+    config = XAttnConfig(text_config=text.config, cross_attention_config={"context_size": 16})
+    model = randomize(XAttnForConditionalGeneration(config, text_model=strengthen(text)).eval())
+    for result in checked(model, "cache-dynamic", "cache-encoded", "cache-continued").values():
+        assert result.status == BROKEN and result.line.endswith(" off, too: the fault is that of ForgetfulLlama")
+    mamba = randomize(retrofitted(strengthen(make_tiny("mamba"))))
+    mamba.model._interface = mamba.model._interface._replace(forgets=False)
+    (result,) = checked(mamba, "cache-continued").values()
+    assert result.status == BROKEN and "MambaForCausalLM by itself cannot be asked: it raises " in result.line
 
 
 def test_a_decoder_that_wants_no_cache():

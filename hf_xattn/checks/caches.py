@@ -129,11 +129,10 @@ class CacheChecks:
             f"{length} of text{woken(awake)}"
         )
         if apart > allowed:
-            of_decoder = self._apart_alone(kind, length)
-            if of_decoder > allowed:
-                line += f". The decoder alone, without an image, is {number(of_decoder)} off, too"
-                return Result(kind, BROKEN, line, apart, allowed)
-            line += "" if self.model.dtype == torch.float32 else ". With `--dtype float32`, rounding is smaller"
+            whose, of_decoder = self._whose_fault(kind, length, allowed)
+            line += whose
+            if not of_decoder and self.model.dtype != torch.float32:
+                line += ". With `--dtype float32`, rounding is smaller"
         return Result(kind, HOLDS if apart <= allowed else BROKEN, line, apart, allowed)
 
     def _why_not(self, kind: str) -> str | None:
@@ -150,14 +149,20 @@ class CacheChecks:
         return None
 
     @torch.no_grad()
-    def _apart_alone(self, kind: str, length: int) -> float:
-        """The largest difference of the text half alone, without images, between this cache and none."""
+    def _whose_fault(self, kind: str, length: int, allowed: float) -> tuple[str, bool]:
+        """Whether the text half alone, without images, differs between this cache and none, too: in words, and as a value."""
         text, ids = self.model.base_model.text_model, random_text(self.model, length)
+        name = type(text).__name__
         try:
-            found = _answer(text, kind, ids)
-        except Exception:  # transformers cannot continue text with the cache of a state-space decoder
-            return 0.0
-        return _apart(length, generate(text, ids, use_cache=False), found)[0]
+            apart, _ = _apart(length, generate(text, ids, use_cache=False), _answer(text, kind, ids))
+        except Exception as error:  # transformers cannot continue text with the cache of a state-space decoder
+            return f". {name} by itself cannot be asked: it raises {type(error).__name__}", False
+        if apart > allowed:
+            return (
+                f". The decoder alone, without an image, is {number(apart)} off, too: the fault is that of {name}",
+                True,
+            )
+        return f". {name} by itself, without an image, is right: {number(apart)} off", False
 
     def _window(self) -> int | None:
         """The largest sliding window among the layers of the text half."""
