@@ -320,6 +320,8 @@ class XAttnForConditionalGeneration(
     """
 
     model: XAttnModel
+    # Who asks the class must not roll text back, as with some decoders. Each model has its decoder's own value.
+    _is_stateful = True
 
     def __init__(
         self,

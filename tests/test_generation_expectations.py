@@ -56,8 +56,10 @@ def test_methods_and_caches(base, tower, method):
 
 @on_every_kind
 def test_candidates(base, tower):
-    """Candidates of the prompt or of an assistant that change the answer; a decoder with a state that takes them back."""
+    """Candidates of the prompt or of an assistant that change the answer; a decoder with a state that takes them back; a class that
+    promises so for all decoders, which transformers' tests ask."""
     model = build(base, tower)
+    assert type(model)._is_stateful and model._is_stateful == (base == "hybrid")
     given = {"input_ids": token_ids(1, 4).repeat(1, 3), **images_for(tower, 1)}
     assistant = base_of(base)
     assistant.generation_config.num_assistant_tokens = 3
