@@ -176,7 +176,7 @@ class DecoderInterface(NamedTuple):
         body = keywords_of(model for model in around if model is not text_model) - handled
         model_type = text_model.config.model_type
         differs = architecture(model_type)
-        kinds = DynamicCache(config=text_model.config).layers
+        kinds = _cache_layers(text_model)
         states = [isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds]
         return cls(
             frozenset(inspect.signature(text_model.forward).parameters),
@@ -274,6 +274,14 @@ class DecoderInterface(NamedTuple):
     def _passes(self, name: str, value: Any) -> bool:
         """Whether an argument goes to the decoder. `generate` makes some arguments that not every decoder takes."""
         return value is not None and (name in self.arguments or name not in ("position_ids", "logits_to_keep"))
+
+
+def _cache_layers(text_model: PreTrainedModel) -> list[Any]:
+    """The layers of a new cache; none for a custom decoder with kinds of layers that transformers makes no cache for."""
+    try:
+        return DynamicCache(config=text_model.config).layers
+    except KeyError:
+        return []
 
 
 def _holds_state(cache: Cache) -> bool:

@@ -190,6 +190,8 @@ class XAttnGenerationMixin:
                 )
             chunk = generation_config.prefill_chunk_size = 1
         mask, text_half = model_kwargs.get("attention_mask"), getattr(given, "self_attention_cache", given)
+        if isinstance(mask, torch.Tensor) and text.rows:
+            mask = mask[:: max(mask.shape[0] // text.rows, 1)]  # without the copies for beams and return sequences
         decoder.check_padding(mask, text.new, text_half, by_one=1 in (chunk, text.new), generates=True)
         if chunk is not None and not has("prefill_chunk_size") and (text.cached or _holds_keys(given)):
             what = f"Reading several new tokens with {decoder.name}" if decoder.forgets else "`prefill_chunk_size`"

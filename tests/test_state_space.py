@@ -168,6 +168,12 @@ PADDING = {
     "a chunk of all": (lambda talk: talk.chunks(9), None),
     "steps with a mask": (lambda talk: talk.parts([6, 1, 1, 1]), None),
     "padding in steps": (lambda talk: talk.parts([1] * 9), FRONT + r"\[0\]"),
+    "padding beside beams": (
+        lambda talk: talk.model.generate(
+            talk.ids, attention_mask=talk.mask.flip(0), num_beams=3, prefill_chunk_size=1, max_new_tokens=1
+        ),
+        FRONT + r"\[1\]",
+    ),
     "padding in a prompt": (lambda talk: talk.gap(), AFTER + r"\[0\]"),
     "padding in a later call": (lambda talk: talk.gap([3, 6]), f"{AFTER}\\[0\\]|{DROPS}"),
 }
