@@ -137,6 +137,20 @@ class PaddedTalk:
     def chunks(self, size):
         return self.says(self.ids, self.mask, prefill_chunk_size=size, **self.images)[-1]
 
+    def embedded(self):
+        """Whether embeddings with a static cache give other words than ids."""
+        options = {
+            "attention_mask": self.mask,
+            "max_new_tokens": 2,
+            "do_sample": False,
+            "eos_token_id": None,
+            **self.images,
+        }
+        expected = self.model.generate(self.ids, **options)
+        embeds = self.model.get_input_embeddings()(self.ids)
+        found = self.model.generate(inputs_embeds=embeds, cache_implementation="static", **options)
+        return float(not torch.equal(found, expected[:, 9:]))
+
     def parts(self, lengths, mask=None, alone=False):
         """A text in several calls, each with the mask of the text so far."""
         model, mask = self.base if alone else self.model, self.mask if mask is None else mask
@@ -167,6 +181,7 @@ PADDING = {
     "padding in chunks of 4": (lambda talk: talk.chunks(4), None),
     "a chunk of all": (lambda talk: talk.chunks(9), None),
     "steps with a mask": (lambda talk: talk.parts([6, 1, 1, 1]), None),
+    "embeddings in a static cache": (lambda talk: talk.embedded(), None),
     "padding in steps": (lambda talk: talk.parts([1] * 9), FRONT + r"\[0\]"),
     "padding beside beams": (
         lambda talk: talk.model.generate(
