@@ -20,6 +20,7 @@ from .configuration_xattn import (
 from .freezing import freeze
 from .gguf_files import split_gguf
 from .modeling_xattn import XAttnForConditionalGeneration
+from .removal import leave_out_added, recorded
 from .sizes import text_num_hidden_layers, vision_hidden_size
 from .text_half import text_half
 
@@ -48,7 +49,8 @@ def retrofit(
     """Puts gated cross-attention blocks into a text-only causal language model.
 
     The decoder's weights keep their values and their names, and a fresh model gives the base's logits bit for bit. A loaded
-    model is not copied: it contains the blocks afterwards, and still works for text-only calls.
+    model is not copied: it contains the blocks afterwards. It still works for text-only calls, and its own `save_pretrained` saves what it
+    saved before. [`remove_blocks`] gives it back as it was.
 
     Args:
         text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, a path that ends in `.gguf`, or a loaded causal
@@ -132,13 +134,15 @@ def retrofit(
         tower = load_vision(vision, **{"dtype": text.dtype, **tower_kwargs})
         if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
             tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
-    note_base(text.config, text_source, load_kwargs)
-    if tower is not None and vision_source is not None:
-        note_base(tower.config, vision_source, {**load_kwargs, "gguf_file": None})
-    config = XAttnConfig(
-        text_config=text.config, vision_config=None if tower is None else tower.config, **options, dtype=text.dtype
-    )
-    model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=tower)
+    with recorded(text):
+        note_base(text.config, text_source, load_kwargs)
+        if tower is not None and vision_source is not None:
+            note_base(tower.config, vision_source, {**load_kwargs, "gguf_file": None})
+        vision_config = None if tower is None else tower.config
+        config = XAttnConfig(text_config=text.config, vision_config=vision_config, **options, dtype=text.dtype)
+        model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=tower)
+    if isinstance(text_source, PreTrainedModel):
+        leave_out_added(text_source)
     if isinstance(attn_implementation, dict):
         model.set_attn_implementation(attn_implementation)
     model.train(text.training)
