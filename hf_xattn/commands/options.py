@@ -23,7 +23,9 @@ def add_blocks(parser: argparse._ActionsContainer) -> None:
         "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
     )
     parser.add_argument(
+        "--cross-attention-layers",
         "--layers",
+        dest="layers",
         type=_integers,
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
