@@ -1,6 +1,6 @@
 """Fine-tunes a model with TRL's `SFTTrainer`, on a data set in TRL's format: `messages` and `images`.
 
-pip install "hf_xattn[trl]"
+pip install -e ".[trl]"
 python examples/fine_tune_with_trl.py
 """
 
@@ -17,7 +17,7 @@ try:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 except ImportError as error:
-    sys.exit(f'This example needs TRL: pip install "hf_xattn[trl]" ({error})')
+    sys.exit(f'This example needs TRL: pip install "trl>=1.16" ({error})')
 
 QUESTION = "what is in the picture ?"
 

@@ -18,6 +18,7 @@ from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .parameter_groups import parameter_groups
 from .processing_xattn import XAttnProcessor
 from .registration import register_classes, register_names
+from .removal import remove_blocks
 from .retrofit import freeze_base, retrofit
 from .sharding import sharding_units
 from .transformers_api import warn_of_version
@@ -63,6 +64,7 @@ __all__ = [
     "last_complete_checkpoint",
     "lora_targets",
     "parameter_groups",
+    "remove_blocks",
     "retrofit",
     "sharding_units",
     "train_in_float32",

@@ -181,7 +181,7 @@ class AttentionMaps:
         layer: Choice = MEAN,
         head: Choice = MEAN,
     ) -> Figure:
-        """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale. Needs `hf_xattn[plot]`.
+        """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale. Needs matplotlib.
 
         Args:
             tokens (`list[int]`, *optional*): positions in the text. By default the generated tokens or, if there are none, the given

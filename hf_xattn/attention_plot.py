@@ -34,7 +34,7 @@ def draw(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('`plot` needs matplotlib: pip install "hf_xattn[plot]"') from error
+        raise ImportError('`plot` needs matplotlib: pip install "matplotlib>=3.8"') from error
     shown = np.asarray(picture)
     if shown.ndim not in (2, 3):
         raise ValueError(

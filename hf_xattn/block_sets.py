@@ -85,17 +85,20 @@ class XAttnSetsMixin:
     connector: XAttnConnector | None
     training: bool
     _mark: str = ""
+    _inserted: str = ""  # mark of the insertion of this model's blocks into its text model
     _active: str | None = FIRST
     _sets: dict[str, BlockSet] | None = None  # all sets, once there is more than the first
 
     @property
     def cross_attention_names(self) -> list[str]:
         """Names of the sets of blocks, the first one first."""
+        self._check_inserted()
         return [FIRST] if self._sets is None else list(self._sets)
 
     @property
     def active_cross_attention(self) -> str | None:
         """Name of the active set. None if no set is active."""
+        self._check_inserted()
         return self._active
 
     def load_cross_attention(self, folder: str | Path, name: str, **load_kwargs: Any) -> None:
@@ -139,8 +142,9 @@ class XAttnSetsMixin:
         Raises:
             ValueError: for an unknown name, and for a model with LoRA layers.
         """
+        names = self.cross_attention_names
         if name is not None:
-            check_choice("name", name, tuple(self.cross_attention_names))
+            check_choice("name", name, tuple(names))
         if name == self._active:
             return
         refuse_adapter_layers(self.text_model, "`set_cross_attention` cannot change the blocks of", WITHOUT_ADAPTER)
@@ -201,8 +205,18 @@ class XAttnSetsMixin:
             )
         cross.read_by = self._mark
 
+    def _check_inserted(self) -> None:
+        """Raises a `ValueError` if the text model does not hold the blocks of this model any more (see `removal.py`)."""
+        insertion: Any = getattr(self.text_model, "_insertion", None)
+        if insertion is None or insertion.mark != self._inserted:
+            raise ValueError(
+                "The text model of this model does not hold its blocks any more, because `remove_blocks` took them out. Use the text model "
+                "alone, or call `retrofit` with it."
+            )
+
     def _check_active(self) -> None:
         """Raises a `ValueError` if no set is active. Called for a call with images."""
+        self._check_inserted()
         if self._active is None:
             raise ValueError(
                 f"No cross-attention is active, so images would change nothing. Call `set_cross_attention` with one of "

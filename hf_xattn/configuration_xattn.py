@@ -378,6 +378,12 @@ class XAttnConfig(CheckedConfig):
             self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)
             self._check_fields()
 
+    def to_dict(self) -> dict[str, Any]:
+        """`PreTrainedConfig.to_dict`. A quantization stands in this configuration alone: that of the text model has other names."""
+        fields = super().to_dict()
+        (fields["text_config"] or {}).pop("quantization_config", None)
+        return fields
+
     def _check_fields(self) -> None:
         check_bool_fields(self)
         check_choice("connector_type", self.connector_type, CONNECTOR_TYPES)
@@ -415,9 +421,8 @@ class XAttnConfig(CheckedConfig):
             raise ValueError(f"`additional_vocab_size` must be at most {MAX_VOCABULARY}, got {added}.")
         if self.additional_vocab_in_head and not added:
             raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
-        vocab_size = getattr(self.text_config.get_text_config(), "vocab_size", None)
-        vocab_size = None if vocab_size is None else vocab_size + added
-        check_token_id("image_token_id", self.image_token_id, vocab_size)
+        known = getattr(self.text_config.get_text_config(), "vocab_size", None)
+        check_token_id("image_token_id", self.image_token_id, None if known is None else known + added)
         if self.source_config is not None and not isinstance(self.source_config, dict):
             raise ValueError(f"`source_config` must be a dict or None, got {type(self.source_config).__name__}.")
 
@@ -434,10 +439,9 @@ class XAttnConfig(CheckedConfig):
             raise ValueError(
                 f"`perceiver_config` must be a PerceiverConfig or a dict of its fields, got {type(perceiver).__name__}."
             )
-        if perceiver is None:
-            self.perceiver_config = PerceiverConfig(hidden_size=width)
-        elif _is_left_out(perceiver.hidden_size):
-            self.perceiver_config = PerceiverConfig(**{**perceiver.to_dict(), "hidden_size": width})
+        if perceiver is None or _is_left_out(perceiver.hidden_size):
+            fields = {} if perceiver is None else perceiver.to_dict()
+            self.perceiver_config = PerceiverConfig(**{**fields, "hidden_size": width})
         elif perceiver.hidden_size != width:
             raise ValueError(
                 f"`perceiver_config.hidden_size` ({perceiver.hidden_size}) must be the vision tower's width ({width})."

@@ -80,15 +80,25 @@ def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     source = _trusted.get()
     ref = _code_of(config, auto_class.__name__)
     if isinstance(config, UnreadConfig):
-        raise ValueError(
-            f"The code of the {config.__dict__['model_type']!r} part of this model came with its checkpoint. Load the model with "
-            "`trust_remote_code=True` to run it, or register its classes with the Auto classes before."
-        )
+        raise _not_trusted(config)
+    is_known = type(config) in auto_class._model_mapping
+    if ref is not None and source is None and not is_known:
+        raise _not_trusted(config)  # transformers would ask at the terminal
     if ref is None or source is None or _is_registered_by_user(auto_class, config):
         return auto_class.from_config(config)
     model_class: Any = get_class_from_dynamic_module(ref, **source)
     model_class.register_for_auto_class(auto_class.__name__)
+    if not is_known:  # as in transformers: where the model is built again, for its card, nothing asks
+        auto_class.register(type(config), model_class)
     return model_class._from_config(config)
+
+
+def _not_trusted(config: PreTrainedConfig) -> ValueError:
+    model_type = getattr(config, "model_type", None) or config.__dict__["model_type"]
+    return ValueError(
+        f"The code of the {model_type!r} part of this model came with its checkpoint. Load the model with `trust_remote_code=True` "
+        "(`--trust-remote-code` of the commands) to run it, or register its classes with the Auto classes before."
+    )
 
 
 def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str | os.PathLike[str]) -> None:

@@ -48,6 +48,12 @@ def _rebuild(make: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module
     return new_class.__new__(new_class)
 
 
+def original_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that [`derive`] has derived the class of a module from. None if that was derived further, as by FSDP."""
+    own = type(module)
+    return own.__bases__[0] if own.__module__ == __name__ else None
+
+
 def is_derived(module: nn.Module, prefix: str) -> bool:
     """Whether [`derive`] made the class of a module, with this prefix. FSDP derives a class of its own from it."""
     return any(each.__module__ == __name__ and each.__name__.startswith(prefix) for each in type(module).__mro__)

@@ -10,6 +10,7 @@ collected here, after each step and only on request.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from .image_inputs import ImageInputs
 from .image_rows import refuse_to_cache
 from .image_token_selection import KeptShare
 from .images_xattn import XAttnImagesMixin
+from .keywords import suggestion
 from .outputs import StepAttentions
 from .stand_in import run_beside
 from .text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
@@ -116,6 +118,17 @@ class XAttnGenerationMixin:
             if isinstance(cache, XAttnCache):  # where it fails, neither a mask nor a dtype must wait for another text
                 cache.progress = cache.progress.with_coming(None)
                 cache.cross_attention_cache.expect(None)
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """transformers' own, which refuses unknown arguments. The error tells the name that is meant."""
+        base: Any = super()
+        try:
+            base._validate_model_kwargs(model_kwargs)
+        except ValueError as error:
+            known = inspect.signature(self.forward).parameters  # type: ignore[attr-defined]
+            unknown = {name: suggestion(name, known) for name in model_kwargs if name not in known}
+            meant = "".join(f" `{name}`:{words}" for name, words in unknown.items() if words)
+            raise ValueError(f"{error}.{meant}") from None
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
         given = model_kwargs.get("past_key_values")

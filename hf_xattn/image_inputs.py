@@ -32,6 +32,7 @@ import torch
 from .configuration_xattn import XAttnConfig
 from .image_layout import rows_to
 from .image_rows import check_image_rows
+from .sizes import vision_hidden_size
 from .tensor_checks import check_bool, check_states, check_tensor
 from .text_progress import CallersMask
 from .vision import Tiles, check_features, check_pixels
@@ -177,7 +178,7 @@ class ImageInputs:
                 if value is not None:
                     raise ValueError(f"`{argument}` was given without `pixel_values`, but it describes their tiles.")
         if cross_attention_states is not None:
-            check_states(cross_attention_states, config.cross_attention_config.context_size, by_image=True)
+            _check_states(config, cross_attention_states)
             states = cross_attention_states
             if states.dim() == 3:
                 states = states[:, None]
@@ -357,6 +358,17 @@ class ImageInputs:
 
 
 NO_IMAGES = ImageInputs()
+
+
+def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
+    width = config.cross_attention_config.context_size
+    of_tower = None if config.vision_config is None else vision_hidden_size(config.vision_config)
+    if states.shape[-1:] == (of_tower,) and of_tower != width:
+        raise ValueError(
+            f"Expected `cross_attention_states` of width {width} (`context_size`), got {tuple(states.shape)}, which has the width of the "
+            "vision tower. Pass what the tower returns as `vision_features`: then it goes through the connector."
+        )
+    check_states(states, width, by_image=True)
 
 
 def _check_image_attention_mask(mask: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:
         """The cross-attention blocks, in the order of the layers."""
+        self._check_inserted()
         return cross_attention_blocks(self.text_model)
 
     @property

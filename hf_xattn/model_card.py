@@ -21,6 +21,7 @@ from .configuration_xattn import XAttnConfig
 from .inspection import describe
 from .paths import check_path
 from .tensor_checks import type_name
+from .version import HOW_TO_INSTALL
 from .whole_folder import whole_file
 
 
@@ -135,6 +136,7 @@ def _card(config: XAttnConfig, model: Any, training: dict[str, Any], results: di
             else ""
         ),
         "## How to load",
+        HOW_TO_INSTALL,
         _loading(vision is not None),
         "## What was added",
         _table(_figures(config, model)),
@@ -153,7 +155,7 @@ def _loading(sees: bool) -> str:
         *(["from PIL import Image"] if sees else []),
         f"from transformers import AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}, {'AutoProcessor' if sees else 'AutoTokenizer'}",
         "",
-        "import hf_xattn  # pip install hf_xattn; or pass trust_remote_code=True below",
+        "import hf_xattn  # or pass trust_remote_code=True below",
         "",
         'name = "..."  # this folder or repository',
         f"model = AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}.from_pretrained(name)",

@@ -42,6 +42,7 @@ from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .position_errors import name_wrong_positions
 from .pretrained import XAttnPreTrainedModel, keep_weights
 from .quantization import adopt_quantizer, share_quantizer
+from .removal import leave_out_added, recorded
 from .rollback import whole_or_not_at_all
 from .stand_in import blocks_are_units
 from .text_inputs import check_labels, check_text
@@ -68,18 +69,27 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         vision_tower: PreTrainedModel | None = None,
     ):
         super().__init__(config)
-        for given in (text_model, vision_tower):
-            if given is not None:
-                keep_weights(given)
+        given = text_model is not None
         if text_model is None:
             text_model = build_part(AutoModelForCausalLM, config.text_config)
         if vision_tower is not None and not is_tiled(vision_tower.config):
             check_tower_class("vision_tower", type(vision_tower))
         check_insertable(text_model)
-        if config.additional_vocab_size:
-            extend_vocabulary(text_model, config.additional_vocab_size, config.additional_vocab_in_head)
         self._interface = DecoderInterface.of(text_model)
         self._identity = ModelIdentity(config)
+        with recorded(text_model, given) as insertion:
+            if given:
+                keep_weights(text_model)
+            self._put_together(config, text_model, vision_tower)
+            self._inserted = insertion.mark
+
+    def _put_together(
+        self, config: XAttnConfig, text_model: PreTrainedModel, vision_tower: PreTrainedModel | None
+    ) -> None:
+        if vision_tower is not None:
+            keep_weights(vision_tower)
+        if config.additional_vocab_size:
+            extend_vocabulary(text_model, config.additional_vocab_size, config.additional_vocab_in_head)
         split = insert_blocks(text_model, config)
         self.text_model = text_model
         self.vision_tower = self.connector = None
@@ -89,6 +99,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         self._no_split_modules = [*(text_model._no_split_modules or []), *split]
         adopt_quantizer(self, text_model)
         self.post_init()
+        leave_out_added(text_model)  # later, `post_init` would take over what the text model leaves out
 
     def train(self, mode: bool = True) -> XAttnModel:
         """`nn.Module.train`, but frozen modules stay in evaluation mode (see `frozen_modes.py`)."""
@@ -135,6 +146,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         keep_image_tokens: Any = None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder with the images as one keyword argument. `runner` is the decoder with or without its head."""
+        self._check_inserted()
         check_text(text, past_key_values is None, self.get_input_embeddings)
         share = self._read_kept_share(keep_image_tokens)
         if isinstance(images, ImageInputs) and images.image_rows is not None:

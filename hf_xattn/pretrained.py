@@ -24,6 +24,7 @@ from .loading_checks import check_complete, check_folder, check_shapes, refuse_o
 from .lost_updates import warn_of_half_precision
 from .no_split import XAttnUnitsMixin, fsdp_plan
 from .peft_bases import check_adapter_folder, find_peft
+from .peft_layers import warn_of_tower
 from .quantization import finish_quantized, keep_added_precise
 from .saving import XAttnSavingMixin
 from .stub import NamesItsStub
@@ -76,8 +77,10 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
     def train(self, mode: bool = True) -> Any:
-        """`nn.Module.train`. Warns once of weights that train in half precision (see `lost_updates.py`)."""
+        """`nn.Module.train`. Warns once of weights that train in half precision, and of an adapter that trains the vision tower, too."""
         super().train(mode)
+        if mode:
+            warn_of_tower(self)
         if mode and self.base_model is self:
             warn_of_half_precision(self)
         return self

@@ -78,8 +78,8 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
     """Gives the quantizer of a text model to the model around it, so that the whole model can be saved and loaded.
 
     Args:
-        model (`PreTrainedModel`): an [`XAttnModel`] that contains `text_model`. Its configuration takes over the quantization,
-            because in `text_config` it would name weights by names that they no longer have.
+        model (`PreTrainedModel`): an [`XAttnModel`] that contains `text_model`. Its configuration takes over the quantization (see
+            [`XAttnConfig.to_dict`]).
     """
     quantizer = getattr(text_model, "hf_quantizer", None)
     if quantizer is None:
@@ -95,10 +95,21 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
         quantizer.modules_to_not_convert = skipped
     config: Any = model.config
     config.quantization_config = quantizer.quantization_config
-    if hasattr(config.text_config, "quantization_config"):
-        del config.text_config.quantization_config
     share_quantizer(text_model, model)
     model.hf_quantizer = quantizer
+
+
+def return_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
+    """Gives the quantizer of a model to the text model that was built inside: [`adopt_quantizer`], the other way round."""
+    quantizer = copy.copy(getattr(model, "hf_quantizer", None))
+    if quantizer is None:
+        return
+    if _skip_field(quantizer.quantization_config) is not None:
+        quantizer.quantization_config = quantization_of_text(quantizer.quantization_config)
+    config: Any = text_model.config
+    config.quantization_config = quantizer.quantization_config
+    share_quantizer(model, text_model)
+    text_model.hf_quantizer = quantizer
 
 
 def _is_gguf(quantizer: Any) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .bases import check_load_kwargs, load_text, load_vision, note_base, text_config_of, vision_config_of
@@ -19,7 +20,9 @@ from .configuration_xattn import (
 )
 from .freezing import freeze
 from .gguf_files import split_gguf
+from .keywords import ELSEWHERE
 from .modeling_xattn import XAttnForConditionalGeneration
+from .removal import leave_out_added, recorded
 from .sizes import text_num_hidden_layers, vision_hidden_size
 from .text_half import text_half
 
@@ -32,6 +35,7 @@ def retrofit(
     vision: str | Path | PreTrainedModel | None = None,
     *,
     cross_attention_layers: list[int] | None = None,
+    layers: list[int] | None = None,
     every: int = 4,
     cross_attention: CrossAttentionConfig | dict[str, Any] | None = None,
     image_token_id: int | None = None,
@@ -48,7 +52,8 @@ def retrofit(
     """Puts gated cross-attention blocks into a text-only causal language model.
 
     The decoder's weights keep their values and their names, and a fresh model gives the base's logits bit for bit. A loaded
-    model is not copied: it contains the blocks afterwards, and still works for text-only calls.
+    model is not copied: it contains the blocks afterwards. It still works for text-only calls, and its own `save_pretrained` saves what it
+    saved before. [`remove_blocks`] gives it back as it was.
 
     Args:
         text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, a path that ends in `.gguf`, or a loaded causal
@@ -57,6 +62,7 @@ def retrofit(
             `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
         cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in front.
             An index that is repeated puts several blocks there, one after the other.
+        layers (`list[int]`, *optional*): the same as `cross_attention_layers`.
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a `dict`
             leaves out follow the decoder's.
@@ -74,7 +80,12 @@ def retrofit(
         ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a decoder or already has blocks, a wrong layer, or
             contradictory options. If the configuration is enough to find the error, it is raised before weights are loaded.
     """
+    _refuse_fields(load_kwargs)
     check_load_kwargs(retrofit, load_kwargs, text, vision)
+    if layers is not None:
+        if cross_attention_layers is not None:
+            raise ValueError("Expected `cross_attention_layers` or `layers`, which mean the same, got both.")
+        cross_attention_layers = layers
     text, load_kwargs = split_gguf("text", text, load_kwargs)
     text_source, vision_source = text, vision
     attn_implementation = load_kwargs.get("attn_implementation")
@@ -132,17 +143,37 @@ def retrofit(
         tower = load_vision(vision, **{"dtype": text.dtype, **tower_kwargs})
         if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
             tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
-    note_base(text.config, text_source, load_kwargs)
-    if tower is not None and vision_source is not None:
-        note_base(tower.config, vision_source, {**load_kwargs, "gguf_file": None})
-    config = XAttnConfig(
-        text_config=text.config, vision_config=None if tower is None else tower.config, **options, dtype=text.dtype
-    )
-    model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=tower)
+    with recorded(text):
+        note_base(text.config, text_source, load_kwargs)
+        if tower is not None and vision_source is not None:
+            note_base(tower.config, vision_source, {**load_kwargs, "gguf_file": None})
+        vision_config = None if tower is None else tower.config
+        config = XAttnConfig(text_config=text.config, vision_config=vision_config, **options, dtype=text.dtype)
+        model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=tower)
+    if isinstance(text_source, PreTrainedModel):
+        leave_out_added(text_source)
     if isinstance(attn_implementation, dict):
         model.set_attn_implementation(attn_implementation)
     model.train(text.training)
     return model
+
+
+def _refuse_fields(load_kwargs: dict[str, Any]) -> None:
+    """Raises a `TypeError` for a field of a part's configuration, which says where it goes."""
+    parts = {
+        "cross_attention": ("the blocks", CrossAttentionConfig),
+        "perceiver_config": ("the perceiver", PerceiverConfig),
+    }
+    of_all = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    for name, value in load_kwargs.items():
+        for argument, (part, config_class) in parts.items():
+            known = {field.name for field in dataclasses.fields(config_class)} - of_all
+            meant = name if name in known else ELSEWHERE.get(name)
+            if meant in known:
+                raise TypeError(
+                    f"retrofit() got an unexpected keyword argument `{name}`. `{meant}` is a field of {part}: pass "
+                    f"`{argument}={{{meant!r}: {value!r}}}`."
+                )
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:

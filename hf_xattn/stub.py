@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_imports
 
-from .version import __version__
+from .version import HOW_TO_INSTALL, __version__
 
 
 STUB = "xattn_stub"
@@ -42,7 +42,10 @@ NOTICE = """\
 
 TEMPLATE = '''\
 {notice}
-"""Loads the model in this folder with the package hf_xattn. Transformers runs this file where `trust_remote_code=True` allows it."""
+"""Loads the model in this folder with the package hf_xattn. Transformers runs this file where `trust_remote_code=True` allows it.
+
+After `import hf_xattn`, transformers loads the model without this file.
+"""
 
 import transformers
 from packaging.version import Version
@@ -50,6 +53,7 @@ from transformers.utils import logging
 
 
 SAVED_BY = "{version}"
+HOW_TO_INSTALL = "{how_to_install}"
 
 try:
     from hf_xattn import (
@@ -68,14 +72,14 @@ except ImportError as error:
 
 if Version(installed) < Version(SAVED_BY):
     logging.get_logger(__name__).warning(
-        f"This model was saved with hf_xattn {{SAVED_BY}}, but {{installed}} is installed, which may read it wrongly. Upgrade it: "
-        "pip install --upgrade hf_xattn"
+        f"This model was saved with hf_xattn {{SAVED_BY}}, but {{installed}} is installed, which may read it wrongly. "
+        f"{{HOW_TO_INSTALL}}"
     )
 '''
 
 WITHOUT_CODE = """\
     raise ImportError(
-        f"This model needs the Python package hf_xattn ({SAVED_BY} or newer). Install it: pip install hf_xattn ({error})"
+        f"This model needs the Python package hf_xattn ({SAVED_BY} or newer). {HOW_TO_INSTALL} ({error})"
     ) from error"""
 
 WITH_CODE = """\
@@ -133,7 +137,8 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: 
     with_code = with_code or holds_code(target) or PACKAGE != "hf_xattn"
     files = {f"{name}.py": f"{NOTICE}\n{_source(name)}" for name in (code_modules() if with_code else ())}
     otherwise = WITH_CODE if with_code else WITHOUT_CODE
-    files[f"{STUB}.py"] = TEMPLATE.format(notice=NOTICE, version=__version__, otherwise=otherwise)
+    texts = {"notice": NOTICE, "version": __version__, "how_to_install": HOW_TO_INSTALL, "otherwise": otherwise}
+    files[f"{STUB}.py"] = TEMPLATE.format(**texts)
     foreign = [
         name
         for name in files

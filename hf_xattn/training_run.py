@@ -36,7 +36,7 @@ CHECKPOINTS = "checkpoints"
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
 # Options that do not change the result. They may be different in a resumed run.
-FREE_OPTIONS = ("output", "device", "workers", "log_steps", "adapter_only")
+FREE_OPTIONS = ("output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code")
 
 
 @dataclasses.dataclass
@@ -68,6 +68,7 @@ class TrainingOptions:
     device: str = "auto"
     workers: int = 0
     seed: int = 0
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -141,7 +142,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     saved = options.saved(data, *others)
     if resume:
         _check_resumed(options.output, saved)
-    processor = _processor(options.model)
+    hub = {"trust_remote_code": options.trust_remote_code}
+    processor = _processor(options.model, **hub)
     from .collator import XAttnDataCollator
     from .vision_features import VisionFeatures
 
@@ -166,7 +168,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     from .modeling_xattn import XAttnForConditionalGeneration
 
     set_seed(options.seed)
-    model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype)
+    model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype, **hub)
     if model.dtype == torch.float16:
         raise ValueError(
             f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Train it with "
@@ -188,7 +190,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     arguments = _arguments(options, len(rows), bool(held_out), half)
     finished = before >= arguments.max_steps
     if finished:  # `Trainer` would take one step more
-        _load_weights(model, checkpoint)
+        _load_weights(model, checkpoint, **hub)
     use_cache = getattr(model.config, "use_cache", None)
     trainer = Trainer(
         model=model,
@@ -295,7 +297,7 @@ def _tie(weights: dict[str, torch.Tensor], model: XAttnForConditionalGeneration)
             weights[name] = weights[first[id(parameter)]]
 
 
-def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any) -> None:
+def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: Any) -> None:
     """Gives the model the weights of a checkpoint, in the dtypes of the model."""
     import torch
     from torch.distributed import checkpoint as sharded
@@ -305,11 +307,11 @@ def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any) -> None
         # Tensors of the model, which are filled. Each process reads all of them by itself.
         sharded.load({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
     else:
-        last = type(model).from_pretrained(str(checkpoint), dtype=torch.float32)
+        last = type(model).from_pretrained(str(checkpoint), dtype=torch.float32, **hub)
         model.load_state_dict(last.state_dict())
 
 
-def _processor(name: str) -> XAttnProcessor:
+def _processor(name: str, **hub: Any) -> XAttnProcessor:
     """Returns the model's processor, as an [`XAttnProcessor`].
 
     Raises:
@@ -320,7 +322,7 @@ def _processor(name: str) -> XAttnProcessor:
     from .processing_xattn import XAttnProcessor
 
     try:
-        processor = AutoProcessor.from_pretrained(name)
+        processor = AutoProcessor.from_pretrained(name, **hub)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} was saved without a processor: save an `XAttnProcessor` into its folder.") from error
     if getattr(processor, "image_processor", None) is None:
@@ -328,7 +330,7 @@ def _processor(name: str) -> XAttnProcessor:
             f"{name} was saved without an image processor, so it cannot read pictures. Save an `XAttnProcessor` into its folder."
         )
     if not isinstance(processor, XAttnProcessor):  # the processor of an imported model
-        marker = AutoConfig.from_pretrained(name).image_token_id
+        marker = AutoConfig.from_pretrained(name, **hub).image_token_id
         token = None if marker is None else processor.tokenizer.convert_ids_to_tokens(marker)
         template = processor.chat_template or processor.tokenizer.chat_template
         processor = XAttnProcessor(processor.image_processor, processor.tokenizer, template, image_token=token)

@@ -51,7 +51,9 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_hf_peft_config_loaded": ("integrations.peft", OLDEST),
     "_from_auto": ("configuration_utils", OLDEST),
     "_from_pipeline": ("configuration_utils", OLDEST),
+    "_validate_model_kwargs": ("generation.utils", OLDEST),
     # Saving
+    "_keys_to_ignore_on_save": ("modeling_utils", OLDEST),
     "_get_files_timestamps": ("utils.hub", OLDEST),
     "_upload_modified_files": ("utils.hub", OLDEST),
     # Running and training

@@ -77,7 +77,7 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
             names = {id(module): name for name, module in language_model.named_modules()}
             tied = {f"{names[id(head.additional)]}.weight": f"{names[id(embedding.additional)]}.weight"}
             language_model._tied_weights_keys = {**(language_model._tied_weights_keys or {}), **tied}
-            language_model.all_tied_weights_keys.update(tied)
+            language_model.all_tied_weights_keys = {**language_model.all_tied_weights_keys, **tied}
 
 
 def _usual(part: nn.Module | None, kind: type[Part], language_model: PreTrainedModel) -> Part:

@@ -2,10 +2,10 @@
 
 import tempfile
 
-from conftest import make_model
+from conftest import make_model, make_text
 from surface import NOTHING, Fine, Surface, Wrong, value
 
-from hf_xattn import XAttnForConditionalGeneration, model_card
+from hf_xattn import XAttnForConditionalGeneration, model_card, remove_blocks
 
 
 FOLDER = tempfile.TemporaryDirectory()  # removed when the tests end
@@ -39,6 +39,11 @@ SURFACES = {
             **{name: value(none=NOTHING, kind=Wrong(3, "got 3")) for name in ("text_base", "vision_base")},
         },
         fields={"with_code", "adapter_only", "text_base", "vision_base"},
+    ),
+    "remove_blocks": Surface(
+        remove_blocks,
+        remove_blocks,
+        {"model": value(none=None, kind="model", size=Wrong(make_text(), "got a LlamaForCausalLM"))},
     ),
     "write_model_card": Surface(
         model_card.write_model_card,

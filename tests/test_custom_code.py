@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,19 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     dynamic_module_utils,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, retrofit
+from hf_xattn.commands.main import main
 from hf_xattn.custom_code import UnreadConfig
+from hf_xattn.training_run import OPTIONS_FILE
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 
 
 @pytest.fixture
@@ -129,6 +137,87 @@ def test_code_runs_only_where_it_may(checkpoints, monkeypatch):
                 auto_class.from_pretrained(folder, **kwargs)
     with pytest.raises(RuntimeError, match="run"):
         AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_saving_a_loaded_model_does_not_ask(checkpoints, monkeypatch):
+    """A prompt in the middle of a job, from the model card, which builds the model once more; a card without figures."""
+    retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True).save_pretrained(
+        checkpoints / "model"
+    )
+    loaded = AutoModelForImageTextToText.from_pretrained(checkpoints / "model", trust_remote_code=True)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    loaded.save_pretrained(checkpoints / "again")
+    assert "custom_decoder, 14,784 parameters" in (checkpoints / "again" / "README.md").read_text()
+    assert type(loaded.config.text_config) not in CONFIG_MAPPING.values()
+    loaded.save_pretrained(checkpoints / "adapter", adapter_only=True)
+    with pytest.raises(ValueError, match="'custom_decoder' part.*`trust_remote_code=True`"):
+        AutoModelForImageTextToText.from_pretrained(checkpoints / "again")
+
+
+def saved_by_commands(folder):
+    """A text-only checkpoint with its own code and a tokenizer, retrofitted with a tower of transformers."""
+    make_text_checkpoint(folder / "words")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "words")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    torch.manual_seed(0)
+    names = {"AutoConfig": "CustomDecoderConfig", "AutoModelForCausalLM": "CustomDecoderForCausalLM"}
+    references = {auto_class: f"custom_decoder.{name}" for auto_class, name in names.items()}
+    text = CustomDecoderForCausalLM(CustomDecoderConfig(pad_token_id=0, eos_token_id=1))
+    save_with_code(text, folder / "own", **references)
+    tokenizer.save_pretrained(folder / "own")
+    make_vision_checkpoint(folder / "tower")
+    make_picture().save(folder / "picture.png")
+    (folder / "metadata.jsonl").write_text('{"file_name": "picture.png", "text": "a dog"}\n')
+    return folder
+
+
+@pytest.mark.slow
+def test_commands_run_code_only_where_they_may(checkpoints, monkeypatch, capsys):
+    """A command that cannot load a model with custom code, runs the code unasked, or waits at a prompt."""
+    folder = saved_by_commands(checkpoints)
+    model, picture = folder / "seeing", folder / "picture.png"
+    commands = [
+        ["retrofit", folder / "own", "--vision", folder / "tower", "--every", "1", "--output", model],
+        ["inspect", model],
+        ["inspect", model, "--training"],
+        ["inspect", folder / "own", "--training", "--vision", folder / "tower"],
+        ["check", model, "--base", folder / "own", "--skip", "cache-static"],
+        ["generate", model, "--prompt", "a dog", "--image", picture, "--max-new-tokens", "2"],
+        ["chat", model, "--image", picture, "--max-new-tokens", "2"],
+        ["encode", model, "--image", picture, "--output", folder / "images.safetensors"],
+        ["encode", model, "--features", folder, "--output", folder / "features"],
+        ["train", model, "--data", folder, "--output", folder / "trained", "--steps", "1", "--device", "cpu"],
+        ["train", model, "--data", folder, "--output", folder / "trained", "--steps", "1", "--device", "cpu", "--resume"],
+    ]  # fmt: skip
+    lines = iter(["what is it ?"])
+
+    def type_line(prompt=""):
+        if prompt:
+            pytest.fail(f"asked: {prompt}")
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", type_line)
+    for command in commands:
+        command = list(map(str, command))
+        if "--resume" in command:  # a run that was killed while it saved the trained model
+            file = folder / "trained" / OPTIONS_FILE
+            file.write_text(json.dumps({**json.loads(file.read_text()), "complete": False}))
+        else:
+            assert main(command) == 2, command
+            assert "trust_remote_code=True" in capsys.readouterr().err, command
+        assert main([*command, "--trust-remote-code"]) == 0, (command, capsys.readouterr().err)
+        capsys.readouterr()
+
+
+def test_commands_that_load_a_model_have_the_option(capsys):
+    """A command that was forgotten."""
+    for name in ("retrofit", "check", "train", "generate", "chat", "serve", "web", "encode", "inspect"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert "--trust-remote-code" in capsys.readouterr().out, name
 
 
 def test_configuration_without_its_code(checkpoints):

@@ -350,6 +350,10 @@ SURFACES = {
             **FIELDS,
             "text": value(none=None, kind=3, size="/no/such/folder"),
             "vision": value(none=Fine(None), kind=3, size="/no/such/folder"),
+            "layers": {  # another name of the same
+                kind: Wrong(given, "cross_attention_layers") if kind != "none" and given is not NOTHING else given
+                for kind, given in FIELDS["cross_attention_layers"].items()
+            },
             "every": value(none=None, kind="4", size=0, dtype=4.0),
             "cross_attention": value(none=Fine(None), kind=3, size=Wrong({"hidden_size": 8}, "hidden_size.*8")),
         },

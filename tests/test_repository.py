@@ -10,6 +10,7 @@ import yaml
 
 import hf_xattn
 from hf_xattn.commands.main import _parser
+from hf_xattn.version import HOW_TO_INSTALL
 
 
 ROOT = Path(__file__).parents[1]
@@ -67,9 +68,32 @@ def test_two_forms_and_a_private_way():
     """A weakness that is told to all, because nothing else was offered."""
     assert [path.stem for path in FORMS] == ["bug", "decoder"]
     chooser = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text())
-    assert chooser["blank_issues_enabled"] is False
-    (link,) = chooser["contact_links"]
-    assert link["url"].endswith("/security/advisories/new") and link.keys() == {"name", "url", "about"}
+    assert chooser == {"blank_issues_enabled": False}
+    way = "report a weakness in a private message to those who gave you this package, and not in public."
+    for file in (ROOT / "README.md", GITHUB / "SECURITY.md"):
+        assert way in file.read_text().replace("Report", "report"), file
+
+
+def test_nothing_is_promised_that_is_not_there():
+    """A name on a package index or a repository that nobody has claimed, where anybody may put code for those who follow the docs."""
+    patterns = ("*.md", "*.toml", ".github/**/*", "model_cards/*.md", "hf_xattn/**/*.py", "examples/**/*", ".ci/run")
+    promise = re.compile(
+        r"pip install[^\n&;`]*?hf[_-]xattn(?!-\*\.whl)|https?://[^\s)>\"']*hf[_-]xattn|^hf[_-]xattn(?:\[|[=<>~]=)",
+        re.MULTILINE,
+    )
+    files = [path for pattern in patterns for path in ROOT.glob(pattern) if path.suffix not in (".pyc", ".png")]
+    found = [(str(path.relative_to(ROOT)), promise.findall(path.read_text())) for path in files if path.is_file()]
+    assert len(found) > 200 and [each for each in found if each[1]] == []
+    assert HOW_TO_INSTALL in (ROOT / "README.md").read_text()
+
+
+def test_errors_name_what_an_extra_installs():
+    """A package in an error message that the extra of the same purpose does not have."""
+    code = "\n".join(path.read_text() for path in (ROOT / "hf_xattn").rglob("*.py"))
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in ("web", "plot", "serve", "demo"):
+        first = re.search(rf'^{extra} = \["(.+?)"', project, re.MULTILINE)[1]
+        assert re.search(rf"pip install ['\"]{re.escape(first)}['\"]", code), first
 
 
 def test_the_workflow_calls_the_script():
@@ -83,12 +107,10 @@ def test_the_workflow_calls_the_script():
 
 
 def test_metadata():
-    """A package without types for its users, without links, or whose version is written in two places."""
+    """A package without types for its users, or whose version is written in two places."""
     assert (Path(hf_xattn.__file__).parent / "py.typed").is_file()
     text = (ROOT / "pyproject.toml").read_text()
     assert '"hf_xattn" = ["py.typed"]' in text and "Typing :: Typed" in text
-    urls = dict(re.findall(r'^(\w+) = "(https://github\.com/hf-xattn/hf_xattn[^"]*)"$', text, re.MULTILINE))
-    assert urls.keys() == {"Homepage", "Documentation", "Issues"}
     found = [
         str(path.relative_to(ROOT))
         for pattern in ("*.md", "*.toml", ".github/**/*", "hf_xattn/**/*.py", "tests/*.py", "examples/**/*.py")

@@ -30,6 +30,7 @@ from transformers import (
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig, freeze_base, insertion, retrofit
 from hf_xattn.bases import LOAD_KEYWORDS
+from hf_xattn.commands.main import _parser
 
 
 TOWERS = {
@@ -203,7 +204,7 @@ def test_options_reach_the_configuration(folders):
     ("name", "nearest"),
     [
         ("dtpye", "dtype"),
-        ("layers", "cross_attention_layers"),
+        ("layer", "layers"),
         ("cross_attention_config", "cross_attention"),
         ("perceiver", "perceiver_config"),
         ("attn_implementations", "attn_implementation"),
@@ -218,6 +219,34 @@ def test_unknown_keywords_are_refused_before_loading(folders, monkeypatch, name,
     for text in (folders / "text", make_text()):
         with pytest.raises(TypeError, match=message + (rf" Did you mean `{nearest}`\?" if nearest else "")):
             retrofit(text, **{name: "float32"})
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "field"),
+    [
+        ("gate", "cross_attention", "gate"),
+        ("mlp_type", "cross_attention", "mlp_type"),
+        ("num_heads", "cross_attention", "num_attention_heads"),
+        ("num_kv_heads", "cross_attention", "num_key_value_heads"),
+        ("context_size", "cross_attention", "context_size"),
+        ("num_latents", "perceiver_config", "num_latents"),
+    ],
+)
+def test_fields_of_a_part_say_where_they_go(folders, name, argument, field):
+    """A field of the blocks that is answered with a far name, or with none."""
+    message = rf"argument `{name}`. `{field}` is a field of .*: pass `{argument}={{'{field}': 2}}`"
+    for text in (folders / "text", make_text()):
+        with pytest.raises(TypeError, match=message):
+            retrofit(text, **{name: 2})
+
+
+def test_two_names_of_the_layers(folders):
+    """`--layers` of the command that Python does not know, and `cross_attention_layers` of Python that the command does not."""
+    assert retrofit(folders / "text", layers=[1, 3]).config.cross_attention_layers == [1, 3]
+    with pytest.raises(ValueError, match="`cross_attention_layers` or `layers`.*both"):
+        retrofit(folders / "text", layers=[1, 3], cross_attention_layers=[1, 3])
+    for option in ("--layers", "--cross-attention-layers"):
+        assert _parser().parse_args(["retrofit", "text", option, "1,3", "--output", "out"]).layers == [1, 3]
 
 
 def test_keywords_of_from_pretrained(folders):

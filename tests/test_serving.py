@@ -388,4 +388,4 @@ def test_a_missing_extra_is_named(folder, monkeypatch, capsys):
     """A traceback where transformers' server is not installed."""
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     assert main(["serve", str(folder)]) == 2
-    assert "hf_xattn[serve]" in capsys.readouterr().err
+    assert "pip install 'transformers[serving]'" in capsys.readouterr().err

@@ -307,4 +307,8 @@ def test_the_space_names_what_it_needs():
     fields = dict(line.split(": ", 1) for line in front.strip().splitlines())
     assert fields["sdk"] == "gradio" and fields["app_file"] == "app.py" and (SPACE / fields["app_file"]).is_file()
     assert [int(part) for part in fields["sdk_version"].split(".")] >= [6, 10]
-    assert (SPACE / "requirements.txt").read_text().split() == ["hf_xattn[web]"]
+    wanted = (SPACE / "requirements.txt").read_text().splitlines()  # the package itself is a folder beside the script
+    project = (SPACE.parents[1] / "pyproject.toml").read_text()
+    needed = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)[1]
+    web = re.search(r"^web = \[(.*?)\]", project, re.MULTILINE)[1]
+    assert wanted == re.findall('"(.+?)"', needed + web)

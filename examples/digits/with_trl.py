@@ -1,6 +1,6 @@
 """Reads digits, trained with TRL's `SFTTrainer` on chats with pictures.
 
-pip install "hf_xattn[demo,trl]"
+pip install -e ".[demo,trl]"
 python examples/digits/with_trl.py [--output FOLDER] [--quick]
 """
 
@@ -16,7 +16,7 @@ try:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 except ImportError as error:
-    sys.exit(f'This example needs TRL: pip install "hf_xattn[trl]" ({error})')
+    sys.exit(f'This example needs TRL: pip install "trl>=1.16" ({error})')
 
 
 def chats(data: CanvasDataset) -> Dataset:

@@ -7,9 +7,10 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .loading import add_model, check_model
+from .options import hub_options
 
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="save only what was added to the bases, where saving and loading are checked: for models that fill a disk",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
     parser.set_defaults(run=run)
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..peft_bases import find_peft
 
     peft = find_peft(arguments.model, {})
-    check_model(arguments.model if peft is None else peft.base)
+    check_model(arguments.model if peft is None else peft.base, **hub_options(arguments))
     from ..adapters import Adapter
     from ..checks import BROKEN, NOT_CHECKED, run_checks
     from ..checks.bases import load_base
@@ -93,8 +93,7 @@ def _finite(number: float | None) -> float | None:
 def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = None) -> XAttnForConditionalGeneration:
     from transformers import AutoModelForImageTextToText
 
-    options: dict[str, Any] = {"trust_remote_code": True} if arguments.trust_remote_code else {}
-    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype or arguments.dtype, **options)
+    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype or arguments.dtype, **hub_options(arguments))
     if model.device.type != arguments.device.partition(":")[0]:  # a quantizer may have put it on a GPU
         model = model.to(arguments.device)
     return model.eval()
@@ -110,8 +109,7 @@ def _saved_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
     name = arguments.model if peft is None else peft.base
     if arguments.dtype == "auto":
         return None
-    options: dict[str, Any] = {"trust_remote_code": True} if arguments.trust_remote_code else {}
-    config = AutoConfig.from_pretrained(name, **options)
+    config = AutoConfig.from_pretrained(name, **hub_options(arguments))
     return getattr(config.text_config, "dtype", None) or config.dtype
 
 

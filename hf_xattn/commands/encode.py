@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .loading import add_images, add_model, check_model, load_model_and_images, load_processor
+from .options import hub_options
 
 
 # Options that only go with `--features`, with their defaults.
@@ -83,8 +84,9 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     pictures = pictures_by_content(data)
     if not pictures:
         raise ValueError(f"Expected `--features` to be a folder with pictures, got no picture in {data.file}.")
-    check_model(arguments.model)
-    processor = load_processor(arguments.model)
+    hub = hub_options(arguments)
+    check_model(arguments.model, **hub)
+    processor = load_processor(arguments.model, **hub)
     if getattr(processor, "image_processor", None) is None:
         raise ValueError(f"`--features` needs an image processor, but {arguments.model} was saved without one.")
     from accelerate.utils import get_cpu_distributed_information
@@ -94,7 +96,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     from ..vision_features import tower_of
 
     process = get_cpu_distributed_information()  # what the launcher has set, also for GPUs
-    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
+    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
     tower_of(model).to(_device_of(arguments.device, process.local_rank, process.world_size))
     done = encode_pictures(
         model,

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .loading import DTYPES, has_blocks, load_shapes, plan_shapes, quantization_of
-from .options import add_blocks
+from .options import add_blocks, add_trust, hub_options
 from .output import print_report
 
 
@@ -28,6 +28,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--architectures", action="store_true", help="print which decoders are supported, and why others are not"
     )
+    add_trust(parser)
     training = parser.add_argument_group(
         "memory for training",
         "Only configurations are read. What trains is in float32 and computes in the dtype of the frozen weights.",
@@ -65,24 +66,24 @@ def run(arguments: argparse.Namespace) -> None:
 
         print(markdown_table())
     elif arguments.training:
-        _print_training(arguments.model, blocks, **given)
+        _print_training(arguments.model, blocks, hub_options(arguments), **given)
     else:
-        print_report(load_shapes(arguments.model))
+        print_report(load_shapes(arguments.model, **hub_options(arguments)))
 
 
-def _print_training(name: str, blocks: dict[str, Any], dtype: str = "auto", **given: Any) -> None:
+def _print_training(name: str, blocks: dict[str, Any], hub: dict[str, Any], dtype: str = "auto", **given: Any) -> None:
     from ..training_memory import training_memory, training_memory_table
 
-    if has_blocks(name):
+    if has_blocks(name, **hub):
         for option, value in blocks.items():
             if value not in (None, 4):
                 raise ValueError(f"`--{option}` is for a text model, but {name} has cross-attention blocks already.")
-        model = load_shapes(name, dtype)
+        model = load_shapes(name, dtype, **hub)
     else:
-        model = plan_shapes(name, dtype=dtype, **blocks)
+        model = plan_shapes(name, dtype=dtype, **blocks, **hub)
     memory = training_memory(model, **given)
     print(training_memory_table(memory, given.get("ranks", 1)))
-    if method := quantization_of(name):
+    if method := quantization_of(name, **hub):
         counted = str(memory.dtype).removeprefix("torch.")
         print(
             f"{name} is quantized ({method}): its frozen weights need less than the table says, which counts them in {counted}."

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .options import add_trust, hub_options
+
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,6 +40,7 @@ def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     default = " (default: a GPU if there is one)" if device == "auto" else ""
     parser.add_argument("--device", default=device, help=f"cpu, cuda, cuda:1, ...{default}")
+    add_trust(parser)
 
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
@@ -56,10 +59,11 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
 
     from ..image_reading import read_image
 
-    check_model(arguments.model)
-    processor = load_processor(arguments.model)
+    hub = hub_options(arguments)
+    check_model(arguments.model, **hub)
+    processor = load_processor(arguments.model, **hub)
     images = [read_image(file, "--image") for file in files]
-    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
+    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
     device = arguments.device
     if device == "auto":
         import torch
@@ -71,17 +75,17 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     return model, _with_images_at_markers(processor, model), images
 
 
-def load_processor(name: str) -> Any:
+def load_processor(name: str, **hub: Any) -> Any:
     """Loads the processor of a model, or its tokenizer if the model was saved without an image processor."""
     from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
     absent_is_none = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
     files = (cached_file(name, file, **absent_is_none) for file in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME))
-    return (AutoTokenizer if all(file is None for file in files) else AutoProcessor).from_pretrained(name)
+    return (AutoTokenizer if all(file is None for file in files) else AutoProcessor).from_pretrained(name, **hub)
 
 
-def load_shapes(name: str, dtype: str = "auto") -> XAttnForConditionalGeneration:
+def load_shapes(name: str, dtype: str = "auto", **hub: Any) -> XAttnForConditionalGeneration:
     """Builds a saved model on the meta device. Reads only the configuration.
 
     Args:
@@ -90,19 +94,20 @@ def load_shapes(name: str, dtype: str = "auto") -> XAttnForConditionalGeneration
     Raises:
         ValueError: for a model without blocks.
     """
-    check_model(name)
+    check_model(name, **hub)
     import torch
 
     from ..configuration_xattn import XAttnConfig
+    from ..custom_code import trusting
     from ..modeling_xattn import XAttnForConditionalGeneration
 
-    config = XAttnConfig.from_pretrained(name)
-    with torch.device("meta"):
+    with trusting(name, hub), torch.device("meta"):
+        config = XAttnConfig.from_pretrained(name)
         return XAttnForConditionalGeneration._from_config(config, **_given_dtype(dtype))
 
 
 def plan_shapes(
-    text: str, vision: str | None, *, every: int, layers: list[int] | None, dtype: str = "auto"
+    text: str, vision: str | None, *, every: int, layers: list[int] | None, dtype: str = "auto", **hub: Any
 ) -> XAttnForConditionalGeneration:
     """Builds on the meta device what `retrofit` would make of two checkpoints. Reads only their configurations.
 
@@ -117,14 +122,15 @@ def plan_shapes(
     from transformers import AutoModelForCausalLM
 
     from ..bases import text_config_of, vision_config_of
+    from ..custom_code import trusting
     from ..gguf_files import split_gguf
     from ..retrofit import retrofit
     from ..vision import build_tower
 
-    text_config = text_config_of(*split_gguf("text", text, {}), reads_weights=False)
-    vision_config = None if vision is None else vision_config_of(vision, {}, reads_weights=False)
-    with torch.device("meta"):
-        text_model = AutoModelForCausalLM.from_config(text_config, **_given_dtype(dtype))
+    text_config = text_config_of(*split_gguf("text", text, hub), reads_weights=False)
+    vision_config = None if vision is None else vision_config_of(vision, hub, reads_weights=False)
+    with trusting(vision, hub), torch.device("meta"):
+        text_model = AutoModelForCausalLM.from_config(text_config, **_given_dtype(dtype), **hub)
         tower = None if vision_config is None else build_tower(vision_config).to(text_model.dtype)
         model = retrofit(text_model, tower, every=every, cross_attention_layers=layers)
     if model.model.connector is not None:
@@ -132,16 +138,16 @@ def plan_shapes(
     return model
 
 
-def has_blocks(name: str) -> bool:
+def has_blocks(name: str, **hub: Any) -> bool:
     """Whether a folder or a Hub id is a model with blocks. Reads only the configuration."""
     from transformers import AutoConfig
 
     from ..gguf_files import is_gguf_path
 
-    return not is_gguf_path(name) and AutoConfig.from_pretrained(name).model_type == "xattn"
+    return not is_gguf_path(name) and AutoConfig.from_pretrained(name, **hub).model_type == "xattn"
 
 
-def quantization_of(name: str) -> str | None:
+def quantization_of(name: str, **hub: Any) -> str | None:
     """The method that the weights of a checkpoint are quantized with, or None. Reads only the configuration."""
     from transformers import AutoConfig
 
@@ -151,7 +157,7 @@ def quantization_of(name: str) -> str | None:
     if is_gguf_path(name):
         return None  # a retrofit unpacks it
     adapter = Adapter.find(name, {})
-    saved = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    saved = getattr(AutoConfig.from_pretrained(name, **hub), "quantization_config", None)
     if adapter is not None:
         saved = adapter.manifest.get("quantization_config")
     return None if saved is None else str(saved["quant_method"])
@@ -164,8 +170,8 @@ def _given_dtype(dtype: str) -> dict[str, Any]:
     return {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
 
 
-def check_model(name: str) -> None:
-    """Raises a `ValueError` for a model without blocks."""
+def check_model(name: str, **hub: Any) -> None:
+    """Raises a `ValueError` for a model without blocks. `hub`: `hub_options`, here and elsewhere in this file."""
     from transformers import AutoConfig
 
     from ..gguf_files import is_gguf_path
@@ -174,7 +180,7 @@ def check_model(name: str) -> None:
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run `hf-xattn retrofit {name}` first."
         )
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, **hub)
     if config.model_type != "xattn":
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a {config.model_type!r} model without "

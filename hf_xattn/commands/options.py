@@ -6,6 +6,16 @@ import argparse
 from typing import Any
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that `hub_options` reads."""
+    parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
+
+
+def hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns keyword arguments of every `from_pretrained`. Without the option nothing asks: code that is needed is an error."""
+    return {"trust_remote_code": arguments.trust_remote_code}
+
+
 def add_blocks(parser: argparse._ActionsContainer) -> None:
     """Adds the options of a retrofit: the vision tower, and the layers that get a block."""
     parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
@@ -13,7 +23,9 @@ def add_blocks(parser: argparse._ActionsContainer) -> None:
         "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
     )
     parser.add_argument(
+        "--cross-attention-layers",
         "--layers",
+        dest="layers",
         type=_integers,
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from .loading import DTYPES
-from .options import add_blocks
+from .options import add_blocks, add_trust, hub_options
 from .output import new_folder, print_report, save_processor
 
 
@@ -21,7 +20,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--gguf-file", metavar="NAME", help="name of a GGUF file in the folder or repository TEXT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--revision", help="revision of TEXT and V on the Hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
+    add_trust(parser)
     parser.add_argument("--max-shard-size", default="5GB", help="maximum size of a safetensors file (default: 5GB)")
     parser.add_argument(
         "--adapter-only", action="store_true", help="save only what was added, and fetch TEXT and V when it is loaded"
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     from ..retrofit import retrofit
     from ..whole_folder import WholeFolder
 
-    hub: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
+    hub = hub_options(arguments)
     if arguments.revision is not None:
         hub["revision"] = arguments.revision
     print(f"Loading {arguments.text}" + (f" and {arguments.vision}" if arguments.vision else ""), flush=True)

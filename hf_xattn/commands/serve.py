@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'hf_xattn[serve]'`.")
+        raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'transformers[serving]'`.")
     from ..listening import address_of, bind
     from ..serving import SERVED, Server, build_app, check_answers
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from .loading import check_model
+from .options import add_trust, hub_options
 from .output import new_folder
 
 
@@ -98,6 +99,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"), help="auto uses a GPU if there is one")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that read pictures (default: 0)")
     parser.add_argument("--seed", type=int, default=0)
+    add_trust(parser)
     parser.set_defaults(run=run)
 
 
@@ -111,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "resume")}
     checked = TrainingOptions(**options)
-    check_model(arguments.model)
+    check_model(arguments.model, **hub_options(arguments))
     try:
         train(checked, resume=arguments.resume)
     except KeyboardInterrupt:

@@ -58,7 +58,7 @@ class DigitPool:
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise ImportError('The demo needs scikit-learn: pip install "hf_xattn[demo]"') from error
+            raise ImportError('The demo needs scikit-learn: pip install "scikit-learn>=1.4"') from error
         digits = load_digits()
         order = np.random.default_rng(seed).permutation(len(digits.target))
         first = len(order) // 5

@@ -107,7 +107,7 @@ def load_gradio() -> Any:
     try:
         import gradio
     except ImportError as error:
-        raise ImportError("The page needs Gradio: run `pip install 'hf_xattn[web]'`.") from error
+        raise ImportError("The page needs Gradio: run `pip install 'gradio>=6.10,<7'`.") from error
     return gradio
 
 
