@@ -104,20 +104,10 @@ def read_images(
 
 
 def _narrowed(config: XAttnConfig, cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
-    """Applies the masks of a call without images to the cached images. Once text is cached, they must equal the known masks."""
-    for name, given, size in (
-        ("image_mask", inputs.image_mask, cached.num_images),
-        ("cross_attention_mask", inputs.token_mask, cached.num_tokens),
-    ):
-        if given is None:
-            continue
-        if has_text:
-            check_known_mask(name, given, cached)
-        elif given.shape[1] != size:
-            raise ValueError(
-                f"Expected `{name}` for the {size} {'images' if name == 'image_mask' else 'image tokens'} in `past_key_values`, got "
-                f"{tuple(given.shape)}."
-            )
+    """Applies the masks of a call without images to the cached images. They may hide more, until text is cached."""
+    for name, given in (("image_mask", inputs.image_mask), ("cross_attention_mask", inputs.token_mask)):
+        if given is not None:
+            check_known_mask(name, given, cached, has_text)
     if has_text or (inputs.image_mask is None and inputs.token_mask is None):
         return cached
     if inputs.image_mask is not None:

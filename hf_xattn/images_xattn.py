@@ -93,8 +93,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
         a cache (`use_cache=False`), in compiled code and in a run of several processes, whose collectives must match.
 
         The first call after a change of weights, adapters, dtype or devices drops all images. Such a change is noticed as
-        `model_identity.py` tells. After anything else that changes what images become, such as a hook on the vision tower, call
-        `model.image_store.clear()`.
+        `model_identity.py` tells. After anything else that changes what images become, call `model.image_store.clear()`: a write to a
+        weight through `.data` or a NumPy view, a hook on the vision tower, the connector or a K/V projection.
 
         Args:
             max_bytes (`int`): bytes that keys and values may take. A store that exists keeps its images, as far as they fit.
