@@ -135,7 +135,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         Args:
             pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
             image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here; with `num_image_positions`, padding
-                images take no position.
+                images take no position. Positions are those of the row: packed rows need `pixel_values` or `vision_features`.
             output_hidden_states, output_attentions (`bool`, *optional*): return those of the vision tower, where it has them; attentions
                 need its eager implementation. None: as in `config`.
             return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.

@@ -319,10 +319,14 @@ def test_places_of_features():
     expected = model(**unpacked, use_cache=False).logits[real]
     tower = model.model.vision_tower
     packed["vision_features"] = tower(packed.pop("pixel_values")[0]).last_hidden_state[None]
-    for mode in ("packed", "compiled"):
-        called = torch.compile(model, backend="eager") if mode == "compiled" else model
-        tower.requires_grad_(False)
+    tower.requires_grad_(False)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for called in (model, compiled):
         assert torch.allclose(called(**packed).logits.flatten(0, 1), expected, atol=EXACT)
+    many = samples_of([[(3, [1]), (5, [0, 1, 2, 3])]])[0]
+    many["vision_features"] = tower(many.pop("pixel_values")[0]).last_hidden_state[None]
+    with pytest.raises(RuntimeError, match="more images than positions"):
+        compiled(**many)
     torch._dynamo.reset()
 
 
