@@ -29,7 +29,9 @@ from .image_rows import ImageRows, Slots, refuse_to_cache
 from .image_token_selection import KeptShare
 from .int8_cache import check_no_gradient, check_not_training
 from .later_blocks import TextView, TokenChoice, context_of_kept
-from .packed_rows import check_packed_images, find_samples
+from .packed_rows import find_samples
+from .packed_samples import PackedText, check_packed_images
+from .position_bias import text_positions, token_positions
 from .real_tokens import row_spans
 from .row_groups import RowGroup, group_rows
 from .stand_in import blank_states, run_beside, stand_in_images
@@ -64,6 +66,7 @@ class Call:
         uncached (`str`, *optional*): why this forward must not write into a cache; None if it may.
         continues (`bool`): whether the caller passed a cache or asked for one, so more text may follow.
         samples (`torch.BoolTensor`, *optional*): `(rows, length)`, True where a sample of a packed row starts; None if no row is packed.
+        positions (`torch.LongTensor`, *optional*): `(rows or 1, length)`, of the text; None without `position_bias`.
         share ([`KeptShare`], *optional*): how many image tokens blocks after the first keep; None if nothing is to be dropped.
     """
 
@@ -79,6 +82,7 @@ class Call:
     uncached: str | None
     continues: bool
     samples: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     share: KeptShare | None = None
 
     @property
@@ -190,6 +194,7 @@ def read_call(
         uncached=uncached,
         continues=continues,
         samples=samples,
+        positions=text_positions(text, cache, given) if config.cross_attention_config.position_bias else None,
         share=share,
     )
 
@@ -270,16 +275,18 @@ def prepare_blocks(
     folded, visible = view.fold()
     choice = None
     if call.share is not None and not stands_in:
-        past = int(call.cache.get_seq_length()) if call.cache is not None and call.cache.can_be_cropped else 0
+        past = 0 if call.cache is None else int(call.cache.get_seq_length())
         cached = 0 if cross is None or cross.layout is None else cross.layout.num_images
         text_mask = call.text.get("attention_mask")
         choice = TokenChoice.of(call.share, layout, cached, view, text_mask, visible, past)
     keeps = cross is not None and new is not None and call.uncached is None
-    key_positions = _key_positions(layout, rows) if block.position_bias else None
+    key_positions = None
+    if block.position_bias:
+        key_positions = token_positions((layout if rows is None else rows.layout_of_text(layout)).token_mask)
     fields: dict[str, Any] = {
         "cache": cross,
         "slots": None if rows is None else Slots(rows.slots, rows.places),
-        "query_positions": _query_positions(call) if block.position_bias else None,
+        "query_positions": call.positions,
         "output_attentions": call.output_attentions or None,
         "keep_keys_values": keeps or None,
         "recorder": None if stands_in else Recorder(),
@@ -321,7 +328,7 @@ def keep(call: Call, prepared: BlockInputs) -> None:
     if prepared.progress is not None:
         cache.progress = prepared.progress
     cache.text_rows = call.rows
-    cache.count_text(call.length, call.device)
+    cache.count_text(call.length, call.device, call.positions)
 
 
 def _drop_tokens(cache: XAttnCache, prepared: BlockInputs, choice: TokenChoice) -> None:
@@ -363,7 +370,8 @@ def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:
     call.images.check_device(call.device, "text")
     # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
     record = call.cache is not None and not trains and not torch.compiler.is_compiling()
-    return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length), record)
+    packed = None if call.samples is None else PackedText(call.samples, _found_markers(encoder.config, call))
+    return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length, packed=packed), record)
 
 
 def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> torch.Tensor | None:
@@ -375,11 +383,11 @@ def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> to
     """
     if config.image_visibility == "all" and not packed:
         return None
-    input_ids = call.text.get("input_ids")
-    if input_ids is not None and config.image_token_id is not None:
-        return input_ids == config.image_token_id
+    markers = _found_markers(config, call)
+    if markers is not None:
+        return markers
     if packed:
-        missing = "`input_ids`" if input_ids is None else "`image_token_id` in the configuration"
+        missing = "`input_ids`" if call.text.get("input_ids") is None else "`image_token_id` in the configuration"
         raise ValueError(
             "Expected packed rows (`position_ids` that start again or leave some out) with image markers, which tell the sample of each "
             f"image, got no {missing}. Pass a `cross_attention_mask` of shape (batch, text_len, num_image_tokens) in place of markers."
@@ -390,6 +398,11 @@ def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> to
             "`input_ids`, or a `cross_attention_mask` of shape (batch, text_len, num_image_tokens)."
         )
     return torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
+
+
+def _found_markers(config: XAttnConfig, call: Call) -> torch.Tensor | None:
+    input_ids = call.text.get("input_ids")
+    return None if input_ids is None or config.image_token_id is None else input_ids == config.image_token_id
 
 
 def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Tensor, rows: ImageRows | None) -> None:
@@ -429,22 +442,6 @@ def _warn_of_constant_images(cross: CrossCache, encoder: ImageEncoder) -> None:
             "not learn from this text. Call `encode_images` outside of `torch.no_grad()`, or pass the images instead of a cache. To train "
             "only the other weights, call `requires_grad_(False)` on these parts."
         )
-
-
-def _query_positions(call: Call) -> torch.Tensor:
-    """Returns the positions of the text tokens, `(B or 1, T)`."""
-    positions = call.text.get("position_ids")
-    if positions is not None:
-        return (
-            positions if positions.dim() == 2 else positions[0]
-        )  # 3-D positions have one row for each axis of an image
-    past = 0 if call.cache is None else call.cache.get_seq_length()
-    return torch.arange(call.length, device=call.device)[None] + past
-
-
-def _key_positions(layout: ImageLayout, rows: ImageRows | None) -> torch.Tensor | None:
-    """Returns the positions of the image tokens, `(rows, N)`, with rows that divide those of the text."""
-    return (layout if rows is None else rows.layout_of_text(layout)).token_positions
 
 
 def _embeddings_learn(call: Call) -> bool:

@@ -82,7 +82,8 @@ class CrossAttentionConfig(CheckedConfig):
         quiet_softmax (`bool`, defaults to `False`): use `exp(x) / (1 + sum(exp(x)))`, which lets a head attend to nothing
             (E. Miller, "Attention Is Off By One", 2023).
         position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias. Use it for a context with an
-            order (audio, video), not for images.
+            order (audio, video), not for images. It counts no padding: neither of text nor of images. Image tokens that only
+            a mask with an axis of text hides are no padding, because other text may see them.
         position_bias_num_buckets (`int`, defaults to 32), position_bias_max_distance (`int`, defaults to 128):
             as in T5 (bidirectional buckets).
         initializer_range (`float`, defaults to 0.02): standard deviation of the random initial weights.
@@ -209,9 +210,9 @@ class PerceiverConfig(CheckedConfig):
         hidden_size (`int`, *optional*): width of latents and image tokens. Inside an [`XAttnConfig`] it defaults to the
             vision tower's width.
         num_latents (`int`, defaults to 64): number of tokens that the resampler makes of an image.
-        num_image_positions (`int`, defaults to 0): learned positions, one for each image of a row, which are added to the image's
-            tokens (flamingo-pytorch's `media_pos_emb`). A row has at most so many images. 0 = no positions: the images of a row
-            are encoded alike, whatever their order.
+        num_image_positions (`int`, defaults to 0): learned positions, one for each image of a row (of a packed row: of a
+            sample), which are added to the image's tokens (flamingo-pytorch's `media_pos_emb`). A row has at most so many
+            images. 0 = no positions: the images of a row are encoded alike, whatever their order.
         num_hidden_layers (`int`, defaults to 6).
         num_attention_heads (`int`, defaults to 8), head_dim (`int`, defaults to 64).
         intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.

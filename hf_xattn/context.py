@@ -20,6 +20,7 @@ from .folded_mask import FoldedMask, fold_mask
 from .image_layout import ImageLayout, rows_to
 from .image_rows import Slots
 from .kept_tokens import KeptTokens
+from .position_bias import token_positions
 from .real_tokens import RealTokens, real_tokens
 from .row_groups import RowGroup
 from .tensor_checks import check_bool, check_tensor, type_name
@@ -244,10 +245,13 @@ def plain_context(
 ) -> CrossAttentionContext:
     """Makes the context of a layer that is used on its own, with one image row for each text row."""
     batch_size, text_len = hidden_states.shape[:2]
-    sees = None
+    sees = key_positions = None
     if cross_attention_mask is not None:
         check_cross_attention_mask(cross_attention_mask, batch_size, text_len, cross_attention_states.shape[1])
-        sees = cross_attention_mask[:, None] if cross_attention_mask.dim() == 2 else cross_attention_mask
+        sees = cross_attention_mask
+        if sees.dim() == 2:
+            key_positions = token_positions(sees) if config.position_bias else None
+            sees = sees[:, None]
     mask, visible = fold_mask(
         sees,
         image_rows=batch_size,
@@ -260,5 +264,6 @@ def plain_context(
         cross_attention_states=cross_attention_states,
         mask=mask,
         visible=visible,
+        key_positions=key_positions,
         output_attentions=output_attentions or None,
     )

@@ -16,8 +16,10 @@ from .configuration_xattn import XAttnConfig
 from .image_encoder import ImageEncoder, NewImages, StoredImages
 from .image_inputs import ImageInputs
 from .image_layout import ImageLayout, rows_to
+from .image_positions import check_hides_last, place_in_samples
 from .image_rows import ImageRows
 from .image_store import StoreReader
+from .packed_samples import PackedText
 from .placement import check_known_mask
 from .pytrees import dataclass_node
 from .tensor_checks import type_name
@@ -33,11 +35,13 @@ class TextOfCall(NamedTuple):
         rows (`int`, *optional*): batch of the text; None if images are encoded without a text.
         new (`int`): number of tokens that the cache does not hold.
         cached (`int`): number of cached tokens that a caller's mask may also cover.
+        packed ([`PackedText`], *optional*): its samples; None if no row is packed.
     """
 
     rows: int | None
     new: int
     cached: int = 0
+    packed: PackedText | None = None
 
 
 class ImagesOfCall(NamedTuple):
@@ -81,10 +85,13 @@ def read_images(
         inputs.check_device(inputs.images.device, "images")
         if inputs.image_rows is not None:
             rows = ImageRows.of(inputs.image_rows, inputs.images.shape[0])
+        if text.packed is not None:
+            inputs = place_in_samples(encoder.config, inputs, text.packed, rows)
     new, axes = encoder.read(inputs, cached, record_content, store)
     layout = cached
     if cached is not None and inputs.images is None:
-        layout = _narrowed(cached, inputs, has_text=cache is not None and cache.text_rows is not None)
+        has_text = cache is not None and cache.text_rows is not None
+        layout = _narrowed(encoder.config, cached, inputs, has_text)
     if new is not None:
         layout = new.layout if cached is None else cached.append(new.layout)
     mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
@@ -96,23 +103,15 @@ def read_images(
     return ImagesOfCall(new, layout, mask, rows=rows)
 
 
-def _narrowed(cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
-    """Applies the masks of a call without images to the cached images. Once text is cached, they must equal the known masks."""
-    for name, given, size in (
-        ("image_mask", inputs.image_mask, cached.num_images),
-        ("cross_attention_mask", inputs.token_mask, cached.num_tokens),
-    ):
-        if given is None:
-            continue
-        if has_text:
-            check_known_mask(name, given, cached)
-        elif given.shape[1] != size:
-            raise ValueError(
-                f"Expected `{name}` for the {size} {'images' if name == 'image_mask' else 'image tokens'} in `past_key_values`, got "
-                f"{tuple(given.shape)}."
-            )
+def _narrowed(config: XAttnConfig, cached: ImageLayout, inputs: ImageInputs, has_text: bool) -> ImageLayout:
+    """Applies the masks of a call without images to the cached images. They may hide more, until text is cached."""
+    for name, given in (("image_mask", inputs.image_mask), ("cross_attention_mask", inputs.token_mask)):
+        if given is not None:
+            check_known_mask(name, given, cached, has_text)
     if has_text or (inputs.image_mask is None and inputs.token_mask is None):
         return cached
+    if inputs.image_mask is not None:
+        check_hides_last(config, inputs.image_mask, cached)
     return cached.narrowed(inputs.image_mask, inputs.token_mask)
 
 

@@ -7,6 +7,8 @@ cached one. Images are compared row by row, in their order, without padding imag
   content as a cached one.
 - No image is among the cached images of its row: all images are new.
 - Anything else is an error, with the numbers in its message.
+- A padding image comes again if its content is the same, and `image_mask` names it again. It never becomes a real image: the same content
+  as a real image is a new one.
 
 Features without an image axis, `(batch, num_image_tokens, context_size)`, count as one image.
 """
@@ -128,6 +130,18 @@ def digests_of(
     if aspect_ratio_ids is not None:
         values = values + aspect_ratio_ids.to(values) * 6364136223846793005
     return Digests(name, dtype, values, image_mask, (per_image,) * num_images)
+
+
+def same_padding(cached: tuple[Digests, ...] | None, given: Digests) -> torch.Tensor:
+    """Which of the first given images have the content of a cached padding image at the same place, `(R, images that were compared)`."""
+    known = next((digests for digests in cached or () if digests.of == given.of), given)
+    parts = [tensor.split(known.sizes, dim=1) for tensor in (known.values, known.real_or_all())]
+    same = [given.values.new_zeros(given.values.shape[0], 0, dtype=torch.bool)]
+    for before, real, now in zip(*parts, given.values.split(given.sizes, dim=1)):
+        if before.shape != now.shape:
+            break
+        same.append(((before.to(now.device) == now) & ~real.to(now.device)).all(dim=1, keepdim=True))
+    return torch.cat(same, dim=1)
 
 
 def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Known:

@@ -190,7 +190,11 @@ class ImageEncoder:
             ValueError: if it is not clear which images are new, or if a mask contradicts the cache.
         """
         if inputs.images is None:
-            return Reading(None, [] if cached is None else [ImageAxis(cached.sizes)])
+            if cached is None:
+                return Reading(None, [])
+            return Reading(
+                None, [ImageAxis(cached.sizes, real=cached.image_mask if inputs.image_mask is None else None)]
+            )
         if self.checks_values:
             check_given(inputs)
             store = None  # it encodes the images of a call in another order

@@ -33,7 +33,7 @@ from .configuration_xattn import XAttnConfig
 from .image_layout import rows_to
 from .image_rows import check_image_rows
 from .sizes import vision_hidden_size
-from .tensor_checks import check_bool, check_states, check_tensor
+from .tensor_checks import check_bool, check_states, check_tensor, has_values
 from .text_progress import CallersMask
 from .vision import Tiles, check_features, check_pixels
 
@@ -63,12 +63,28 @@ class ImageAxis:
         places (`torch.LongTensor`, *optional*): `(R, images)`, the position of each image among all images, -1 for padding; None if
             the order is the same.
         all_sizes (`tuple[int, ...]`): with `places`, the number of tokens of each of all images.
+        real (`torch.BoolTensor`, *optional*): `(rows, cached images)`, which of the cached images at the front of the axis a mask may
+            show; None if no image is padding, or the call's `image_mask` names those that are.
     """
 
     sizes: tuple[int, ...]
     first: int = 0
     places: torch.Tensor | None = None
     all_sizes: tuple[int, ...] = ()
+    real: torch.Tensor | None = None
+
+    def check_shown(self, name: str, mask: torch.Tensor) -> None:
+        """Raises a `ValueError` if a mask `(B, T, tokens of this axis)` shows an image that is padding in the cache."""
+        if self.real is None or not has_values(mask):
+            return
+        of_images = torch.stack([part.any(dim=-1).any(dim=1) for part in mask.split(self.sizes, dim=-1)], dim=-1)
+        shown = of_images[:, : self.real.shape[1]] & ~rows_to(self.real, mask.shape[0]).to(mask.device)
+        if bool(shown.any()):
+            row, image = shown.nonzero()[0].tolist()
+            raise ValueError(
+                f"Expected `{name}` to hide what is padding in `past_key_values`, got a mask that shows image {image} of row {row}, for "
+                "which `image_mask` was False. Set its entries to False, or pass the picture as a new image."
+            )
 
     def moved(self, mask: torch.Tensor) -> torch.Tensor:
         """Maps a mask `(rows, T, tokens of this axis)` to the tokens of all images."""
@@ -332,10 +348,11 @@ class ImageInputs:
         tiled = mask.dim() == 4
         if mask.shape[1] in text_lens:
             for axis in axes:
-                if not tiled and mask.shape[2] == sum(axis.sizes):
-                    return CallersMask(axis.moved(mask), axis.first)
                 if tiled and mask.shape[2] == len(axis.sizes) and all(size % mask.shape[3] == 0 for size in axis.sizes):
-                    return CallersMask(axis.moved(_of_tokens(mask, axis.sizes)), axis.first)
+                    mask, tiled = _of_tokens(mask, axis.sizes), False
+                if not tiled and mask.shape[2] == sum(axis.sizes):
+                    axis.check_shown(self.text_mask_name, mask)
+                    return CallersMask(axis.moved(mask), axis.first)
         raise ValueError(self._text_mask_error(axes, text_lens))
 
     def _text_mask_error(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> str:

@@ -159,11 +159,6 @@ class ImageLayout:
             first += len(part.sizes)
         return tuple(hidden) if len(hidden) == 1 else None
 
-    @property
-    def token_positions(self) -> torch.Tensor | None:
-        """Position of each token among the real tokens of its row, `(R, N)`; None if all are real."""
-        return None if self.token_mask is None else self.token_mask.cumsum(dim=-1) - 1
-
 
 def rows_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Repeats the rows of a tensor, so that each of `rows` text rows has its own."""

@@ -104,8 +104,9 @@ class ImageRows:
         return _take(values, self.index.clamp(min=0))
 
     def counts_of_text(self, counts: torch.Tensor) -> torch.Tensor:
-        """`(R,)` to `(B,)`, where text rows without an image get 0."""
-        return self.of_text(counts).masked_fill((self.index < 0).to(counts.device), 0)
+        """`(R, ...)` to `(B, ...)`, where text rows without an image get 0."""
+        nothing = (self.index < 0).to(counts.device)
+        return self.of_text(counts).masked_fill(nothing.view(-1, *[1] * (counts.dim() - 1)), 0)
 
     def layout_of_text(self, layout: ImageLayout) -> ImageLayout:
         """The layout with masks of one row for each text row."""

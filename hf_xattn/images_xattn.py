@@ -94,8 +94,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
         a cache (`use_cache=False`), in compiled code and in a run of several processes, whose collectives must match.
 
         The first call after a change of weights, adapters, dtype or devices drops all images. Such a change is noticed as
-        `model_identity.py` tells. After anything else that changes what images become, such as a hook on the vision tower, call
-        `model.image_store.clear()`.
+        `model_identity.py` tells. After anything else that changes what images become, call `model.image_store.clear()`: a write to a
+        weight through `.data` or a NumPy view, a hook on the vision tower, the connector or a K/V projection.
 
         Args:
             max_bytes (`int`): bytes that keys and values may take. A store that exists keeps its images, as far as they fit.
@@ -136,7 +136,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         Args:
             pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
             image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here; with `num_image_positions`, padding
-                images take no position.
+                images take no position. Positions are those of the row: packed rows need `pixel_values` or `vision_features`.
             output_hidden_states, output_attentions (`bool`, *optional*): return those of the vision tower, where it has them; attentions
                 need its eager implementation. None: as in `config`.
             return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.

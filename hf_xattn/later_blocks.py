@@ -18,6 +18,7 @@ from .image_layout import ImageLayout, rows_to
 from .image_rows import ImageRows
 from .image_token_selection import KeptShare, most_important, quota
 from .kept_tokens import KeptTokens
+from .text_inputs import mask_of_new_text
 
 
 @dataclass(eq=False)  # not frozen: see `image_layout.py`
@@ -203,7 +204,7 @@ class TokenChoice:
         text = given.prompt
         length = view.text_len if given.length is None else min(given.length, view.text_len)
         if text is None and isinstance(text_mask, torch.Tensor) and text_mask.dim() == 2:
-            text = text_mask[:, -view.text_len :][:, :length] != 0
+            text = mask_of_new_text(text_mask, past, view.text_len)[:, :length] != 0
         if length < view.text_len:
             text = torch.ones(1, length, dtype=torch.bool) if text is None else text
             text = torch.nn.functional.pad(text, (0, view.text_len - length))

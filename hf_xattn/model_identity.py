@@ -6,7 +6,8 @@ weights of the text decoder are not included.
 
 Reading all these weights is limited by memory bandwidth (about 0.2 s for a tower of 400 MB on two CPU cores). So the sum of each weight is
 cached while its storage, its version counter and a few sample values stay the same. An optimizer step, a loaded checkpoint or a conversion
-changes at least one of them. A write through `.data` that does not change the sample values is not noticed.
+changes at least one of them. Not noticed are writes that torch does not count, through `.data` or a NumPy view of a weight, where they
+leave the sample values as they are; and hooks on the modules, which change what the weights compute.
 """
 
 from __future__ import annotations

@@ -230,7 +230,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             input_ids (`torch.LongTensor`): `(batch, text_len)`.
             pixel_values (`torch.Tensor`, *optional*): `(batch, num_images, channels, height, width)`; `(batch, channels,
                 height, width)` means one image for each row.
-            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True = a real image.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True = a real image. Padding in a cache stays padding:
+                no later mask may show it, and the same picture as a real image is a new one.
             cross_attention_states (`torch.Tensor`, *optional*): `(batch, num_image_tokens, context_size)`, or `(batch,
                 num_images, tokens, context_size)`; used instead of the vision tower.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, `(batch,

@@ -20,6 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .configuration_xattn import XAttnConfig
 from .conversation import PreparedImages
 from .image_inputs import ImageInputs
+from .image_positions import counts_images
+from .text_inputs import mask_of_new_text
 from .xattn_cache import XAttnCache
 
 
@@ -67,24 +69,27 @@ def find_samples(
     if isinstance(mask, torch.Tensor) and mask.device != positions.device:
         return None  # the decoder says so
     prepared = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2)
-    has_images = isinstance(images, ImageInputs) and images.images is not None
+    of_generate = isinstance(images, PreparedImages)
+    has_images = isinstance(images, PreparedImages) or images.images is not None
+    bias = config.cross_attention_config.position_bias
     brings = has_images or text.get("labels") is not None or text.get("shift_labels") is not None
     if cache is not None and (prepared or (_holds_text(cache) and not brings)):
         return None
     if torch.compiler.is_compiling():
-        needs_markers = has_images and images.text_mask is None  # type: ignore[union-attr]
-        if needs_markers and (config.image_token_id is None or text.get("input_ids") is None):
-            not_packed = "no markers"
-        if isinstance(images, PreparedImages):
-            not_packed = "`generate`"
-        return _compiled(not_packed, text, cache, use_cache)
+        no_markers = config.image_token_id is None or text.get("input_ids") is None
+        joined = has_images and (of_generate or bias or (images.text_mask is None and no_markers))  # type: ignore[union-attr]
+        return _compiled(not_packed, joined, text, cache, use_cache, without_cache)
+    read = None
+    if isinstance(mask, torch.Tensor) and not prepared:
+        past = 0 if cache is None or not _holds_text(cache) else int(cache.get_seq_length())
+        read = mask_of_new_text(mask, past, positions.shape[-1]).bool()
     if positions.dim() == 3:
-        if bool(_in_text(positions[0].diff(dim=-1) < 0, None if prepared else mask).any()):
+        if bool(_in_text(positions[0].diff(dim=-1) < 0, read).any()):
             raise ValueError(
                 f"{PACKED} are read from `position_ids` of shape (batch, text_len), got {tuple(positions.shape)}."
             )
         return None
-    again, what = _starts_again(positions, None if prepared else mask), PACKED
+    again, what = _starts_again(positions, read), PACKED
     if not bool(again.any()):
         split = without_cache and mask is None and not_packed is None and (has_images or bounds is not None)
         if not split or not bool((positions.diff(dim=-1) != 1).any()):
@@ -93,45 +98,22 @@ def find_samples(
         if not has_images:
             return None
         what = JUMPS
+    if of_generate:
+        raise ValueError(f"{what} do not work with `generate`. Pass one sample a row.")
+    if has_images and bias:
+        raise ValueError(
+            f"{what} do not work with `position_bias`, which counts the image tokens of a row and not of a sample. Pad the samples."
+        )
     if prepared:
-        if has_images and images.text_mask is None:  # type: ignore[union-attr]  # has_images says which of the two it is
-            raise ValueError(
-                f"{PACKED} with an `attention_mask` of shape (batch, 1, text_len, text_len) need a `cross_attention_mask` of shape "
-                "(batch, text_len, num_image_tokens), which decides the images of each sample. Or leave `attention_mask` out."
-            )
+        if has_images:
+            _check_beside_prepared(config, images)  # type: ignore[arg-type]  # has_images says which of the two it is
         return None
     if not_packed is not None:
         raise ValueError(f"{PACKED} do not work with {not_packed}. Pad the samples, one a row.")
     _check_can_be_kept_apart(mask, cache, use_cache)
-    if has_images and config.cross_attention_config.position_bias:
-        raise ValueError(
-            f"{what} do not work with `position_bias`, which counts the image tokens of a row and not of a sample. Pad the samples."
-        )
     starts = _starts(positions, text)
     _check_kernel(config, positions, starts, text)
     return starts
-
-
-def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch.Tensor, markers: torch.Tensor) -> None:
-    """Raises a `ValueError` if a packed row has not one marker for each image: images would go to the wrong sample. Compiled code ends
-    in a `RuntimeError`.
-
-    Args:
-        config ([`XAttnConfig`]): the model's.
-        starts (`torch.BoolTensor`): from [`find_samples`].
-        images, markers (`torch.LongTensor`): `(B,)`, numbers of real images and of markers.
-    """
-    differ = starts[:, 1:].any(dim=-1) & (images != markers)
-    if torch.compiler.is_compiling():
-        said = (
-            "Packed rows have not one image marker for each image. Run this call without `torch.compile` to read which."
-        )
-        torch._assert_async(~differ.any(), said)
-    elif bool(differ.any()):
-        raise ValueError(
-            f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image of packed rows, because a marker "
-            f"tells the sample of its image: {images.tolist()} images a row, got {markers.tolist()} markers."
-        )
 
 
 def _holds_text(cache: Cache) -> bool:
@@ -141,17 +123,14 @@ def _holds_text(cache: Cache) -> bool:
     return bool(half.layers) and bool(getattr(half.layers[0], "is_initialized", True))
 
 
-def _starts_again(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _starts_again(positions: torch.Tensor, read: torch.Tensor | None) -> torch.Tensor:
     """`(B, T - 1)`, True at a token whose position is not above that of the token before it. Positions of padding do not count."""
-    return _in_text(positions.diff(dim=-1) <= 0, mask)
+    return _in_text(positions.diff(dim=-1) <= 0, read)
 
 
-def _in_text(found: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """`(B, T - 1)`, what was found between two tokens of which none is padding."""
-    if mask is None:
-        return found
-    read = mask[:, -found.shape[-1] - 1 :].bool()
-    return found & read[:, 1:] & read[:, :-1]
+def _in_text(found: torch.Tensor, read: torch.Tensor | None) -> torch.Tensor:
+    """`(B, T - 1)`, what was found between two tokens of which none is padding (`read` `(B, T)`: False)."""
+    return found if read is None else found & read[:, 1:] & read[:, :-1]
 
 
 def _starts(positions: torch.Tensor, text: Mapping[str, Any]) -> torch.Tensor:
@@ -189,6 +168,21 @@ def _check_can_be_kept_apart(mask: torch.Tensor | None, cache: Cache | None, use
         )
 
 
+def _check_beside_prepared(config: XAttnConfig, images: ImageInputs) -> None:
+    """Raises a `ValueError` if an `attention_mask` that keeps the samples apart does not tell what images need to know of them."""
+    what = f"{PACKED} with an `attention_mask` of shape (batch, 1, text_len, text_len)"
+    if images.text_mask is None:
+        raise ValueError(
+            f"{what} need a `cross_attention_mask` of shape (batch, text_len, num_image_tokens), which decides the images of each "
+            "sample. Or leave `attention_mask` out."
+        )
+    if counts_images(config, images):
+        raise ValueError(
+            f"{what} do not work with `perceiver_config.num_image_positions`, the places of images in their samples. Leave "
+            "`attention_mask` out."
+        )
+
+
 def _check_kernel(config: XAttnConfig, positions: torch.Tensor, starts: torch.Tensor, text: Mapping[str, Any]) -> None:
     """Raises a `ValueError` if the decoder's attention would not find the samples, or find others."""
     bounds = text.get("cu_seq_lens_q")
@@ -216,19 +210,26 @@ def _check_kernel(config: XAttnConfig, positions: torch.Tensor, starts: torch.Te
 
 
 def _compiled(
-    not_packed: str | None, text: Mapping[str, Any], cache: Cache | None, use_cache: bool | None
+    not_packed: str | None,
+    joined: bool,
+    text: Mapping[str, Any],
+    cache: Cache | None,
+    use_cache: bool | None,
+    without_cache: bool,
 ) -> torch.Tensor | None:
     """In compiled code, which cannot branch on positions: the samples of a training step, whether or not its rows are packed.
 
-    In other calls, rows that would not be kept apart end in a `RuntimeError`.
+    In other calls, rows that would not be kept apart end in a `RuntimeError`; also if only the images are `joined`.
     """
     positions, mask = text["position_ids"], text.get("attention_mask")
     if cache is not None or positions.dim() == 3 or (mask is not None and mask.dim() != 2):
         return None
-    again = _starts_again(positions, mask)
+    again = _starts_again(positions, None if mask is None else mask.bool())
     alone = mask is None and not use_cache and (use_cache is not None or torch.is_grad_enabled())
     if alone and not_packed is None:
-        return _starts(positions, text)
+        if not joined:
+            return _starts(positions, text)
+        again = positions.diff(dim=-1) != 1 if without_cache else again
     torch._assert_async(
         ~again.any(), f"{PACKED} are not kept apart in this call. Run it without `torch.compile` to read why."
     )

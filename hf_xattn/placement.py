@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .digests import Digests, find_known
+from .digests import Digests, find_known, same_padding
 from .image_inputs import ImageAxis, ImageInputs
 from .image_layout import ImageLayout, rows_to
+from .tensor_checks import has_values
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,9 @@ class Placement:
         if self.places is not None:
             sizes = (*cached.sizes, *new)
             return [ImageAxis((sizes[0],) * self.places.shape[1], 0, self.places, sizes)]
-        axes = [ImageAxis((*cached.sizes, *new))]
-        if not self.covers_cache:
-            axes.append(ImageAxis(new, cached.num_tokens))
-        return axes
+        if self.covers_cache:
+            return [ImageAxis((*cached.sizes, *new))]
+        return [ImageAxis((*cached.sizes, *new), real=cached.image_mask), ImageAxis(new, cached.num_tokens)]
 
     def over_cache(self, mask: torch.Tensor, num_images: int, cached: ImageLayout, num_tokens: int) -> torch.Tensor:
         """Maps a mask `(rows, tokens)` from the images of the call to `num_tokens` tokens of all images."""
@@ -110,10 +110,12 @@ def place(
         ValueError: if it is not clear which images are new.
     """
     assert inputs.images is not None
-    known = find_known(cached.digests, digests)
     real = inputs.real_images
+    if real is None and digests is not None:
+        _check_no_padding(digests, cached)
+    known = find_known(cached.digests, digests)
     if not known.covers_cache or digests is None:
-        first = cached.num_images if _padding_again(inputs, real, cached) else 0
+        first = cached.num_images if real is not None and _padding_again(digests, real, cached) else 0
         rest = None if real is None else real[:, first:]
         return inputs, digests, Placement(first, real=rest, covers_cache=first > 0)
     if inputs.states is not None and inputs.states.shape[1] == 1:
@@ -131,14 +133,23 @@ def place(
     return inputs, digests, _row_by_row(counts, num_images, real, cached)
 
 
-def _padding_again(inputs: ImageInputs, real: torch.Tensor | None, cached: ImageLayout) -> bool:
-    """Whether the cache holds only padding images, and the call starts with them."""
-    first = cached.num_images
-    if real is None or real.shape[1] < first or cached.image_mask is None:
+def _padding_again(digests: Digests | None, real: torch.Tensor, cached: ImageLayout) -> bool:
+    """Whether the cache holds only padding images, and the call starts with the same ones."""
+    if digests is None or cached.image_mask is None or bool(cached.image_mask.any()):
         return False
-    if inputs.states is not None and set(cached.sizes) != {inputs.states.shape[2]}:
-        return False
-    return not bool(cached.image_mask.any()) and not bool(real[:, :first].any())
+    again = same_padding(cached.digests, digests)
+    return again.shape[1] == cached.num_images and bool((again & ~real[:, : cached.num_images]).all())
+
+
+def _check_no_padding(digests: Digests, cached: ImageLayout) -> None:
+    """Raises a `ValueError` if a padding image of the cache comes again without a word on whether it is padding."""
+    again = same_padding(cached.digests, digests)
+    if bool(again.any()):
+        row, image = again.nonzero()[0].tolist()
+        raise ValueError(
+            f"Expected `{digests.of}` with `image_mask`, got none: image {image} of row {row} is padding in `past_key_values` and comes "
+            "again. False: it is padding as before. True: it is a new image, which only the text from now on may see."
+        )
 
 
 def _row_by_row(counts: list[int], num_images: int, real: torch.Tensor | None, cached: ImageLayout) -> Placement:
@@ -194,11 +205,12 @@ def _without_tokens(inputs: ImageInputs, digests: Digests, counts: list[int]) ->
     return replace(inputs, states=inputs.states[:, :, first:]), rest
 
 
-def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout) -> None:
+def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_text: bool = True) -> None:
     """Raises a `ValueError` if a mask contradicts the cache about cached images. Tokens of padding images are not compared.
 
     Args:
         name (`"image_mask"` or `"cross_attention_mask"`), given (`torch.BoolTensor`): `(rows, num_images)` or `(rows, N)`.
+        has_text (`bool`): whether text has seen the images. Until then a mask may hide more.
     """
     by_image = name == "image_mask"
     size = cached.num_images if by_image else cached.num_tokens
@@ -207,18 +219,16 @@ def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout) -> Non
             f"Expected `{name}` for the {size} {'images' if by_image else 'image tokens'} in `past_key_values`, got {tuple(given.shape)}."
         )
     own = cached.image_mask if by_image else cached.token_mask
-    if own is None:
-        differs = ~given
-    else:
-        rows = max(given.shape[0], own.shape[0])
-        given, own = rows_to(given, rows).to(own.device), rows_to(own, rows)
-        if not by_image and cached.image_mask is not None:
-            given = given & rows_to(cached.image_mask, rows)[:, cached.image_of_token]
-        differs = given ^ own
-    if differs.any():
+    own = torch.ones_like(given) if own is None else own
+    rows = max(given.shape[0], own.shape[0])
+    given, own = rows_to(given, rows).to(own.device), rows_to(own, rows)
+    if not by_image and cached.image_mask is not None:
+        given = given & rows_to(cached.image_mask, rows)[:, cached.image_of_token]
+    differs = given ^ own if has_text else given & ~own
+    if (has_text or has_values(differs)) and differs.any():
         row = int(differs.any(dim=1).nonzero()[0])
+        why = "the cached text has seen them with that mask" if has_text else "what was padding then was not encoded"
         raise ValueError(
-            f"Expected the same `{name}` for the images in `past_key_values` as before, because the cached text has seen them with that "
-            f"mask. In row {row}, {int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an "
-            "empty cache."
+            f"Expected the same `{name}` for the images in `past_key_values` as before, because {why}. In row {row}, "
+            f"{int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an empty cache."
         )

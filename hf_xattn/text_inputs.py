@@ -134,6 +134,15 @@ def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> Non
         raise ValueError(f"Expected `attention_mask` of shape (batch={rows}, {covered}), got {shape}.")
 
 
+def mask_of_new_text(mask: torch.Tensor, past: int, length: int) -> torch.Tensor:
+    """The columns of `length` new tokens after `past` cached ones in an `attention_mask` `(batch, columns)`.
+
+    It covers all text so far, or the new text alone (Mamba). For a static cache some decoders (Bloom) get one as long as the cache.
+    """
+    first = past if mask.shape[1] >= past + length else mask.shape[1] - length
+    return mask[:, first : first + length]
+
+
 def check_labels(
     name: str,
     labels: Any,

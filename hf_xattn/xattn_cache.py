@@ -36,6 +36,7 @@ class XAttnCache(EncoderDecoderCache):
         progress ([`TextProgress`]): what the text has seen of the images.
         text_rows (`int`, *optional*): batch of the cached text; None if there is no text yet.
         text_length (`torch.LongTensor`, *optional*): number of cached text tokens, for decoders whose cache does not know it.
+        text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many of them are padding; with `position_bias` only.
         broken (`str`, *optional*): why the text half can no longer be used.
         chosen_by (`int`): length of the text that has chosen the image tokens to keep; 0 if no token was dropped.
     """
@@ -50,6 +51,7 @@ class XAttnCache(EncoderDecoderCache):
         self.progress = TextProgress(history=History.empty())
         self._rows: Note[int | None] = Note(None)
         self.text_length: torch.Tensor | None = None
+        self.text_padding: torch.Tensor | None = None
         self.broken: str | None = None
         self._chosen: Note[int] = Note(0)
 
@@ -137,13 +139,18 @@ class XAttnCache(EncoderDecoderCache):
             return 0 if self.text_length is None else self.text_length
         return super().get_seq_length(layer_idx)
 
-    def count_text(self, text_len: int, device: torch.device) -> None:
-        """Counts text tokens if the text half does not. The count is a tensor, because compiled code would guard on an integer."""
+    def count_text(self, text_len: int, device: torch.device, positions: torch.Tensor | None) -> None:
+        """Counts text tokens if the text half does not. The count is a tensor, because compiled code would guard on an integer.
+
+        Such decoders get no mask after the prompt, so its padding is remembered here, if blocks read the text's `positions`.
+        """
         if not self.is_stateful():
             return
         if self.text_length is None:
             self.text_length = torch.zeros((), dtype=torch.long, device=device)
         self.text_length = self.text_length + text_len
+        if positions is not None:
+            self.text_padding = self.text_length - 1 - positions[:, -1:]
 
     @property
     def can_be_cropped(self) -> bool:
@@ -174,6 +181,8 @@ class XAttnCache(EncoderDecoderCache):
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self.progress = self.progress.take(indices, batch_size)
+        if self.text_padding is not None:
+            self.text_padding = self.text_padding.expand(batch_size, 1)[indices]
         self.text_rows = indices.shape[0]
         if not rows:
             return

@@ -103,8 +103,8 @@ class Talk:
 
     # --- images
 
-    def draw_images(self, num_slots: int, padding: str, distinct: bool = True) -> Slots:
-        """New images, not in the cache. `padding`: `"none"`, `"images"`, `"tokens"` or `"both"`."""
+    def draw_images(self, num_slots: int, padding: str, distinct: bool = True, hidden: bool = False) -> Slots:
+        """New images, not in the cache. `padding`: `"none"`, `"images"`, `"tokens"` or `"both"`. `hidden`: all are padding images."""
         size = 16 if self.kind == "pixels" else STATE_TOKENS
         if self.kind == "states3":
             num_slots, size = 1, self.rng.randint(2, STATE_TOKENS)
@@ -113,13 +113,13 @@ class Talk:
             there = {image.picture for image in row.images} if distinct else set()
             images = []
             for picture in self.rng.sample([p for p in range(NUM_PICTURES) if p not in there], num_slots):
-                real = padding not in ("images", "both") or self.rng.random() < 0.6
+                real = not hidden and (padding not in ("images", "both") or self.rng.random() < 0.6)
                 mask = None
                 if padding in ("tokens", "both"):
                     mask = tuple(index == 0 or self.rng.random() < 0.7 for index in range(size))
                 images.append(Image(picture, size, real, mask))
             result.append(images)
-        if not any(image.real for images in result for image in images):
+        if not hidden and not any(image.real for images in result for image in images):
             first = result[0][0]
             result[0][0] = Image(first.picture, first.size, True, first.tokens)
         return result
@@ -233,6 +233,8 @@ class Talk:
                         flags = tuple(self.rng.random() < 0.6 for _ in flags)
                     else:
                         flags = (self.rng.random() < 0.6,) * image.size
+                    if index < self.num_slots and not (row.images[index].real or self.comes_again(given)):
+                        flags = (False,) * image.size  # or the mask is refused
                     seen[index] = flags
                 seen_by_row.append(seen)
             rows.append(seen_by_row)
@@ -245,12 +247,17 @@ class Talk:
         there = [list(row.images) for row in self.image_rows]
         if given is None:
             return there, list(range(self.num_slots))
-        if all(images[: self.num_slots] == cached for cached, images in zip(there, given)):
+        if self.comes_again(given):
             return given, list(range(len(given[0])))
         if axis == "given":
             return given, list(range(self.num_slots, self.num_slots + len(given[0])))
         both = [cached + images for cached, images in zip(there, given)]
         return both, list(range(len(both[0])))
+
+    def comes_again(self, given: Slots | None) -> bool:
+        """Whether the call gives all images of the cache in their slots, with what of them is padding."""
+        there = [list(row.images) for row in self.image_rows]
+        return given is not None and all(images[: self.num_slots] == cached for cached, images in zip(there, given))
 
     def mask_inputs(self, rows: list[list[Seen]], form: str) -> dict[str, torch.Tensor]:
         if form == "tokens":

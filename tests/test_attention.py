@@ -63,7 +63,7 @@ def make_mask(kind: str) -> torch.Tensor | None:
 
 
 def reference(layer, hidden, states, mask=None, bias=None):
-    """Cross-attention written out: `(output, weights)`. `bias` is `(heads, text_len, tokens)`."""
+    """Cross-attention written out: `(output, weights)`. `bias` is `(heads, batch or 1, text_len, tokens)`."""
     config, weight = layer.config, dict(layer.named_parameters())
     heads, dim = config.num_attention_heads, config.head_dim
 
@@ -369,7 +369,7 @@ def test_buckets_equal_t5(num_buckets, max_distance):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("quiet", [False, True])
 def test_position_bias_in_the_output(heads, implementation, quiet):
-    """Rules out a bias that goes to another head or token, has the sign of the distance wrong, or has no gradient."""
+    """Rules out a bias that goes to another head or token, counts padding, has the sign of the distance wrong, or has no gradient."""
     layer = make_layer(
         implementation,
         torch.float64,
@@ -380,13 +380,16 @@ def test_position_bias_in_the_output(heads, implementation, quiet):
         position_bias_max_distance=6,
     )
     hidden, states = inputs(torch.float64)
-    distance = torch.arange(NUM_TOKENS)[None] - torch.arange(TEXT_LEN)[:, None]
-    buckets = T5Attention._relative_position_bucket(distance, bidirectional=True, num_buckets=8, max_distance=6)
     table = layer.relative_attention_bias.weight
     for kind in ("none", "padding", "per token"):
         mask = make_mask(kind)
         output, _ = layer(hidden, states, mask)
-        expected, weights = reference(layer, hidden, states, mask, bias=table[buckets].permute(2, 0, 1))
+        places = torch.arange(NUM_TOKENS).expand(BATCH, -1)
+        if kind == "padding":
+            places = torch.tensor([[0, 1, 0, 2, 0], [0, 1, 2, 3, 4]])
+        distance = places[:, None] - torch.arange(TEXT_LEN)[:, None]
+        buckets = T5Attention._relative_position_bucket(distance, bidirectional=True, num_buckets=8, max_distance=6)
+        expected, weights = reference(layer, hidden, states, mask, bias=table[buckets].permute(3, 0, 1, 2))
         torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(layer(hidden, states, mask, output_attentions=True)[1], weights)
         got, want = gradients(output, [table])[0], gradients(expected, [table])[0]

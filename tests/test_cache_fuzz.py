@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -47,6 +48,8 @@ class Plan:
         few: markers that are fewer than the images.
         take: text or rows are taken away or moved after a turn.
         uncached: the same question with `use_cache=False`.
+        hidden: all images that come in a turn are padding.
+        refused: makes a call before each turn but the first, which must be refused.
     """
 
     decoders: tuple[str, ...] = DECODERS
@@ -65,6 +68,8 @@ class Plan:
     few: float = 0.3
     take: float = 0.4
     uncached: float = 0.15
+    hidden: float = 0.0
+    refused: Callable[[Talk], None] | None = None
 
 
 CHAT = Plan()
@@ -119,6 +124,8 @@ def hold(talk: Talk, plan: Plan) -> None:
     padding = rng.choice(["none", "none", "images", "images", "tokens", "both"])
     turns = rng.randint(1, 3) if plan.whole < 1 else rng.randint(2, 3)
     for number in range(turns):
+        if plan.refused is not None and talk.length:
+            plan.refused(talk)
         turn(talk, plan, padding, last=number == turns - 1)
         if talk.cache is not None and rng.random() < plan.take:
             take_away(talk, plan)
@@ -185,10 +192,11 @@ def draw_given(talk: Talk, plan: Plan, padding: str) -> tuple[Slots | None, list
     if not talk.num_slots and talk.cache_kind != "encoded":
         talk.repeats = 1  # the first images decide who shares them
     nothing = [0] * len(talk.image_rows)
+    hidden = bool(plan.hidden) and padding != "none" and rng.random() < plan.hidden
     if not talk.num_slots:
         if rng.random() < 0.1 and talk.cache_kind != "encoded":
             return None, nothing
-        given = talk.draw_images(rng.randint(1, 3), padding)
+        given = talk.draw_images(rng.randint(1, 3), padding, hidden=hidden)
         return given, [sum(image.real for image in images) for images in given]
     if talk.own_masks or talk.num_slots > 5 or rng.random() < 0.25:
         return None, nothing
@@ -200,7 +208,7 @@ def draw_given(talk: Talk, plan: Plan, padding: str) -> tuple[Slots | None, list
     elif rng.random() < 0.2:
         return there, nothing
     again = talk.kind != "states3" and rng.random() < 0.6
-    new = talk.draw_images(rng.randint(1, 2), padding, distinct=not again or rng.random() < 0.7)
+    new = talk.draw_images(rng.randint(1, 2), padding, not again or rng.random() < 0.7, hidden)
     given = [old + images for old, images in zip(there, new)] if again else new
     if again and rng.random() < plan.relaid:
         given = talk.relaid(given)
@@ -449,12 +457,13 @@ def seeds(first: int, count: int) -> list:
     ]
 
 
-def check(seed: int) -> None:
+def check(seed: int, plan: Plan | None = None) -> None:
     rng = random.Random(seed)
-    theme = THEMES[seed % len(THEMES)]
-    talk = start(rng, PLANS[theme])
+    theme = THEMES[seed % len(THEMES)] if plan is None else "its own plan"
+    plan = PLANS[theme] if plan is None else plan
+    talk = start(rng, plan)
     try:
-        hold(talk, PLANS[theme])
+        hold(talk, plan)
     except Over:
         pass
     except Exception as error:

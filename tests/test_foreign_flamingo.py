@@ -220,6 +220,27 @@ def test_more_images_than_positions():
     assert model.encode_images(pixels(1, 5), image_mask=real).cross_attention_cache.layout.num_images == 5
 
 
+@torch.no_grad()
+def test_positions_of_text_rows_that_share_images():
+    """A new image that gets the place that it has for the first of its text rows, or an old one whose place is no longer right."""
+    model, images = with_positions(), pixels(1, 3)
+    ids, mask = token_ids(2), torch.tensor([[True, True], [True, False]])
+    cache = model.encode_images(images[:, :2])
+    with pytest.raises(ValueError, match=r"`image_mask`.*row 1: .*`encode_images`"):
+        model(ids, past_key_values=cache, image_mask=~mask | mask.flip(1))
+    padded = torch.tensor([[True, False, True]])
+    model(ids, past_key_values=model.encode_images(images, image_mask=padded), image_mask=padded)
+    model(ids, past_key_values=cache, image_mask=mask)
+    with pytest.raises(ValueError, match=r"\[\[2, 1\]\].*`batch_select_indices`"):
+        model(ids, past_key_values=cache, pixel_values=images[:, 2:])
+    cache.batch_select_indices(torch.arange(2))
+    logits = model(ids, past_key_values=cache, pixel_values=images[:, 2:].expand(2, -1, -1, -1, -1)).logits
+    for row in range(2):
+        cache = model(ids[row : row + 1], pixel_values=images[:, :2][:, mask[row]]).past_key_values
+        alone = model(ids[row : row + 1], past_key_values=cache, pixel_values=images[:, 2:]).logits
+        assert torch.allclose(logits[row], alone[0], atol=1e-5)
+
+
 def test_positions_learn():
     """Positions without a gradient; a row of text alone that waits for one."""
     model = with_positions().train()

@@ -69,7 +69,7 @@ def test_file_round_trip(tmp_path):
     assert torch.equal(
         answers(model, ids, past_key_values=loaded), answers(model, ids, pixel_values=images, image_mask=mask)
     )
-    again = model.generate(ids, pixel_values=images, past_key_values=loaded, max_new_tokens=2)
+    again = model.generate(ids, pixel_values=images, image_mask=mask, past_key_values=loaded, max_new_tokens=2)
     assert again.shape == (2, 9)
     assert loaded.cross_attention_cache.get_seq_length() == 32
 

@@ -92,6 +92,22 @@ def test_a_changed_weight_drops_all_images(how):
     assert_same(answer, asked(model, ids, pixel_values=images.to(model.dtype)))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["numpy", "hook"])
+def test_clear_after_a_change_that_goes_unnoticed(how):
+    """Images of before that outlive `clear`, which documents name for a write through a NumPy view and a hook on the connector."""
+    model, ids, images = with_store(make_model()), token_ids(), pixels()
+    asked(model, ids, pixel_values=images)
+    if how == "hook":
+        model.model.connector.register_forward_hook(lambda *args: args[-1] + 1)
+    else:
+        model.blocks[0].attn.k_proj.weight.detach().numpy()[1:3] += 1
+    model.image_store.clear()
+    found = asked(model, ids, pixel_values=images)
+    model.disable_image_store()
+    assert_same(found, asked(model, ids, pixel_values=images), equal=False)
+
+
 def test_weights_that_images_do_not_pass_drop_nothing():
     """A store that is of no use while adapters of the text model are trained."""
     model, ids, images = with_store(make_model()), token_ids(), pixels()

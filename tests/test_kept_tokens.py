@@ -8,10 +8,11 @@ from chat_models import answer, drawing, make_chat_model, question
 from conftest import make_model, pixels, token_ids
 from conversation_helpers import MARKER, close, fresh_cache, generate, marked, states_of
 from kept_tokens import Case, kept_of, lengths
+from test_architectures import make_tiny, retrofitted
 from test_compile import GREEDY, compiled, counting_backend
 from test_export import decode_both_ways, export, needs_exporters, small
 from transformers import AutoModelForImageTextToText, AutoProcessor
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.chat_session import ChatSession
 from hf_xattn.image_cache import combine_images, save_image_cache, select_images
@@ -318,6 +319,21 @@ def test_embeddings_choose_as_their_ids(implementation):
     tokens = case.model.generate(inputs_embeds=embeds, **case.inputs, **options, do_sample=False)
     case.inputs["input_ids"] = ids
     assert torch.equal(tokens, case.continued(0.25, STEPS)[:, ids.shape[1] :])
+
+
+@torch.no_grad()
+def test_padding_does_not_choose_in_a_mask_as_long_as_the_cache():
+    """The wrong columns of a mask that goes on behind the text, as Bloom needs it with a static cache."""
+    model, ids, states = retrofitted(make_tiny("bloom")), token_ids(2, 7), torch.randn(2, 8, 16)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    found = []
+    for own in (DynamicCache(), StaticCache(config=model.config.text_config, max_cache_len=16)):
+        covered = torch.nn.functional.pad(mask, (0, 0 if isinstance(own, DynamicCache) else 9))
+        cache, given = EncoderDecoderCache(own, DynamicCache()), {"cross_attention_states": states}
+        model(ids, attention_mask=covered, past_key_values=cache, **given, keep_image_tokens=0.25)
+        found.append(kept_of(cache, 8))
+    assert torch.equal(*found)
 
 
 @torch.no_grad()

@@ -94,6 +94,85 @@ def test_masks_in_the_places_of_the_call(kind):
     assert close(logits, expected[:, 5:])
 
 
+FORMS = {
+    "tokens": {"cross_attention_mask": torch.ones(2, 4, 32, dtype=torch.bool)},
+    "tiles": {"cross_attention_mask": torch.ones(2, 4, 2, 1, dtype=torch.bool)},
+    "images": {"image_attention_mask": torch.ones(2, 4, 2)},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["all", "previous", "latest", "latest_group"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_does_not_show_padding(form, rule):
+    """A padding image of the cache that a mask for each text token shows, and that stays hidden without a word."""
+    model, ids, (a, b, _) = marked(rule), token_ids(2, 8), images_cases()
+    ids[:, :2] = MARKER
+    mask = torch.tensor([[True, True], [True, False]])
+    cache = model(ids[:, :4], pixel_values=joined(a, b), image_mask=mask).past_key_values
+    for call in (model, model.generate):
+        text = ids[:, 4:] if call is model else ids
+        with pytest.raises(ValueError, match=f"`{next(iter(FORMS[form]))}` to hide.*image 1 of row 1"):
+            call(text, past_key_values=cache, **FORMS[form])
+    if rule == "all":  # who names the padding may show what is beside it
+        named = model(ids[:, 4:], past_key_values=cache, image_mask=mask, **FORMS[form]).logits
+        expected = model(ids, pixel_values=joined(a, b), image_mask=mask, use_cache=False).logits
+        assert close(named, expected[:, 4:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["previous", "latest", "latest_group"])
+@pytest.mark.parametrize("kind", ["pixels", "states"])
+def test_padding_that_comes_again_without_a_word(kind, rule):
+    """A padding image of the cache that becomes a real one because a later call leaves `image_mask` out, and takes the marker of a new
+    image; one that is named real and has no new place."""
+    model, ids, (a, b, c) = marked(rule), token_ids(2, 12), images_cases()
+    ids[:, 8] = MARKER
+
+    def inputs(*images, real=None):
+        given = joined(*images)
+        named = {} if real is None else {"image_mask": torch.tensor([real] * 2)}
+        if kind == "pixels":
+            return {"pixel_values": given, **named}
+        return {"cross_attention_states": states_of(model, given), **named}
+
+    def cache():
+        cached = model(ids[:, :4], **inputs(a, real=[False])).past_key_values
+        model(ids[:, 4:8], past_key_values=cached)
+        return cached
+
+    with pytest.raises(ValueError, match="`image_mask`, got none: image 0 of row 0 is padding"):
+        model(ids[:, 8:], past_key_values=cache(), **inputs(a, b))
+    for real, whole, real_of_whole in (
+        ([False, True], (a, b), [False, True]),
+        ([True, True], (a, a, b), [False, True, True]),
+        ([False, True], (a, c, b), [False, False, True]),  # another padding image
+    ):
+        later, known = inputs(*whole[-2:], real=real), cache()
+        logits = model(ids[:, 8:], past_key_values=known, **later).logits
+        expected = model(ids, **inputs(*whole, real=real_of_whole), use_cache=True).logits
+        assert close(logits, expected[:, 8:])
+        assert known.cross_attention_cache.layout.num_images == len(whole)
+    sees, found = torch.tensor([0, 0, 1]).expand(2, 4, -1), []
+    for columns in (sees, sees[..., 1:]):  # of all images, or of those that are given
+        found.append(model(ids[:, 8:], past_key_values=cache(), **later, image_attention_mask=columns).logits)
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_padding_is_not_encoded():
+    """Images that were encoded as padding, and stay blank where a first text names them real."""
+    model, ids = make_model(), token_ids()
+    mask = torch.tensor([[True, False], [True, True]])
+    cache = model.encode_images(pixel_values=pixels(2, 2), image_mask=mask)
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="was not encoded. In row 0, 1 of 2 entries differ"):
+            call(ids, past_key_values=cache, image_mask=torch.ones_like(mask))
+    tokens = mask.repeat_interleave(16, dim=1)
+    tokens[1, 5:] = False
+    model(ids, past_key_values=cache, cross_attention_mask=tokens)
+
+
 @torch.no_grad()
 def test_images_of_other_precision_cannot_be_compared():
     """The same picture in bfloat16 appended as another one."""

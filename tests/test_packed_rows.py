@@ -10,8 +10,10 @@ from test_architectures import make_tiny, retrofitted
 from test_checkpointing import without_dropout
 from test_image_rows import assert_same, run
 from transformers import DataCollatorWithFlattening
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.image_inputs import ImageInputs
 from hf_xattn.packed_samples import images_of_samples
 
 
@@ -157,9 +159,11 @@ def test_left_padding_with_positions_of_three_axes():
     ids, mask = torch.arange(4, 10)[None], torch.tensor([[0, 0, 1, 1, 1, 1]])
     positions = torch.tensor([[1, 1, 0, 1, 2, 3]]).repeat(3, 1, 1)
     text = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
-    assert find_samples(make_model().config, None, text, None, None, None, True) is None
+    assert find_samples(make_model().config, None, text, None, None, ImageInputs(), True) is None
     with pytest.raises(ValueError, match="Packed rows"):
-        find_samples(make_model().config, None, {**text, "position_ids": positions.flip(-1)}, None, None, None, True)
+        find_samples(
+            make_model().config, None, {**text, "position_ids": positions.flip(-1)}, None, None, ImageInputs(), True
+        )
 
 
 def test_shared_images():
@@ -274,10 +278,93 @@ def test_no_markers_and_no_rule():
 
 
 def test_position_bias():
-    """A bias that counts the tokens of the images of other samples."""
+    """A bias that counts the tokens of the images of other samples, in compiled code and beside a mask of four axes, too."""
     model = make_model(image_token_id=MARKER, cross_attention_config={"position_bias": True}).double()
-    with pytest.raises(ValueError, match="`position_bias`"):
-        model(**PACKED)
+    sees = {"attention_mask": FOUR_AXES, "cross_attention_mask": torch.ones(1, 15, 80, dtype=torch.bool)}
+    for more in ({}, sees):
+        with pytest.raises(ValueError, match="`position_bias`"):
+            model(**PACKED, **more)
+    torch._dynamo.reset()
+    compiled, inputs = torch.compile(model, backend="eager"), {**PACKED, "use_cache": False}
+    for positions in (PACKED["position_ids"], torch.arange(15)[None] + 9 * (torch.arange(15) > 7)):
+        with pytest.raises(RuntimeError, match="Packed rows"):
+            compiled(**{**inputs, "position_ids": positions})
+    torch._dynamo.reset()
+
+
+def placing_model(**config):
+    """A model whose resampler reads the place of each image."""
+    sizes = {
+        "num_latents": 3,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "num_image_positions": 3,
+    }
+    config = {"image_token_id": MARKER, "image_visibility": "previous", **config}
+    config |= {"connector_type": "perceiver", "perceiver_config": sizes, "cross_attention_config": {"context_size": 24}}
+    return without_dropout(make_model(**config).double())
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_places_of_images(rows):
+    """An image that gets its place in the row, or a row that is refused because it has more images than a sample may have."""
+    assert_unpacked(placing_model(), ROWS[rows])
+
+
+def test_places_of_features():
+    """Features of the vision tower, which get the place in the row."""
+    model = placing_model(image_visibility="all")
+    packed, unpacked, real = samples_of(ONE_ROW)
+    expected = model(**unpacked, use_cache=False).logits[real]
+    tower = model.model.vision_tower
+    packed["vision_features"] = tower(packed.pop("pixel_values")[0]).last_hidden_state[None]
+    tower.requires_grad_(False)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for called in (model, compiled):
+        assert torch.allclose(called(**packed).logits.flatten(0, 1), expected, atol=EXACT)
+    many = samples_of([[(3, [1]), (5, [0, 1, 2, 3])]])[0]
+    many["vision_features"] = tower(many.pop("pixel_values")[0]).last_hidden_state[None]
+    with pytest.raises(RuntimeError, match="more images than positions"):
+        compiled(**many)
+    torch._dynamo.reset()
+
+
+def test_places_of_shared_images():
+    """Text rows that share images and have them at other places of their samples."""
+    model, images = placing_model(image_visibility="all"), pixels(1, 2).double()
+    text, rows = samples_of([[(4, [0, 3]), (4, [])], [(6, [1, 2]), (2, [])]])[0], torch.zeros(2, dtype=torch.long)
+    expected = run(model, **{**text, "pixel_values": images.expand(2, -1, -1, -1, -1)})
+    assert_same(run(model, **{**text, "pixel_values": images, "image_rows": rows}), expected)
+    text = samples_of([[(4, [0, 3]), (4, [])], [(4, [1]), (4, [1])]])[0]
+    with pytest.raises(ValueError, match="`image_rows`.*same place"):
+        model(**{**text, "pixel_values": images, "image_rows": rows})
+
+
+def test_places_that_nobody_knows():
+    """Images whose place in their sample is unknown, or has no position."""
+    model, everything = placing_model(), torch.ones(1, 15, 15, dtype=torch.bool)
+    with pytest.raises(ValueError, match="one image marker"):
+        model(**{**PACKED, "input_ids": torch.full((1, 15), 7)}, cross_attention_mask=everything)
+    with pytest.raises(ValueError, match="`perceiver_config.num_image_positions`.*Leave `attention_mask` out"):
+        model(**PACKED, attention_mask=FOUR_AXES, cross_attention_mask=everything)
+    with pytest.raises(ValueError, match="at most 3 images in a sample.*`pixel_values` with image 4 of a sample"):
+        model(**samples_of([[(3, [1]), (5, [0, 1, 2, 3])]])[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["plain", "positions", "position_bias"])
+def test_generate(kind):
+    """A prompt of packed samples, whose images `generate` has encoded for a whole row."""
+    bias = {"cross_attention_config": {"position_bias": True}} if kind == "position_bias" else {}
+    model = placing_model() if kind == "positions" else make_model(image_token_id=MARKER, **bias).double()
+    packed = samples_of([[(4, [1, 3]), (4, [0])]])[0]
+    del packed["labels"]
+    options = {"use_cache": False, "max_new_tokens": 2, "do_sample": False}
+    with pytest.raises(ValueError, match="do not work with `generate`"):
+        model.generate(**packed, **options)
+    packed["position_ids"] = torch.arange(8)[None]
+    assert model.generate(**packed, **options).shape == (1, 10)
 
 
 def test_flash_attention_in_several_rows():
@@ -290,15 +377,17 @@ def test_flash_attention_in_several_rows():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
     text = {"input_ids": positions, "position_ids": positions}
     with pytest.raises(ValueError, match="batch of one row.*`cu_seq_lens_q`"):
-        find_samples(config, None, text, None, None, None, True)
+        find_samples(config, None, text, None, None, ImageInputs(), True)
     one = {name: values[:1] for name, values in text.items()}
-    assert find_samples(config, None, one, None, None, None, True).tolist() == [[True, False, False, True, False]]
+    assert find_samples(config, None, one, None, None, ImageInputs(), True).tolist() == [
+        [True, False, False, True, False]
+    ]
     bounds = torch.tensor([0, 3, 5, 7, 10], dtype=torch.int32)
     told = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
-    assert find_samples(config, None, text | told, None, None, None, True) is not None
+    assert find_samples(config, None, text | told, None, None, ImageInputs(), True) is not None
     later = {"input_ids": positions[:1], "position_ids": torch.tensor([[0, 1, 2, 1, 2]])}
     with pytest.raises(ValueError, match="start at the same position"):
-        find_samples(config, None, later, None, None, None, True)
+        find_samples(config, None, later, None, None, ImageInputs(), True)
 
 
 @torch.no_grad()
@@ -318,6 +407,23 @@ def test_what_is_not_packed():
     for kind in ("dynamic", "static"):
         assert model.generate(ids, cache_implementation=kind, **options).shape == (2, 9)
     assert model.generate(ids, use_cache=False, **options).shape == (2, 9)
+
+
+@torch.no_grad()
+def test_a_mask_as_long_as_a_static_cache():
+    """Left padding that is taken for packed rows, because Bloom's mask goes on behind the text; in a second turn, too."""
+    model, ids = retrofitted(make_tiny("bloom")), torch.arange(4, 20).view(2, 8)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :3] = 0
+    states = torch.randn(2, 2, 3, 16)
+    found = []
+    for kind in ("dynamic", "static"):
+        own = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config.text_config, max_cache_len=32)
+        options = {"past_key_values": EncoderDecoderCache(own, DynamicCache()), "do_sample": False, "max_new_tokens": 3}
+        first = model.generate(ids, attention_mask=mask[:, :8], cross_attention_states=states[:, :1], **options)
+        more = torch.cat([first, ids[:, :1]], dim=1)
+        found.append(model.generate(more, attention_mask=mask, cross_attention_states=states[:, 1:], **options))
+    assert torch.equal(*found)
 
 
 def test_compiled_training():

@@ -99,8 +99,6 @@ def mask_equals_removal(case: LayerCase) -> None:
     """Rules out a masked token that still counts in a softmax, or a token beside it that does not."""
     block, visible = make(case), tensor(case.seed + 2, case.tokens) > 0
     text, states = case.text, case.states.repeat_interleave(case.repeats, dim=0)
-    if block.config.position_bias:
-        visible = torch.arange(case.tokens) < int(visible.sum())  # removing the last ones moves no other
     found = block(text, states, visible.expand(text.shape[0], -1))
     if not visible.any():
         assert torch.equal(found, text)
