@@ -25,6 +25,7 @@ from .lost_updates import warn_of_half_precision
 from .no_split import XAttnUnitsMixin, fsdp_plan
 from .peft_bases import check_adapter_folder, find_peft
 from .quantization import finish_quantized, keep_added_precise
+from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 from .stub import NamesItsStub
 from .tensor_parallel import block_plan
@@ -193,6 +194,10 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         else:
             refuse_other_files(checkpoint_files)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
+        """`nn.Module.load_state_dict`, which takes the names of a saved folder too: `Trainer` reads its checkpoints in this way."""
+        return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
 
     def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:
         """`PreTrainedModel.load_adapter`. Checks the adapter's folder before it adds layers.

@@ -25,6 +25,7 @@ from .model_card import FILE, is_blank, write_model_card
 from .peft_layers import refuse_adapter_layers
 from .quantization import check_savable, without_quantizer
 from .quantized_weights import first_quantized
+from .saved_names import rules_of_parts
 from .stub import own_code, write_stub
 from .tensor_checks import type_name
 from .whole_folder import WholeFolder
@@ -58,6 +59,15 @@ class XAttnSavingMixin(Model):
 
     _saved_as: str | None = None
 
+    @property
+    def _weight_conversions(self) -> Any:
+        """What transformers reverses when it saves the weights: the rules of the parts (see `saved_names.py`)."""
+        return rules_of_parts(self)
+
+    @_weight_conversions.setter
+    def _weight_conversions(self, used: Any) -> None:
+        """Called by `from_pretrained`. Which rules loading used does not matter: a model is always saved under the same names."""
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
@@ -69,13 +79,10 @@ class XAttnSavingMixin(Model):
         with_code: bool = False,
         **kwargs,
     ) -> None:
-        """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
+        """`PreTrainedModel.save_pretrained`. Text model and vision tower keep the names of their own checkpoints (see `saved_names.py`).
 
         The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`. A model
         card is written too (see `model_card.py`), unless the folder holds one that a person wrote or changed.
-
-        An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
-        patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
 
         A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers. Where several processes hold
         parts of the weights (FSDP2), all of them must call this.
@@ -169,7 +176,7 @@ class XAttnSavingMixin(Model):
             raise ValueError(
                 "`adapter_only=True` does not work together with `push_to_hub=True`. Call `model.push_to_hub(repo_id, adapter_only=True)`."
             )
-        for name in ("variant", "distributed_checkpoint"):
+        for name in ("variant", "distributed_checkpoint", "save_original_format"):
             if options.get(name):
                 raise ValueError(f"`adapter_only=True` does not work together with `{name}`, got {options[name]!r}.")
         state_dict = options.pop("state_dict", None)
@@ -180,7 +187,9 @@ class XAttnSavingMixin(Model):
 
             def save(folder: Path, weights: dict[str, torch.Tensor], keeps_quantization: bool) -> None:
                 with without_quantizer(self, keeps_quantization), saved_by_one(self):
-                    self._write(folder, with_code, {**options, "state_dict": weights}, target)
+                    # They are laid over the weights of a base in memory, so they keep the names that they have there.
+                    options.update(state_dict=weights, save_original_format=False)
+                    self._write(folder, with_code, options, target)
 
             save_adapter(self, target, save, bases, state_dict)
         if is_unnamed:
@@ -259,7 +268,7 @@ class XAttnSavingMixin(Model):
         card = folder / FILE
         token = _save.set(_Save(card.read_bytes() if card.is_file() else None, whole))
         try:
-            saved.save_pretrained(folder, is_main_process, **{"save_original_format": False, **options})
+            saved.save_pretrained(folder, is_main_process, **options)
         finally:
             _save.reset(token)
 
