@@ -8,9 +8,10 @@ hit the blocks inside the layers too, so blocks are kept from them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -63,6 +64,53 @@ def rules_of_parts(model: PreTrainedModel) -> list[WeightTransform]:
     return [_sparing_blocks(rule) for rule in rules if not isinstance(rule, PrefixChange)]
 
 
+class _Rules:
+    """The rules for loading a model, and the weights that it has."""
+
+    def __init__(self, model: PreTrainedModel):
+        rules = rules_of_parts(model)
+        self.own: dict[str, torch.Tensor] = model.state_dict() if rules else {}
+        self._prefix = model.base_model_prefix  # that a checkpoint of the other model has, or lacks
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._of_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+
+    def place(self, name: str) -> tuple[str, WeightConverter | None, str]:
+        """The weight of the model that a weight on disk is, or is a piece of; then the rule that joins pieces, and its pattern."""
+        target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.own)
+        if target not in self.own:
+            return name, None, name
+        return target, None if pattern is None else self._of_pattern[pattern], pattern or name
+
+    def places(self, names: Iterable[str]) -> dict[str, tuple[str, WeightConverter | None, str]]:
+        """`place` of each name, in the order in which transformers reads them. Some rules begin to hold behind the first name that they fit."""
+        return {name: self.place(name) for name in sorted(names, key=dot_natural_key)}
+
+
+def pieces_missing(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
+    """Weights that a checkpoint lacks beside others of the same tensor, such as single experts; and those that have no place in the model.
+
+    Args:
+        model ([`XAttnPreTrainedModel`]): has shapes.
+        names (`Collection[str]`): of the weights in the checkpoint.
+    """
+    rules = _Rules(model)
+    groups: dict[str, set[str]] = {}
+    saved = revert_weight_conversion(model, _shapes(rules.own))
+    for name, (target, converter, _) in rules.places(saved).items():
+        if converter is not None:
+            groups.setdefault(target, set()).add(name)
+    prefix = f"{model.base_model_prefix}."
+    given = {name.removeprefix(prefix) if model.base_model is model else prefix + name for name in names}.union(names)
+    missing = {name for group in groups.values() if not group.isdisjoint(given) for name in group.difference(given)}
+    places = rules.places(names if missing else ())
+    return missing, {name for name, (target, *_) in places.items() if target not in rules.own}
+
+
+def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.items()}
+
+
 def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Weights of a model under the names that they have in memory. `from_pretrained` does the same on its own.
 
@@ -70,39 +118,31 @@ def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Ma
         model ([`XAttnPreTrainedModel`]): the model.
         weights (`dict`): under these names already, or those of a saved folder, or a part of them, such as one shard.
     """
-    rules = rules_of_parts(model)
-    own = model.state_dict() if rules else {}
-    if not rules or weights.keys() <= own.keys():
+    rules = _Rules(model)
+    own = rules.own
+    if not own or weights.keys() <= own.keys():
         return weights
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-
-    def place(name: str) -> tuple[str, str | None]:
-        target, pattern = rename_source_key(name, renamings, converters)
-        return (target, pattern) if target in own else (name, None)
-
-    places = {name: place(name) for name in sorted(weights, key=dot_natural_key)}
-    joined = [
-        target.replace(of_pattern[pattern].target_patterns[0], each)
-        for target, pattern in set(places.values())
-        if pattern is not None
-        for each in of_pattern[pattern].target_patterns
-    ]
+    found = rules.places(weights)
+    joined = {
+        target.replace(rule.target_patterns[0], each): own[target.replace(rule.target_patterns[0], each)]
+        for target, rule, _ in found.values()
+        if rule is not None
+        for each in rule.target_patterns
+    }
     # A shard may hold a part of the experts of a layer: the model has the others.
-    expected = revert_weight_conversion(model, {name: own[name].to("meta") for name in joined})
+    expected = revert_weight_conversion(model, _shapes(joined))
     if not expected.keys() <= weights.keys():
         device = next(iter(weights.values())).device
-        weights = {**revert_weight_conversion(model, {name: own[name].to(device) for name in joined}), **weights}
-        places = {name: place(name) for name in sorted(weights, key=dot_natural_key)}
+        others = revert_weight_conversion(model, {name: tensor.to(device) for name, tensor in joined.items()})
+        weights = {**others, **weights}
+        found = rules.places(weights)
     named: dict[str, Any] = {}
     groups: dict[str, WeightConverter] = {}
-    for name, (target, pattern) in places.items():
-        if pattern is None:
+    for name, (target, rule, pattern) in found.items():
+        if rule is None:
             named[target] = weights[name]
         else:
-            group = groups.setdefault(target, copy.deepcopy(of_pattern[pattern]))
-            group.add_tensor(target, name, pattern, weights[name])
+            groups.setdefault(target, copy.deepcopy(rule)).add_tensor(target, name, pattern, weights[name])
     for target, group in groups.items():
         for name, value in group.convert(target, model=model, config=model.config).items():
             named[name] = value[0] if isinstance(value, list) else value

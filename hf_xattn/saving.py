@@ -22,12 +22,13 @@ from .custom_code import save_code
 from .distributed import gathered_weights, is_distributed, is_sharded_by_transformers, saved_by_one
 from .keywords import refuse_unknown, suggestion
 from .model_card import FILE, is_blank, write_model_card
+from .own_parts import refuse_own_parts
 from .peft_layers import refuse_adapter_layers
 from .quantization import check_savable, without_quantizer
 from .quantized_weights import first_quantized
 from .saved_names import rules_of_parts
 from .stub import own_code, write_stub
-from .tensor_checks import type_name
+from .tensor_checks import check_flags
 from .whole_folder import WholeFolder
 
 
@@ -99,10 +100,10 @@ class XAttnSavingMixin(Model):
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
             ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded instead; for
-                a model whose weights could not be loaded again, such as one with layers of a `PeftModel`; and with `adapter_only`
-                for a base without a name or a checkpoint.
+                a model whose weights could not be loaded again, such as one with layers of a `PeftModel`; for a part of the caller's own
+                class (see `own_parts.py`); and with `adapter_only` for a base without a name or a checkpoint.
         """
-        _check_flags(adapter_only=adapter_only, with_code=with_code)
+        check_flags(adapter_only=adapter_only, with_code=with_code)
         for name in kwargs:  # transformers takes any name
             if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
                 raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
@@ -110,6 +111,8 @@ class XAttnSavingMixin(Model):
             raise ValueError(
                 "No cross-attention is active, so there is nothing to save: call `set_cross_attention` first."
             )
+        if not self._saves_peft_adapter():
+            refuse_own_parts(self)
         is_main_process = self.should_save_on_this_rank(is_main_process)
         target = Path(save_directory)
         bases = {"text_base": text_base, "vision_base": vision_base}
@@ -142,7 +145,9 @@ class XAttnSavingMixin(Model):
         Raises:
             TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is created.
         """
-        _check_flags(adapter_only=adapter_only, with_code=with_code)
+        check_flags(adapter_only=adapter_only, with_code=with_code)
+        if not self._saves_peft_adapter():
+            refuse_own_parts(self)
         options: dict[str, Any] = {"with_code": with_code}
         if adapter_only:
             for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
@@ -317,12 +322,6 @@ class XAttnSavingMixin(Model):
             files_timestamps = {name: math.inf for name in os.listdir(working_dir) if name not in new}
         uploading: Any = super()
         return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
-
-
-def _check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"Expected `{name}` to be a bool, got {type_name(flag)}.")
 
 
 def _refuse_bases(text_base: Any, vision_base: Any) -> None:
