@@ -12,6 +12,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
     LlamaForCausalLM,
     SiglipVisionModel,
 )
@@ -151,6 +153,21 @@ def test_text_model_of_a_class_of_ones_own(tmp_path):
     text = OwnText(make_text().config)
     with pytest.raises(ValueError, match="`text_model` is a .*OwnText, expected a LlamaForCausalLM"):
         retrofit(text, cross_attention_layers=[1]).save_pretrained(tmp_path / "model")
+
+
+def test_tower_of_another_class_of_transformers(tmp_path):
+    """A tower with a projection, which is not used, that is refused; one of another type that is not."""
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPVisionConfig(**sizes, image_size=32, patch_size=8)
+    model = retrofit(make_text(), CLIPVisionModelWithProjection(config), cross_attention_layers=[1]).eval()
+    model.save_pretrained(tmp_path / "model")
+    loaded = XAttnForConditionalGeneration.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        inputs = {"input_ids": token_ids(), "pixel_values": pixels()}
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    model.model.vision_tower = AutoModel.from_config(vision_config())
+    with pytest.raises(ValueError, match="`vision_tower` is a .*SiglipVisionModel, expected a CLIPVisionModel"):
+        model.save_pretrained(tmp_path / "model")
 
 
 def test_training_warns_before_the_first_save(caplog):
