@@ -30,7 +30,7 @@ from transformers.utils.hub import cached_file
 
 from .adapter_manifest import MANIFEST, read_manifest
 from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, load_text, load_vision, named_base
-from .checkpoint_files import SHARDS, check_inside, read_headers
+from .checkpoint_files import SHARDS, check_inside, read_headers, short
 from .configuration_xattn import XAttnConfig
 from .file_digests import sha256_of
 from .model_identity import checksum
@@ -125,7 +125,7 @@ class Adapter:
         """Returns the path of a file of the checkpoint, and checks its digest.
 
         Raises:
-            ValueError: for a file that is missing, cut off or another one. For a changed configuration there is only a warning.
+            ValueError: for a file that is missing, cut off or another one.
         """
         path = _find(self.name, name, self.hub)
         if path is None:
@@ -134,13 +134,20 @@ class Adapter:
         size = path.stat().st_size
         if size == expected["bytes"] and sha256_of(path) == expected["sha256"]:
             return path
-        if name.endswith(".safetensors"):
-            raise ValueError(
-                f"{path} is not the file that was saved: its {MANIFEST} names {expected['bytes']} bytes with SHA-256 "
-                f"{expected['sha256'][:12]}..., got {size} bytes. It was cut off or changed. Copy the folder again."
-            )
-        logger.warning(f"{path} is not the file that was saved beside the weights. It may not fit them.")
-        return path
+        raise ValueError(
+            f"{path} is not the file that was saved: its {MANIFEST} names {expected['bytes']} bytes with SHA-256 "
+            f"{expected['sha256'][:12]}..., got {size} bytes. It was cut off or changed. Copy the folder again; settings are changed in the "
+            "model, which is then saved again."
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a file, whether or not its manifest names it."""
+        return _find(self.name, name, self.hub) is not None
+
+    def recorded_base(self, argument: str) -> BaseSource | None:
+        """The base that the manifest names for `text_base` or `vision_base`. None for a model without this part."""
+        record = self.manifest.get(argument)
+        return None if record is None else _recorded(record)
 
     def added(self) -> dict[str, torch.Tensor]:
         """The weights in the checkpoint."""
@@ -153,9 +160,9 @@ class Adapter:
         return weights
 
     def check_settings(self) -> None:
-        """Warns if the configuration or the code is not the one that was saved."""
+        """Raises a `ValueError` if a file beside the weights is not the one that was saved."""
         for name in self.manifest["files"]:
-            if name.endswith((".json", ".py")):
+            if not name.endswith(".safetensors"):  # `added` checks those
                 self.file(name)
 
     def load_kwargs(self, config: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -209,6 +216,11 @@ class Adapter:
                     raise ValueError(f"`{argument}` ({named.name}): {self.name} was saved without one.")
                 continue
             weights = weights_of(self.base(argument, load, named, hub))
+            if unknown := {*record["absent"], *record["dtypes"]}.difference(weights):
+                raise ValueError(
+                    f"{self.name}: {MANIFEST} is damaged: `{argument}` names {short(min(unknown))}, which its base does not have. Save the model "
+                    "again."
+                )
             for name, tensor in weights.items():
                 if name not in record["absent"]:
                     dtype = record["dtypes"].get(name)

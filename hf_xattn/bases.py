@@ -24,6 +24,7 @@ from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_pat
 from .insertion import check_kind
 from .keywords import refuse_unknown
 from .loading_checks import check_config_file, check_folder, refuse_pickles
+from .missing_weights import incomplete
 from .paths import check_source
 from .sizes import TILED_VISION_TYPES
 from .tensor_checks import type_name
@@ -63,7 +64,11 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
         return text_half(load_gguf("text", text, config, load_kwargs))
     source = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
     loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
-    return text_half(_load("text", loader, text, load_kwargs))
+    whole, lost = _load("text", loader, text, load_kwargs)
+    half = text_half(whole)
+    used = {id(tensor) for tensor in (*half.parameters(), *half.buffers())}
+    _check_whole("text", text, whole, [name for name in lost if id(whole.get_parameter_or_buffer(name)) in used])
+    return half
 
 
 def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
@@ -77,7 +82,10 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
         from transformers import MllamaVisionModel
 
         tower_class = MllamaVisionModel  # not registered with AutoModel
-    return _load("vision", tower_class, vision, load_kwargs, config)
+    tower, lost = _load("vision", tower_class, vision, load_kwargs, config)
+    # Checkpoints of a classifier have no pooler, and its output is not used.
+    _check_whole("vision", vision, tower, [name for name in lost if "pooler" not in name.split(".")])
+    return tower
 
 
 @dataclass(frozen=True)
@@ -297,8 +305,12 @@ def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]
 
 def _load(
     name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
-) -> PreTrainedModel:
-    """Loads a base, if its configuration and its weights are of one size. Otherwise transformers would take memory for the difference."""
+) -> tuple[PreTrainedModel, set[str]]:
+    """Loads a base, if its configuration and its weights are of one size. Otherwise transformers would take memory for the difference.
+
+    Returns:
+        `tuple`: the base, and the names of weights that its checkpoint lacks.
+    """
     checked = check_folder(source, load_kwargs)
     if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
         shapes = _shapes(auto_class, config or AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs)))
@@ -306,7 +318,18 @@ def _load(
             quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
             check_against_weights(shapes, checked.headers, quantized, f"`{name}` ({source})")
     options = {} if config is None else {"config": config}
-    return auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    options |= {"output_loading_info": True}
+    model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    return model, found["missing_keys"]
+
+
+def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: list[str]) -> None:
+    """Raises a `ValueError` for a base that did not get all of its weights. What a quantizer makes of them, it checks itself."""
+    if lost and getattr(model, "hf_quantizer", None) is None:
+        raise ValueError(
+            f"{incomplete(f'`{name}` ({source})', lost, ())} If they may start anew, load the model with transformers, and pass it in place "
+            "of its name."
+        )
 
 
 def _shapes(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None:

@@ -12,6 +12,8 @@ The block differs from the cross-attention of encoder-decoder models in three wa
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,9 +25,11 @@ from .configuration_xattn import CrossAttentionConfig
 from .context import CrossAttentionContext, check_context, plain_context
 from .cross_cache import KeyValue
 from .first_values import ValuesComeLater
+from .missing_weights import NotesWhatIsMissing, check_class, check_complete
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 from .projection import to_dtype_of
 from .stub import NamesItsStub
+from .tensor_checks import check_flags
 
 
 class CrossAttentionMLP(nn.Module):
@@ -48,7 +52,7 @@ class CrossAttentionMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-class GatedCrossAttentionBlock(NamesItsStub, PreTrainedModel):
+class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel):
     """One gated cross-attention block. It works in a decoder layer or on its own.
 
     Args:
@@ -97,6 +101,25 @@ class GatedCrossAttentionBlock(NamesItsStub, PreTrainedModel):
         else:
             self.attn_gate = self.mlp_gate = None
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args, allow_missing_weights: bool = False, **kwargs) -> Any:
+        """`PreTrainedModel.from_pretrained`.
+
+        Args:
+            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values, and warn of them.
+
+        Raises:
+            TypeError: for an `allow_missing_weights` that is no bool.
+            ValueError: for a checkpoint with weights missing, and for one of another class.
+        """
+        check_flags(allow_missing_weights=allow_missing_weights)
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        block = loaded[0] if isinstance(loaded, tuple) else loaded
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        check_class(cls, block.config.architectures, source, (GatedCrossAttentionBlock.__name__,))
+        check_complete(block, source, allow_missing_weights)
+        return loaded
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -5,7 +5,6 @@ Each check comes before the work that a bad checkpoint would make endless, or th
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,15 +29,9 @@ from .checkpoint_files import (
     weight_files,
 )
 from .config_sizes import check_against_weights, check_fields, check_layer_count, is_quantized
-from .insertion import BLOCKS
+from .missing_weights import incomplete
+from .saved_names import pieces_missing
 from .whole_folder import finish_interrupted
-
-
-# Fields of a configuration that change no shape of a weight.
-WITHOUT_SHAPE = frozenset(
-    """_name_or_path architectures auto_map base_gguf_file base_revision base_subfolder dtype quantization_config torch_dtype
-transformers_version""".split()
-)
 
 
 class CheckedFolder(NamedTuple):
@@ -120,7 +113,7 @@ def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
 
     Raises:
         ValueError: for files of other kinds, files that are not whole, weights that are not numbers, a model that is far larger than its
-            weights, and a weight of another shape.
+            weights, a weight of another shape, and for experts of a layer of which some are missing.
     """
     quantized = getattr(load_config, "hf_quantizer", None) is not None
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")
@@ -139,7 +132,12 @@ def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
     else:
         return
     check_against_weights(model, headers, quantized, what)
-    if not quantized and not getattr(load_config, "ignore_mismatched_sizes", False):
+    if quantized:
+        return
+    missing, unexpected = pieces_missing(model, headers.keys())
+    if missing:
+        raise ValueError(incomplete(what, missing, unexpected))
+    if not getattr(load_config, "ignore_mismatched_sizes", False):
         _check_each(model, headers, load_config, what)
 
 
@@ -167,52 +165,4 @@ def _check_each(model: nn.Module, headers: dict[str, Stored], load_config: Any, 
             )
 
 
-def check_complete(model: Any, missing: Any, source: Any, read_config: Any, may_lack_blocks: bool = True) -> None:
-    """Raises a `ValueError` if weights are missing that the checkpoint's own configuration asks for.
-
-    transformers only warns, because a caller may ask for another model than the checkpoint holds. Here this is a checkpoint with a
-    damaged name or index, and its model would answer with random weights.
-
-    Args:
-        model ([`XAttnPreTrainedModel`]): was loaded.
-        missing (`Iterable[str]`): names of weights that it did not get.
-        source: the checkpoint.
-        read_config (`Callable`): reads the checkpoint's configuration.
-        may_lack_blocks (`bool`): whether blocks, or a connector, of which the checkpoint holds nothing at all may be new: they begin as in
-            a retrofit.
-    """
-    rest = set(missing)
-    for added in (*BLOCKS, "connector") if may_lack_blocks else ():
-        whole = {name for name, _ in model.named_parameters() if added in name.split(".")}
-        if whole <= rest:
-            rest -= whole
-    if not rest:
-        return
-    config = read_config()
-    if _shape_of(model.config.to_dict()) != _shape_of(config.to_dict()):
-        rest &= _in_both(model, config)
-    if not rest:
-        return
-    raise ValueError(
-        f"{source} is not complete: {len(rest)} weights of its configuration are missing, such as {short(min(rest))}. It is damaged, or its "
-        "config.json belongs to another checkpoint. Copy it again."
-    )
-
-
-def _in_both(model: Any, config: Any) -> set[str]:
-    """Names of the weights that a model would have in the same shapes with another configuration; empty if it cannot be built."""
-    try:
-        with torch.device("meta"):
-            other = type(model)._from_config(copy.deepcopy(config)).state_dict()
-    except Exception:  # the caller may have passed another configuration for this reason
-        return set()
-    return {name for name, weight in model.state_dict().items() if name in other and other[name].shape == weight.shape}
-
-
-def _shape_of(fields: Any) -> Any:
-    if not isinstance(fields, dict):
-        return fields
-    return {name: _shape_of(value) for name, value in fields.items() if name not in WITHOUT_SHAPE}
-
-
-__all__ = ["CheckedFolder", "check_complete", "check_folder", "check_shapes", "refuse_other_files", "refuse_pickles"]
+__all__ = ["CheckedFolder", "check_folder", "check_shapes", "refuse_other_files", "refuse_pickles"]

@@ -20,14 +20,18 @@ from .configuration_xattn import XAttnConfig
 from .custom_code import HUB_ARGUMENTS, trusting
 from .input_gradients import give_gradient_to_inputs
 from .insertion import BLOCKS
-from .loading_checks import check_complete, check_folder, check_shapes, refuse_other_files, refuse_pickles
+from .loading_checks import check_folder, check_shapes, refuse_other_files, refuse_pickles
 from .lost_updates import warn_of_half_precision
+from .missing_weights import NotesWhatIsMissing, check_class, check_complete
 from .no_split import XAttnUnitsMixin, fsdp_plan
+from .own_parts import warn_of_own_parts
 from .peft_bases import check_adapter_folder, find_peft
 from .peft_layers import warn_of_tower
 from .quantization import finish_quantized, keep_added_precise
+from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 from .stub import NamesItsStub
+from .tensor_checks import check_flags
 from .tensor_parallel import block_plan
 from .transformers_api import has, needs
 from .whole_folder import finish_interrupted
@@ -37,8 +41,10 @@ from .whole_folder import finish_interrupted
 PRECISE = ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
 PRECISE_WEIGHT = re.compile(rf"\.((?:{'|'.join(BLOCKS)})(?:\.\d+)?\.(?:{'|'.join(map(re.escape, PRECISE))}))(?:\.|$)")
 
+MODELS = ("XAttnModel", "XAttnForConditionalGeneration")  # each opens what the other has saved
 
-class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreTrainedModel):
+
+class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XAttnSavingMixin, PreTrainedModel):
     """What both models share with transformers' loading, saving and dispatching."""
 
     config_class = XAttnConfig
@@ -77,12 +83,13 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
     def train(self, mode: bool = True) -> Any:
-        """`nn.Module.train`. Warns once of weights that train in half precision, and of an adapter that trains the vision tower, too."""
+        """`nn.Module.train`. Warns once of weights that train in half precision, an adapter that trains the tower, parts that cannot be saved."""
         super().train(mode)
         if mode:
             warn_of_tower(self)
         if mode and self.base_model is self:
             warn_of_half_precision(self)
+            warn_of_own_parts(self)
         return self
 
     def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
@@ -125,7 +132,14 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args, config: Any = None, **kwargs) -> Any:
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args,
+        config: Any = None,
+        allow_missing_weights: bool = False,
+        **kwargs,
+    ) -> Any:
         """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or vision tower.
 
         A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names. A warning names a base
@@ -135,13 +149,17 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             quantization_config (*optional*): quantizes the text model alone: blocks, connector and vision tower stay in high
                 precision. For a folder of `adapter_only=True`, None means a text model in full precision, whatever it was.
             text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, if they have moved.
+            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values, and warn of them. So for
+                a `state_dict` of the caller; an empty one asks for a model of first values.
 
         Raises:
+            TypeError: for an `allow_missing_weights` that is no bool.
             ValueError: for such a folder that is half written or damaged, or whose base is gone or of another shape. For any folder with a
                 configuration that no model has, with files that are not whole, lie elsewhere or are pickled, or with weights missing
-                (see `loading_checks.py`).
+                (see `loading_checks.py`, `missing_weights.py`). For one that another class than those of this package has saved, unless it is this class.
         """
         _refuse_splitting_of_old(kwargs)
+        check_flags(allow_missing_weights=allow_missing_weights)
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         refuse_pickles(kwargs)
@@ -154,10 +172,12 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             if peft is not None:
                 check_adapter_folder(peft.name, peft.hub.get("subfolder") or "")
                 source, kwargs = peft.base, peft.base_kwargs(kwargs)
-            check_folder(source, kwargs)
+            checked = check_folder(source, kwargs)
             adapter = Adapter.find(source, kwargs)
+            if checked is not None:
+                check_class(cls, checked.fields.get("architectures"), source, MODELS)
             if adapter is not None:
-                loaded: Any = cls._from_adapter(adapter, model_args, config, kwargs)
+                loaded: Any = cls._from_adapter(adapter, model_args, config, kwargs, allow_missing_weights)
                 if peft is not None:
                     (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(
                         peft.name, peft_name, adapter_kwargs=peft.hub
@@ -179,8 +199,10 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:  # of the parts' own classes
                 raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}.") from error
             model, info = pair
-            if kwargs.get("state_dict") is None:  # a caller's own weights may be a part, as in transformers
-                check_complete(model, info["missing_keys"], source, lambda: _read_config(source, kwargs))
+            if checked is None and source is not None:  # a Hub id
+                check_class(cls, model.config.architectures, source, MODELS)
+            if kwargs.get("state_dict") != {}:  # which asks for a new model
+                check_complete(model, "`state_dict`" if source is None else source, allow_missing_weights)
             finish_quantized(model)
             if peft is not None and peft.base != peft.name:
                 info = model.load_adapter(peft.name, peft_name, adapter_kwargs=peft.hub).to_dict()
@@ -197,6 +219,10 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
             refuse_other_files(checkpoint_files)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
+    def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
+        """`nn.Module.load_state_dict`, which takes the names of a saved folder too: `Trainer` reads its checkpoints in this way."""
+        return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
+
     def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:
         """`PreTrainedModel.load_adapter`. Checks the adapter's folder before it adds layers.
 
@@ -209,7 +235,7 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
 
     @classmethod
     def _from_adapter(
-        cls, adapter: Adapter, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any]
+        cls, adapter: Adapter, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any], allowed: bool
     ) -> Any:
         """Loads bases and added weights. Returns what `from_pretrained` returns."""
         load_kwargs.setdefault("quantization_config", adapter.manifest.get("quantization_config"))
@@ -221,9 +247,9 @@ class XAttnPreTrainedModel(NamesItsStub, XAttnUnitsMixin, XAttnSavingMixin, PreT
         info_wanted = load_kwargs.pop("output_loading_info", False)
         pair: Any = super().from_pretrained(None, *model_args, output_loading_info=True, **load_kwargs)
         model, info = pair
-        missing = info["missing_keys"]
-        hub = adapter.hub
-        check_complete(model, missing, adapter.name, lambda: XAttnConfig.from_pretrained(adapter.name, **hub), False)
+        if not os.path.isdir(adapter.name):
+            check_class(cls, model.config.architectures, adapter.name, MODELS)
+        check_complete(model, adapter.name, allowed)
         finish_quantized(model)
         model.config.name_or_path = model.name_or_path = adapter.name
         return (model, info) if info_wanted else model

@@ -14,6 +14,8 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
 from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
 
+from .adapter_manifest import MANIFEST
+from .base_processors import parts_of_bases
 from .chat_messages import is_batch, of_row, read_conversation, with_images
 from .chat_templates import default_template, to_template
 from .image_limits import check_image_processor
@@ -81,16 +83,25 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         if push_to_hub:  # transformers uploads what is new in the folder
             write_stub(save_directory)
             return super().save_pretrained(save_directory, push_to_hub, **kwargs)
-        with WholeFolder(save_directory, own_code) as fresh:
-            write_stub(fresh, target=Path(save_directory))
+        keeps_stub = (
+            Path(save_directory) / MANIFEST
+        ).is_file()  # which has the digest of the stub that came with the model
+        with WholeFolder(save_directory, None if keeps_stub else own_code) as fresh:
+            if not keeps_stub:
+                write_stub(fresh, target=Path(save_directory))
             written = super().save_pretrained(fresh, **kwargs)
         return [os.path.join(save_directory, os.path.relpath(file, fresh)) for file in written]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
-        """`ProcessorMixin.from_pretrained`. Finishes a save into the folder that was interrupted."""
+        """`ProcessorMixin.from_pretrained`. Finishes a save into the folder that was interrupted.
+
+        A model that was saved with `adapter_only=True`, without a processor, gets one of its bases' tokenizer and image processor.
+        """
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+            if (parts := parts_of_bases(pretrained_model_name_or_path, kwargs)) is not None:
+                return cls(**parts)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @property

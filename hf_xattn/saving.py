@@ -22,11 +22,13 @@ from .custom_code import save_code
 from .distributed import gathered_weights, is_distributed, is_sharded_by_transformers, saved_by_one
 from .keywords import refuse_unknown, suggestion
 from .model_card import FILE, is_blank, write_model_card
+from .own_parts import refuse_own_parts
 from .peft_layers import refuse_adapter_layers
 from .quantization import check_savable, without_quantizer
 from .quantized_weights import first_quantized
+from .saved_names import rules_of_parts
 from .stub import own_code, write_stub
-from .tensor_checks import type_name
+from .tensor_checks import check_flags
 from .whole_folder import WholeFolder
 
 
@@ -58,6 +60,15 @@ class XAttnSavingMixin(Model):
 
     _saved_as: str | None = None
 
+    @property
+    def _weight_conversions(self) -> Any:
+        """What transformers reverses when it saves the weights: the rules of the parts (see `saved_names.py`)."""
+        return rules_of_parts(self)
+
+    @_weight_conversions.setter
+    def _weight_conversions(self, used: Any) -> None:
+        """Called by `from_pretrained`. Which rules loading used does not matter: a model is always saved under the same names."""
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
@@ -69,13 +80,10 @@ class XAttnSavingMixin(Model):
         with_code: bool = False,
         **kwargs,
     ) -> None:
-        """`PreTrainedModel.save_pretrained`, under the names and shapes that the weights have in memory.
+        """`PreTrainedModel.save_pretrained`. Text model and vision tower keep the names of their own checkpoints (see `saved_names.py`).
 
         The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`. A model
         card is written too (see `model_card.py`), unless the folder holds one that a person wrote or changed.
-
-        An original checkpoint of this model does not exist, and the renamings that give a decoder its original names are
-        patterns that hit blocks too: Mixtral's turn `mlp_gate` into `block_sparse_moe.gate`, and back into `mlp.gate`.
 
         A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers. Where several processes hold
         parts of the weights (FSDP2), all of them must call this.
@@ -92,10 +100,10 @@ class XAttnSavingMixin(Model):
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
             ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded instead; for
-                a model whose weights could not be loaded again, such as one with layers of a `PeftModel`; and with `adapter_only`
-                for a base without a name or a checkpoint.
+                a model whose weights could not be loaded again, such as one with layers of a `PeftModel`; for a part of the caller's own
+                class (see `own_parts.py`); and with `adapter_only` for a base without a name or a checkpoint.
         """
-        _check_flags(adapter_only=adapter_only, with_code=with_code)
+        check_flags(adapter_only=adapter_only, with_code=with_code)
         for name in kwargs:  # transformers takes any name
             if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
                 raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
@@ -103,6 +111,8 @@ class XAttnSavingMixin(Model):
             raise ValueError(
                 "No cross-attention is active, so there is nothing to save: call `set_cross_attention` first."
             )
+        if not self._saves_peft_adapter():
+            refuse_own_parts(self)
         is_main_process = self.should_save_on_this_rank(is_main_process)
         target = Path(save_directory)
         bases = {"text_base": text_base, "vision_base": vision_base}
@@ -135,7 +145,9 @@ class XAttnSavingMixin(Model):
         Raises:
             TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is created.
         """
-        _check_flags(adapter_only=adapter_only, with_code=with_code)
+        check_flags(adapter_only=adapter_only, with_code=with_code)
+        if not self._saves_peft_adapter():
+            refuse_own_parts(self)
         options: dict[str, Any] = {"with_code": with_code}
         if adapter_only:
             for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
@@ -169,7 +181,7 @@ class XAttnSavingMixin(Model):
             raise ValueError(
                 "`adapter_only=True` does not work together with `push_to_hub=True`. Call `model.push_to_hub(repo_id, adapter_only=True)`."
             )
-        for name in ("variant", "distributed_checkpoint"):
+        for name in ("variant", "distributed_checkpoint", "save_original_format"):
             if options.get(name):
                 raise ValueError(f"`adapter_only=True` does not work together with `{name}`, got {options[name]!r}.")
         state_dict = options.pop("state_dict", None)
@@ -180,7 +192,9 @@ class XAttnSavingMixin(Model):
 
             def save(folder: Path, weights: dict[str, torch.Tensor], keeps_quantization: bool) -> None:
                 with without_quantizer(self, keeps_quantization), saved_by_one(self):
-                    self._write(folder, with_code, {**options, "state_dict": weights}, target)
+                    # They are laid over the weights of a base in memory, so they keep the names that they have there.
+                    options.update(state_dict=weights, save_original_format=False)
+                    self._write(folder, with_code, options, target)
 
             save_adapter(self, target, save, bases, state_dict)
         if is_unnamed:
@@ -259,7 +273,7 @@ class XAttnSavingMixin(Model):
         card = folder / FILE
         token = _save.set(_Save(card.read_bytes() if card.is_file() else None, whole))
         try:
-            saved.save_pretrained(folder, is_main_process, **{"save_original_format": False, **options})
+            saved.save_pretrained(folder, is_main_process, **options)
         finally:
             _save.reset(token)
 
@@ -308,12 +322,6 @@ class XAttnSavingMixin(Model):
             files_timestamps = {name: math.inf for name in os.listdir(working_dir) if name not in new}
         uploading: Any = super()
         return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
-
-
-def _check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"Expected `{name}` to be a bool, got {type_name(flag)}.")
 
 
 def _refuse_bases(text_base: Any, vision_base: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checks of single tensors that several arguments share. Each names the argument, what was expected and what came.
+"""Checks of single tensors and flags that several arguments share. Each names the argument, what was expected and what came.
 
 They read types, dtypes and shapes only: no value leaves its device.
 """
@@ -39,6 +39,13 @@ def type_name(value: Any) -> str:
     """The type of a value as a reader knows it: `list`, `numpy.ndarray`, `PIL.Image.Image`, ..."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises a `TypeError` for an argument that is not `True` or `False`."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"Expected `{name}` to be a bool, got {type_name(flag)}.")
 
 
 def check_bool(name: str, tensor: torch.Tensor) -> None:

@@ -191,6 +191,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     finished = before >= arguments.max_steps
     if finished:  # `Trainer` would take one step more
         _load_weights(model, checkpoint, **hub)
+    elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
+        type(model).from_pretrained(checkpoint, device_map="meta", **hub)  # refused if not whole: `Trainer` only warns
     use_cache = getattr(model.config, "use_cache", None)
     trainer = Trainer(
         model=model,

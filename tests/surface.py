@@ -32,6 +32,7 @@ TRANSFORMERS = {
     "get_output_embeddings",
     "initialize_weights",
     "load_adapter",
+    "load_state_dict",
     "post_init",
     "prepare_inputs_for_generation",
     "register_for_auto_class",

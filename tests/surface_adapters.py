@@ -7,7 +7,7 @@ from pathlib import Path
 from conftest import make_text
 from surface import NOTHING, Fine, Surface, Wrong, needs, value
 
-from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
+from hf_xattn import GatedCrossAttentionBlock, XAttnForConditionalGeneration, XAttnModel, retrofit
 
 
 FOLDER = tempfile.TemporaryDirectory()  # removed when the tests end
@@ -20,6 +20,7 @@ def saved():
     model = retrofit(path / "text")
     model.save_pretrained(path / "added", adapter_only=True)
     model.save_pretrained(path / "whole")
+    model.blocks[0].save_pretrained(path / "block")
     return path
 
 
@@ -34,6 +35,10 @@ def save(**given):
 
 def load(**given):
     XAttnForConditionalGeneration.from_pretrained(saved() / "added", **given)
+
+
+def load_block(**given):
+    GatedCrossAttentionBlock.from_pretrained(saved() / "block", **given)
 
 
 def load_set(**given):
@@ -58,8 +63,18 @@ SURFACES = {
     "load_adapter_only": Surface(
         XAttnForConditionalGeneration.from_pretrained,
         load,
-        {"text_base": Bases.text, "vision_base": Bases.vision},
-        fields={"text_base", "vision_base"},
+        {
+            "text_base": Bases.text,
+            "vision_base": Bases.vision,
+            "allow_missing_weights": value(none=None, kind="yes", size=1),
+        },
+        fields={"text_base", "vision_base", "allow_missing_weights"},
+    ),
+    "load_block": Surface(
+        GatedCrossAttentionBlock.from_pretrained,
+        load_block,
+        {"allow_missing_weights": value(none=None, kind="yes", size=1)},
+        fields={"allow_missing_weights"},
     ),
     "load_cross_attention": Surface(
         XAttnModel.load_cross_attention,

@@ -1,5 +1,6 @@
 """Adapter-only folders that are not whole, whose base has changed or is gone, and saves that fail or meet other files."""
 
+import hashlib
 import json
 import shutil
 
@@ -216,11 +217,41 @@ def test_folders_without_a_name(folder, vision, tmp_path, monkeypatch):
     same_model(model, AutoModelForImageTextToText.from_pretrained(folder if folder == "." else here.parent))
 
 
-def test_edited_configuration_is_named(vision, tmp_path, caplog):
-    """A configuration of another model beside these weights."""
-    transformers.logging.enable_propagation()
-    make(tmp_path, vision).save_pretrained(tmp_path / "added", adapter_only=True)
-    file = tmp_path / "added" / "config.json"
-    file.write_text(file.read_text().replace('"gelu"', '"relu"'))
-    AutoModelForImageTextToText.from_pretrained(tmp_path / "added")
-    assert "config.json is not the file that was saved" in caplog.text
+def test_edited_files_are_refused(vision, tmp_path):
+    """A configuration of another model beside these weights, and any other file that the manifest names: changed, or gone."""
+    folder = tmp_path / "added"
+    make(tmp_path, vision).save_pretrained(folder, adapter_only=True)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / "notes").mkdir()
+    for name in ("chat_template.jinja", "notes/licence.txt"):  # as a later version may save them
+        (folder / name).write_text(name)
+        manifest["files"][name] = {"sha256": hashlib.sha256(name.encode()).hexdigest(), "bytes": len(name)}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    load = AutoModelForImageTextToText.from_pretrained
+    load(folder)
+    assert len(manifest["files"]) >= 6 and {"config.json", "generation_config.json"} < manifest["files"].keys()
+    for name in manifest["files"]:
+        file = folder / name
+        content = file.read_bytes()
+        changed = content.replace(b'"gelu"', b'"relu"') if name == "config.json" else content + b" "
+        assert changed != content
+        file.write_bytes(changed)
+        with pytest.raises(ValueError, match=f"{name} is not the file that was saved: .*SHA-256"):
+            load(folder)
+        file.unlink()
+        with pytest.raises((ValueError, OSError), match=f"lacks {name}" if name != "config.json" else "config.json"):
+            load(folder)
+        file.write_bytes(content)
+    load(folder)
+
+
+def test_entries_about_weights_that_the_base_does_not_have(vision, tmp_path):
+    """An entry of the manifest that is overlooked."""
+    folder = tmp_path / "added"
+    make(tmp_path, vision).save_pretrained(folder, adapter_only=True)
+    whole = json.loads((folder / MANIFEST).read_text())
+    for entry in ({"absent": ["nonsense"]}, {"dtypes": {"nonsense": "float16"}}):
+        manifest = {**whole, "text_base": {**whole["text_base"], **entry}}
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match="is damaged: `text_base` names 'nonsense', which its base does not have"):
+            AutoModelForImageTextToText.from_pretrained(folder)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from conftest import randomize, strengthen
+from safetensors.torch import load_file
 from tiny_architectures import DIFFERENT, EXPERTS, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -72,6 +73,7 @@ def test_served(model_type, tmp_path):
     logging.disable_progress_bar()
     text = make_tiny(model_type)
     base = copy.deepcopy(text)
+    base.save_pretrained(tmp_path / "base")
     ids = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
     states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
     alone = base(ids, use_cache=True).logits
@@ -110,6 +112,10 @@ def test_served(model_type, tmp_path):
     assert torch.allclose(torch.stack(cached.logits), torch.stack(uncached.logits), atol=1e-4)
 
     model.save_pretrained(tmp_path)
+    saved, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "base"))
+    names = {name.removeprefix("model.text_model.") for name in saved if "cross_attention_block" not in name}
+    assert names == theirs.keys()
+    assert all(torch.equal(saved[f"model.text_model.{name}"], theirs[name]) for name in names)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     state, again = model.state_dict(), loaded.state_dict()
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)

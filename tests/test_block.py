@@ -277,7 +277,7 @@ def test_round_trip(tmp_path, style, fields):
 @every_style
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_missing_weights_start_as_in_a_fresh_block(tmp_path, style, dtype):
-    """Rules out noise in zero projections, or empty memory in gates, that were built on meta and are in no file."""
+    """Rules out a block that loads without some of its weights, and noise or empty memory in those that were built on meta."""
     block = randomized(**STYLES[style], **FULL, initializer_range=0.1)
     block.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -286,7 +286,13 @@ def test_missing_weights_start_as_in_a_fresh_block(tmp_path, style, dtype):
     kept = {name: value for name, value in load_file(path).items() if not any(part in name for part in gone)}
     assert 0 < len(kept) < len(block.state_dict())
     save_file(kept, path, metadata={"format": "pt"})
-    loaded = GatedCrossAttentionBlock.from_pretrained(tmp_path, dtype=dtype).eval()
+    lost = len(block.state_dict()) - len(kept)
+    for load in (GatedCrossAttentionBlock.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises(
+            ValueError, match=rf"{lost} weights of the model are missing, 'attn.k_proj.bias', .* and {lost - 3} more"
+        ):
+            load(tmp_path, dtype=dtype)
+    loaded = GatedCrossAttentionBlock.from_pretrained(tmp_path, dtype=dtype, allow_missing_weights=True).eval()
     for name, value in kept.items():
         parameter = loaded.get_parameter(name)
         assert torch.equal(parameter, value.to(parameter.dtype)), name

@@ -121,7 +121,7 @@ def test_memory_and_time_stay_bounded():
 
 
 def test_settings_of_the_caller_hide_no_missing_weight(saved, tmp_path):
-    """A block with random weights, because the caller changed a setting that has nothing to do with it. New blocks stay allowed."""
+    """A block with random weights, because the caller changed a setting. Only one argument allows that."""
     folder = tmp_path / "model"
     shutil.copytree(saved[0] / "whole", folder)
     weights = load_file(folder / "model.safetensors")
@@ -130,5 +130,8 @@ def test_settings_of_the_caller_hide_no_missing_weight(saved, tmp_path):
     for settings in ({}, {"image_token_id": 5}):
         with pytest.raises(ValueError, match="is not complete: 1 weights.*layers.1.cross_attention_block.attn.q_proj"):
             XAttnForConditionalGeneration.from_pretrained(folder, **settings)
-    more = XAttnForConditionalGeneration.from_pretrained(saved[0] / "whole", cross_attention_layers=[0, 1, 3])
+    settings = {"cross_attention_layers": [0, 1, 3]}
+    with pytest.raises(ValueError, match="layers.0.cross_attention_block.attn.*`allow_missing_weights=True`"):
+        XAttnForConditionalGeneration.from_pretrained(saved[0] / "whole", **settings)
+    more = XAttnForConditionalGeneration.from_pretrained(saved[0] / "whole", allow_missing_weights=True, **settings)
     assert len(more.blocks) == 3

@@ -80,9 +80,15 @@ def load_processor(name: str, **hub: Any) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
+    from ..base_processors import parts_of_bases
+
+    parts = parts_of_bases(name, hub)
+    if parts is not None and parts["image_processor"] is None:
+        return parts["tokenizer"]
     absent_is_none = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
     files = (cached_file(name, file, **absent_is_none) for file in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME))
-    return (AutoTokenizer if all(file is None for file in files) else AutoProcessor).from_pretrained(name, **hub)
+    only_text = parts is None and all(file is None for file in files)
+    return (AutoTokenizer if only_text else AutoProcessor).from_pretrained(name, **hub)
 
 
 def load_shapes(name: str, dtype: str = "auto", **hub: Any) -> XAttnForConditionalGeneration:

@@ -1,0 +1,267 @@
+"""Parts and models of a user's own class: what a saved folder cannot name is refused, before it would answer otherwise."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+    LlamaForCausalLM,
+    SiglipVisionModel,
+)
+
+from hf_xattn import (
+    CrossAttentionConfig,
+    GatedCrossAttentionBlock,
+    XAttnConfig,
+    XAttnForConditionalGeneration,
+    XAttnModel,
+    retrofit,
+)
+from hf_xattn.connector import XAttnConnector
+
+
+class Doubling(XAttnConnector):
+    """A connector with the weights of the package's own, and other results."""
+
+    def forward(self, features, positions=None):
+        return 2 * super().forward(features, positions)
+
+
+class Louder(GatedCrossAttentionBlock):
+    """A block with the weights of the package's own."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs) * 2
+
+
+class OwnTower(SiglipVisionModel):
+    """A vision tower with the weights of SigLIP's."""
+
+
+class OwnText(LlamaForCausalLM):
+    """A text model with the weights of Llama's."""
+
+
+class Mine(XAttnForConditionalGeneration):
+    """A model with other logits, and parts that it makes itself."""
+
+    def __init__(self, config, **parts):
+        super().__init__(config, **parts)
+        self.model.connector = Doubling(config)
+
+
+class Plain(XAttnForConditionalGeneration):
+    """A model of another name, whose parts are those of the package."""
+
+
+class Body(XAttnModel):
+    """A body of one's own."""
+
+
+class OwnBlock(GatedCrossAttentionBlock):
+    """A block that is saved on its own."""
+
+
+def put_connector(model):
+    model.model.connector = Doubling(model.config)
+
+
+def put_any_module(model):
+    model.model.connector = nn.Linear(24, 32)
+
+
+def put_layer(model):
+    model.model.connector.layers[1] = nn.Tanh()
+
+
+def put_tower(model):
+    model.model.vision_tower = OwnTower(model.config.vision_config)
+
+
+def put_block(model):
+    model.model.text_model.model.layers[3].cross_attention_block = Louder(model.config.cross_attention_config, 1)
+
+
+def put_body(model):
+    model.model.__class__ = Body
+
+
+def take_tower(model):
+    model.model.vision_tower = None
+
+
+def take_block(model):
+    del model.model.text_model.model.layers[1].cross_attention_block
+
+
+def add_block(model):
+    model.model.text_model.model.layers[0].cross_attention_block = GatedCrossAttentionBlock(
+        model.config.cross_attention_config
+    )
+
+
+def compile_connector(model):
+    model.model.connector = torch.compile(model.model.connector)
+
+
+def compile_layer(model):
+    layers = model.model.text_model.model.layers
+    layers[0] = torch.compile(layers[0])
+
+
+CASES = {
+    put_connector: "`connector` is a .*Doubling, expected a XAttnConnector",
+    put_any_module: "`connector` is a .*Linear, expected a XAttnConnector",
+    put_layer: "`connector.layers.1` is a .*Tanh, expected a GELUActivation",
+    put_tower: "`vision_tower` is a .*OwnTower, expected a SiglipVisionModel",
+    put_block: "`text_model.model.layers.3.cross_attention_block` is a .*Louder, expected a GatedCrossAttentionBlock",
+    put_body: "`model` is a .*Body, expected a XAttnModel",
+    take_tower: "`vision_tower` is a .*NoneType, expected a SiglipVisionModel",
+    take_block: "`text_model.model.layers.1.cross_attention_block` is a .*NoneType, expected a GatedCrossAttentionBlock",
+    add_block: "`text_model.model.layers.0.cross_attention_block` is a .*GatedCrossAttentionBlock, expected a NoneType",
+    compile_connector: r"`torch.compile` returned \(connector\)",
+    compile_layer: r"`torch.compile` returned \(text_model.model.layers.0\)",
+}
+
+
+@pytest.mark.parametrize("change", CASES, ids=lambda change: change.__name__)
+def test_parts_put_in_by_hand(change, tmp_path):
+    """A part that trains, is saved without a word, and loads as another."""
+    model = make_model()
+    change(model)
+    for save in (
+        lambda: model.save_pretrained(tmp_path / "model"),
+        lambda: model.save_pretrained(tmp_path / "model", adapter_only=True),
+        lambda: model.push_to_hub("somebody/model"),
+    ):
+        with pytest.raises(ValueError, match=CASES[change]):
+            save()
+    assert not (tmp_path / "model").exists()
+
+
+def test_text_model_of_a_class_of_ones_own(tmp_path):
+    """A subclass of a decoder that loads as the decoder."""
+    text = OwnText(make_text().config)
+    with pytest.raises(ValueError, match="`text_model` is a .*OwnText, expected a LlamaForCausalLM"):
+        retrofit(text, cross_attention_layers=[1]).save_pretrained(tmp_path / "model")
+
+
+def test_tower_of_another_class_of_transformers(tmp_path):
+    """A tower with a projection, which is not used, that is refused; one of another type that is not."""
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPVisionConfig(**sizes, image_size=32, patch_size=8)
+    model = retrofit(make_text(), CLIPVisionModelWithProjection(config), cross_attention_layers=[1]).eval()
+    model.save_pretrained(tmp_path / "model")
+    loaded = XAttnForConditionalGeneration.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        inputs = {"input_ids": token_ids(), "pixel_values": pixels()}
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    model.model.vision_tower = AutoModel.from_config(vision_config())
+    with pytest.raises(ValueError, match="`vision_tower` is a .*SiglipVisionModel, expected a CLIPVisionModel"):
+        model.save_pretrained(tmp_path / "model")
+
+
+def test_training_warns_before_the_first_save(caplog):
+    """Hours of training before the save that refuses."""
+    model = make_model()
+    model.train()
+    assert "a part of your own" not in caplog.text
+    put_connector(model)
+    model.train()
+    assert "`save_pretrained` will refuse this model, because of a part of your own: `connector` is a" in caplog.text
+
+
+def test_what_is_not_of_ones_own(tmp_path):
+    """A model that is refused because it was compiled, wrapped, copied, or got another tower of the same kind."""
+    model = make_model()
+    model.model.vision_tower = AutoModel.from_config(vision_config())
+    model.model.connector.compile()
+    model.blocks[0].compile()
+    torch.compile(model).save_pretrained(tmp_path / "compiled")
+    layers = model.model.text_model.model.layers
+    layers[1].cross_attention_block = checkpoint_wrapper(layers[1].cross_attention_block)
+    layers[2] = checkpoint_wrapper(layers[2])
+    model.model.connector = checkpoint_wrapper(model.model.connector)
+    model.save_pretrained(tmp_path / "wrapped")
+    for name in ("compiled", "wrapped"):
+        loaded = XAttnForConditionalGeneration.from_pretrained(tmp_path / name)
+        state = model.state_dict()
+        assert all(torch.equal(state[key], value) for key, value in loaded.state_dict().items())
+
+
+def save_as(model_class, folder):
+    text = make_text()
+    torch.manual_seed(2)
+    config = XAttnConfig(text_config=text.config, vision_config=vision_config(), cross_attention_layers=[1, 3])
+    model = randomize(model_class(config, text_model=text)).eval()
+    model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [model_class.__name__]
+    return model
+
+
+@pytest.mark.parametrize("model_class", [Mine, Plain])
+def test_model_of_a_class_of_ones_own(model_class, tmp_path):
+    """A subclass whose folder opens as the plain class, with other logits."""
+    model = save_as(model_class, tmp_path / "model")
+    name = model_class.__name__
+    for load in (
+        AutoModelForImageTextToText.from_pretrained,
+        AutoModelForCausalLM.from_pretrained,
+        AutoModel.from_pretrained,
+        XAttnForConditionalGeneration.from_pretrained,
+        XAttnModel.from_pretrained,
+    ):
+        with pytest.raises(ValueError, match=rf"was saved by a class {name}.*`{name}.from_pretrained`"):
+            load(tmp_path / "model")
+    with pytest.raises(ValueError, match=f"was saved by a class {name}"):
+        XAttnForConditionalGeneration.from_pretrained(tmp_path / "model", config=model.config)
+    loaded = model_class.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        inputs = {"input_ids": token_ids(), "pixel_values": pixels()}
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_added_weights_of_a_class_of_ones_own(tmp_path):
+    """The same, in a folder of added weights."""
+    make_text().save_pretrained(tmp_path / "text")
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    config = XAttnConfig(text_config=text.config, cross_attention_layers=[1])
+    Plain(config, text_model=text).save_pretrained(tmp_path / "added", adapter_only=True, text_base=tmp_path / "text")
+    with pytest.raises(ValueError, match="was saved by a class Plain"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "added")
+    assert type(Plain.from_pretrained(tmp_path / "added")) is Plain
+
+
+def test_names_of_classes_that_are_ours(tmp_path):
+    """A folder of the package's own that is refused: of the other model, sharded by FSDP2, or without a name."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    path = Path(tmp_path / "config.json")
+    for names in (["XAttnModel"], ["FSDPXAttnForConditionalGeneration"], [], None):
+        fields = json.loads(path.read_text())
+        path.write_text(json.dumps({**fields, "architectures": names}))
+        XAttnForConditionalGeneration.from_pretrained(tmp_path)
+        AutoModel.from_pretrained(tmp_path)
+    Mine.from_pretrained(tmp_path)  # asked for by name
+    config = XAttnConfig.from_pretrained(tmp_path)
+    config.architectures = ["Mine"]  # of another model
+    XAttnForConditionalGeneration.from_pretrained(tmp_path, config=config)
+    XAttnForConditionalGeneration.from_pretrained(None, config=config, state_dict=model.state_dict())
+
+
+def test_block_of_a_class_of_ones_own(tmp_path):
+    """A block that is saved on its own, and opens as the plain one."""
+    OwnBlock(CrossAttentionConfig(hidden_size=32, num_attention_heads=4)).save_pretrained(tmp_path)
+    for load in (AutoModel.from_pretrained, GatedCrossAttentionBlock.from_pretrained):
+        with pytest.raises(ValueError, match="was saved by a class OwnBlock.*`OwnBlock.from_pretrained`"):
+            load(tmp_path)
+    assert type(OwnBlock.from_pretrained(tmp_path)) is OwnBlock
