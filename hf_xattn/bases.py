@@ -24,7 +24,7 @@ from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_pat
 from .insertion import check_kind
 from .keywords import refuse_unknown
 from .loading_checks import check_config_file, check_folder, refuse_pickles
-from .paths import check_source
+from .paths import both_readings, check_source
 from .sizes import TILED_VISION_TYPES
 from .tensor_checks import type_name
 from .text_half import composite_class, is_composite, text_half, text_half_config
@@ -271,8 +271,9 @@ def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> 
         ValueError: for a configuration that no model has, or that transformers cannot read.
     """
     try:
-        check_config_file(source, load_kwargs)
-        return AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs))
+        with both_readings(source):
+            check_config_file(source, load_kwargs)
+            return AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs))
     except (OSError, ImportError):
         raise
     except Exception as error:  # whatever its class stumbles over

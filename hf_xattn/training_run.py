@@ -313,12 +313,17 @@ def _processor(name: str) -> XAttnProcessor:
     """Returns the model's processor, as an [`XAttnProcessor`].
 
     Raises:
-        ValueError: for a model without a processor, or without a chat template that works.
+        ValueError: for a model without a vision tower, without a processor, or without a chat template that works.
     """
     from transformers import AutoConfig, AutoProcessor
 
     from .processing_xattn import XAttnProcessor
 
+    if AutoConfig.from_pretrained(name).vision_config is None:
+        raise ValueError(
+            f"Expected a model with a vision tower, because the data hold pictures, got {name}, which has none: its blocks read features. "
+            "Retrofit its text model with `--vision`, or train on features in Python (`cross_attention_states`)."
+        )
     try:
         processor = AutoProcessor.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .options import add_device, device_of
 
 
 if TYPE_CHECKING:
@@ -36,8 +41,7 @@ def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
     """Adds the options that `load_model_and_images` reads, except the images. `device` is the default; "auto" prefers a GPU."""
     parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    default = " (default: a GPU if there is one)" if device == "auto" else ""
-    parser.add_argument("--device", default=device, help=f"cpu, cuda, cuda:1, ...{default}")
+    add_device(parser, default=device)
 
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
@@ -52,6 +56,7 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     for file in files:
         if not file.is_file():
             raise ValueError(f"Expected `--image` to be a file, got {file}, which is not a file.")
+    device = device_of(arguments.device)
     from transformers import AutoModelForImageTextToText
 
     from ..image_reading import read_image
@@ -60,15 +65,27 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     processor = load_processor(arguments.model)
     images = [read_image(file, "--image") for file in files]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
-    device = arguments.device
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device).eval()
     if images and getattr(processor, "image_processor", None) is None:
         raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
     return model, _with_images_at_markers(processor, model), images
+
+
+class DamagedError(ValueError):
+    """A tokenizer or a processor is there, but cannot be read."""
+
+
+@contextmanager
+def undamaged(what: str, source: str) -> Iterator[None]:
+    """Raises a `DamagedError` for what a damaged file makes transformers stumble over. For a missing one transformers' own error says so."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (OSError, ValueError, ImportError)) and not isinstance(error, json.JSONDecodeError):
+            raise
+        raise DamagedError(
+            f"The {what} of {source} is damaged, or of a kind that transformers does not read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def load_processor(name: str) -> Any:
@@ -78,7 +95,8 @@ def load_processor(name: str) -> Any:
 
     absent_is_none = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
     files = (cached_file(name, file, **absent_is_none) for file in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME))
-    return (AutoTokenizer if all(file is None for file in files) else AutoProcessor).from_pretrained(name)
+    with undamaged("processor", name):
+        return (AutoTokenizer if all(file is None for file in files) else AutoProcessor).from_pretrained(name)
 
 
 def load_shapes(name: str, dtype: str = "auto") -> XAttnForConditionalGeneration:
@@ -134,11 +152,24 @@ def plan_shapes(
 
 def has_blocks(name: str) -> bool:
     """Whether a folder or a Hub id is a model with blocks. Reads only the configuration."""
-    from transformers import AutoConfig
-
     from ..gguf_files import is_gguf_path
 
-    return not is_gguf_path(name) and AutoConfig.from_pretrained(name).model_type == "xattn"
+    return not is_gguf_path(name) and _config_of(name).model_type == "xattn"
+
+
+def _config_of(name: str) -> Any:
+    """The configuration of a folder or a Hub id.
+
+    Raises:
+        ValueError, OSError: for a name that is neither; both say so.
+    """
+    from transformers import AutoConfig
+
+    from ..paths import both_readings, check_source
+
+    check_source("model", name)
+    with both_readings(name):
+        return AutoConfig.from_pretrained(name)
 
 
 def quantization_of(name: str) -> str | None:
@@ -165,16 +196,14 @@ def _given_dtype(dtype: str) -> dict[str, Any]:
 
 
 def check_model(name: str) -> None:
-    """Raises a `ValueError` for a model without blocks."""
-    from transformers import AutoConfig
-
+    """Raises a `ValueError` for a model without blocks, and for a folder that is not there."""
     from ..gguf_files import is_gguf_path
 
     if is_gguf_path(name):
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run `hf-xattn retrofit {name}` first."
         )
-    config = AutoConfig.from_pretrained(name)
+    config = _config_of(name)
     if config.model_type != "xattn":
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a {config.model_type!r} model without "

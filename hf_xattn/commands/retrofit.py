@@ -8,7 +8,7 @@ from typing import Any
 
 from .loading import DTYPES
 from .options import add_blocks
-from .output import new_folder, print_report, save_processor
+from .output import new_folder, print_report, read_processor
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -31,12 +31,19 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
+    from ..bases import text_config_of, vision_config_of
+    from ..gguf_files import split_gguf
     from ..retrofit import retrofit
     from ..whole_folder import WholeFolder
 
     hub: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
     if arguments.revision is not None:
         hub["revision"] = arguments.revision
+    # A wrong name is told before a tokenizer is missed, and a damaged tokenizer before weights are read.
+    text_config_of(*split_gguf("text", arguments.text, {**hub, "gguf_file": arguments.gguf_file}), reads_weights=False)
+    if arguments.vision is not None:
+        vision_config_of(arguments.vision, hub, reads_weights=False)
+    processor = read_processor(arguments.text, arguments.vision, output, gguf_file=arguments.gguf_file, **hub)
     print(f"Loading {arguments.text}" + (f" and {arguments.vision}" if arguments.vision else ""), flush=True)
     model = retrofit(
         arguments.text,
@@ -50,5 +57,6 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"Saving to {output}", flush=True)
     with WholeFolder(output) as folder:
         model.save_pretrained(folder, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
-        save_processor(arguments.text, arguments.vision, folder, output=output, gguf_file=arguments.gguf_file, **hub)
+        if processor is not None:
+            processor.save_pretrained(folder)
     print_report(model)
