@@ -6,8 +6,10 @@ A model that was made from checkpoints remembers their names, so that it can be 
 from __future__ import annotations
 
 import copy
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from .text_half import composite_class, is_composite, text_half, text_half_confi
 from .tower import check_tower_class, check_tower_config
 from .transformers_api import resolve_revision
 
+
+_unused_told: set[tuple[str, str]] = set()  # checkpoints and classes whose table of unused weights was logged
 
 # Keywords of `from_pretrained` that locate a checkpoint. The configuration needs them too.
 CONFIG_KEYWORDS = (
@@ -307,7 +311,30 @@ def _load(
             quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
             check_against_weights(shapes, checked.headers, quantized, f"`{name}` ({source})")
     options = {} if config is None else {"config": config}
-    return auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    with _unused_told_once(source):
+        return auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+
+
+@contextmanager
+def _unused_told_once(source: str | Path) -> Iterator[None]:
+    """Drops transformers' table of weights that are not used, if it was logged for this checkpoint: a base is loaded again where a model
+    is saved without it."""
+    where = os.path.abspath(source) if os.path.isdir(source) else str(source)
+
+    def is_new(record: logging.LogRecord) -> bool:
+        model, report, table = record.getMessage().partition(" LOAD REPORT")
+        if not report or any(status in table for status in ("MISSING", "MISMATCH", "CONVERSION")):
+            return True
+        known = (where, model) in _unused_told
+        _unused_told.add((where, model))
+        return not known
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _shapes(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None:

@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers.utils import logging
 
 from .configuration_xattn import XAttnConfig
-from .inspection import describe
+from .inspection import describe, is_fresh
 from .paths import check_path
 from .tensor_checks import type_name
 from .whole_folder import whole_file
@@ -131,7 +131,7 @@ def _card(config: XAttnConfig, model: Any, training: dict[str, Any], results: di
         "The blocks come from `hf_xattn`, a plug-in for transformers."
         + (
             " They are as initialised: images do not change the answers until the model is trained."
-            if _is_fresh(config, model)
+            if is_fresh(model)
             else ""
         ),
         "## How to load",
@@ -175,16 +175,6 @@ def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
         logger.info(f"The model card has no figures: {error}")
         return {"blocks in front of layers": ", ".join(map(str, config.cross_attention_layers))}
     return {name.removesuffix(", frozen"): value for name, value in figures.items()}
-
-
-def _is_fresh(config: XAttnConfig, model: Any) -> bool:
-    """Whether the blocks certainly add nothing yet. False if their weights cannot be read."""
-    if not config.cross_attention_config.starts_at_identity:
-        return False
-    weights = [weight for block in model.blocks for weight in (block.attn.o_proj.weight, block.mlp.down_proj.weight)]
-    # Sharded weights would have to be gathered by all processes.
-    whole = all(type(weight) is torch.nn.Parameter and not weight.is_meta and weight.numel() for weight in weights)
-    return config.cross_attention_config.zero_init and whole and not any(bool(weight.any()) for weight in weights)
 
 
 def training_facts(trainer: Trainer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,12 +61,15 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     from transformers import AutoModelForImageTextToText
 
     from ..image_reading import read_image
+    from ..inspection import blindness
 
     check_model(arguments.model)
     processor = load_processor(arguments.model)
     images = [read_image(file, "--image") for file in files]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype)
     model = model.to(device).eval()
+    if (why := blindness(model)) is not None:
+        print(f"{arguments.model}: {why}", file=sys.stderr, flush=True)
     if images and getattr(processor, "image_processor", None) is None:
         raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
     return model, _with_images_at_markers(processor, model), images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def run(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
     from ..bases import text_config_of, vision_config_of
     from ..gguf_files import split_gguf
+    from ..inspection import blindness
     from ..retrofit import retrofit
+    from ..sizes import text_num_hidden_layers
     from ..whole_folder import WholeFolder
 
     hub: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
@@ -60,3 +63,14 @@ def run(arguments: argparse.Namespace) -> None:
         if processor is not None:
             processor.save_pretrained(folder)
     print_report(model)
+    num_layers = text_num_hidden_layers(model.config.text_config)
+    if arguments.layers is None and arguments.every > num_layers:
+        print(
+            f"`--every {arguments.every}` is more than the {num_layers} layers: there is one block, in front of the last."
+        )
+    if (why := blindness(model)) is not None:
+        print(why)
+    if arguments.vision is None:
+        print(f"Next, to see: hf-xattn retrofit {shlex.quote(arguments.text)} --vision V --output DIR")
+    else:
+        print(f"Next: hf-xattn train {shlex.quote(str(output))} --data PICTURES --output TRAINED")
