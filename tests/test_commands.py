@@ -95,7 +95,7 @@ def test_imported_models_answer(family, tmp_path, capsys):
     for index in range(2):
         test_importers_mllama.picture(60, 28, index).save(tmp_path / f"{index}.png")
         images += ["--image", tmp_path / f"{index}.png"]
-    question = ["--prompt", f"{marker} w1 {marker} w2 w3", "--max-new-tokens", "6"]
+    question = ["--raw", "--prompt", f"{marker} w1 {marker} w2 w3", "--max-new-tokens", "6"]
     status, direct, error = run(capsys, "generate", tmp_path / "ours", *images, *question)
     assert status == 0 and direct.strip(), error
     status, _, error = run(capsys, "encode", tmp_path / "ours", *images, "--output", tmp_path / "images.safetensors")
@@ -106,7 +106,7 @@ def test_imported_models_answer(family, tmp_path, capsys):
     assert status == 0 and cached == direct, error
     status, alone, error = run(capsys, "generate", tmp_path / "ours", "--prompt", "w1 w2", "--max-new-tokens", "6")
     assert status == 0 and alone.strip(), error
-    status, _, error = run(capsys, "generate", tmp_path / "ours", *images, "--prompt", f"{marker} w1")
+    status, _, error = run(capsys, "generate", tmp_path / "ours", *images, "--raw", "--prompt", f"{marker} w1")
     assert status == 2 and "2 images" in error
 
 

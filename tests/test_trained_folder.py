@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -63,6 +64,42 @@ def test_captions_are_learned(trained):
         )
         tokens = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert processor.decode(tokens) == f"a {colour} circle.<|im_end|>"
+
+
+def test_the_cards_code(trained, capsys):
+    """A card whose lines, copied, get other answers than the model has learnt, because they leave the chat template out."""
+    folder, data, _ = trained
+    (code,) = re.findall("```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    code = code.replace('name = "..."', f"name = {str(folder)!r}").replace(
+        '"text": "..."', f'"text": {CAPTION_PROMPT!r}'
+    )
+    for colour in COLOURS:
+        exec(compile(code.replace("picture.png", str(data / f"{colour}.png")), "README.md", "exec"), {})
+        assert capsys.readouterr().out == f"a {colour} circle.\n"
+
+
+def test_generate(trained, tmp_path, capsys):
+    """A prompt that goes to the model as it is, in a form that it has never read; encoded pictures that are asked in another form."""
+    folder, data, _ = trained
+    question = ["--prompt", CAPTION_PROMPT, "--max-new-tokens", "30"]
+    for colour in COLOURS:
+        image = ["--image", data / f"{colour}.png"]
+        status, out, error = run(capsys, "generate", folder, *image, *question)
+        assert status == 0 and out == f"a {colour} circle.\n", error
+    file = tmp_path / "encoded.safetensors"
+    assert run(capsys, "encode", folder, *image, "--output", file)[0] == 0
+    status, out, error = run(capsys, "generate", folder, "--image-cache", file, *question)
+    assert status == 0 and out == f"a {colour} circle.\n", error
+    model, processor = (auto.from_pretrained(folder) for auto in (AutoModelForImageTextToText, AutoProcessor))
+    prompt = f"{processor.image_token} a"
+    inputs = processor(text=prompt, images=draw(colour))
+    tokens = model.generate(**inputs, max_new_tokens=9, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    raw = ["--raw", "--prompt", prompt, "--max-new-tokens", "9"]
+    for given in (image, ["--image-cache", file]):
+        status, out, error = run(capsys, "generate", folder, *given, *raw)
+        assert status == 0 and out == processor.decode(tokens, skip_special_tokens=True) + "\n", error
+    status, _, error = run(capsys, "generate", folder, *image, *raw[1:])
+    assert status == 2 and "`--prompt` contains <image>, which the chat template writes" in error and "`--raw`" in error
 
 
 def test_the_last_line(trained):
