@@ -6,8 +6,10 @@ A model that was made from checkpoints remembers their names, so that it can be 
 from __future__ import annotations
 
 import copy
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,15 @@ from .insertion import check_kind
 from .keywords import refuse_unknown
 from .loading_checks import check_config_file, check_folder, refuse_pickles
 from .missing_weights import incomplete
-from .paths import check_source
+from .paths import both_readings, check_source
 from .sizes import TILED_VISION_TYPES
 from .tensor_checks import type_name
 from .text_half import composite_class, is_composite, text_half, text_half_config
 from .tower import check_tower_class, check_tower_config
 from .transformers_api import resolve_revision
 
+
+_unused_told: set[tuple[str, str]] = set()  # checkpoints and classes whose table of unused weights was logged
 
 # Keywords of `from_pretrained` that locate a checkpoint. The configuration needs them too.
 CONFIG_KEYWORDS = (
@@ -279,8 +283,9 @@ def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> 
         ValueError: for a configuration that no model has, or that transformers cannot read.
     """
     try:
-        check_config_file(source, load_kwargs)
-        return AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs))
+        with both_readings(source):
+            check_config_file(source, load_kwargs)
+            return AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs))
     except (OSError, ImportError):
         raise
     except Exception as error:  # whatever its class stumbles over
@@ -319,7 +324,8 @@ def _load(
             check_against_weights(shapes, checked.headers, quantized, f"`{name}` ({source})")
     options = {} if config is None else {"config": config}
     options |= {"output_loading_info": True}
-    model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    with _unused_told_once(source):
+        model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
     return model, found["missing_keys"]
 
 
@@ -330,6 +336,28 @@ def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: li
             f"{incomplete(f'`{name}` ({source})', lost, ())} If they may start anew, load the model with transformers, and pass it in place "
             "of its name."
         )
+
+
+@contextmanager
+def _unused_told_once(source: str | Path) -> Iterator[None]:
+    """Drops transformers' table of weights that are not used, if it was logged for this checkpoint: a base is loaded again where a model
+    is saved without it."""
+    where = os.path.abspath(source) if os.path.isdir(source) else str(source)
+
+    def is_new(record: logging.LogRecord) -> bool:
+        model, report, table = record.getMessage().partition(" LOAD REPORT")
+        if not report or any(status in table for status in ("MISSING", "MISMATCH", "CONVERSION")):
+            return True
+        known = (where, model) in _unused_told
+        _unused_told.add((where, model))
+        return not known
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _shapes(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None:

@@ -1,4 +1,4 @@
-"""Reports what the blocks add to a model: parameters, cache bytes, compute."""
+"""Reports what the blocks add to a model: parameters, cache bytes, compute, and whether it sees."""
 
 from __future__ import annotations
 
@@ -76,6 +76,30 @@ def describe(model: Any) -> dict[str, Any]:
             f"{flops_per_text_token(block, len(layers), 1) - flops_per_text_token(block, len(layers), 0):,} an image token"
         )
     return figures
+
+
+def is_fresh(model: Any) -> bool:
+    """Whether the blocks certainly add nothing, because they are as initialised. False if their weights cannot be read."""
+    config = model.config.cross_attention_config
+    if not config.starts_at_identity:
+        return False
+    last = [module for block in model.blocks for module in (block.attn.o_proj, block.mlp.down_proj)]
+    if config.zero_init:
+        weights = [module.weight for module in last]
+    else:
+        weights = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate)]
+    # Sharded weights would have to be gathered by all processes, and an adapter beside a projection adds to its zeros.
+    whole = all(type(weight) is nn.Parameter and not weight.is_meta and weight.numel() for weight in weights)
+    return whole and all(type(module) is nn.Linear for module in last) and not any(bool(each.any()) for each in weights)
+
+
+def blindness(model: Any) -> str | None:
+    """Returns a sentence on why a model sees nothing yet: it has no vision tower, or its blocks are fresh. None if it may see."""
+    fresh = is_fresh(model)
+    if model.config.vision_config is None:
+        untrained = " They are untrained and see nothing yet." if fresh else ""
+        return f"The model is blind: it has no vision tower. Its blocks read features (`cross_attention_states`).{untrained}"
+    return "The blocks are untrained: they see nothing yet, and pictures change no answer." if fresh else None
 
 
 def _num_parameters(module: nn.Module | None) -> int:

@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers.utils import logging
 
 from .configuration_xattn import XAttnConfig
-from .inspection import describe
+from .inspection import describe, is_fresh
 from .paths import check_path
 from .tensor_checks import type_name
 from .version import HOW_TO_INSTALL
@@ -35,6 +35,22 @@ MARK = "<!-- Written by hf_xattn, and written anew by a later save. A card that 
 BLANK = "model that has been pushed on the Hub. This model card has been automatically generated."  # transformers' own
 LICENCE_KEYS = ("license", "license_name", "license_link")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# A model is asked as it was trained: in the form of its chat template.
+ASKING = """\
+question = [{"type": "image", "image": Image.open("picture.png")}, {"type": "text", "text": "..."}]
+chat = [{"role": "user", "content": question}]
+inputs = processor.apply_chat_template(
+    chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+)  # text without a chat template: processor(text="...", images=Image.open("picture.png"))
+tokens = model.generate(**inputs, max_new_tokens=64)
+print(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+ASKING_OF_FEATURES = """\
+text, features = "...", ...  # features: (batch, num_tokens, context_size)
+if tokenizer.chat_template:
+    text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
+tokens = model.generate(**inputs, cross_attention_states=features, max_new_tokens=64)
+print(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
 def write_model_card(
@@ -44,6 +60,7 @@ def write_model_card(
     training: dict[str, Any] | None = None,
     results: dict[str, Any] | None = None,
     base: list[str] | None = None,
+    questions: list[str] | None = None,
 ) -> bool:
     """Writes the model card of a saved model.
 
@@ -57,6 +74,7 @@ def write_model_card(
         training (`dict`, *optional*): further facts of the training, by name.
         results (`dict`, *optional*): what was measured, by name.
         base (`list[str]`, *optional*): checkpoints that the model was made of, if its configuration does not name them.
+        questions (`list[str]`, *optional*): example questions. They become the card's `widget`, which `hf-xattn web` offers.
 
     Returns:
         `bool`: whether the card was written. A card that a person wrote or changed is kept.
@@ -68,7 +86,12 @@ def write_model_card(
     if not isinstance(config, XAttnConfig):
         raise TypeError(f"Expected `model` to be a model of this package, got {type_name(model)}.")
     check_path("folder", folder)
-    for name, given, kind in (("training", training, dict), ("results", results, dict), ("base", base, list)):
+    for name, given, kind in (
+        ("training", training, dict),
+        ("results", results, dict),
+        ("base", base, list),
+        ("questions", questions, list),
+    ):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"Expected `{name}` to be a {kind.__name__}, got {type_name(given)}.")
     if trainer is not None and not hasattr(trainer, "state"):
@@ -80,7 +103,7 @@ def write_model_card(
     if trainer is not None:
         training = {**training_facts(trainer), **(training or {})}
         results = {**_losses(trainer), **(results or {})}
-    text = _card(config, model, training or {}, results or {}, base)
+    text = _card(config, model, training or {}, results or {}, base, questions or [])
     with whole_file(path) as file:
         file.write_text(text, encoding="utf-8")
     return True
@@ -109,7 +132,16 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _card(config: XAttnConfig, model: Any, training: dict[str, Any], results: dict[str, Any], base: Any) -> str:
+def example_questions(name: str | None) -> list[str]:
+    """The questions in the card (`widget`) of a folder, or of a Hub id that was downloaded. At most 16 of at most 500 characters."""
+    given = _front_matter(name).get("widget")
+    texts = [each.get("text") for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    return [text for text in texts if isinstance(text, str) and 0 < len(text) <= 500][:16]
+
+
+def _card(
+    config: XAttnConfig, model: Any, training: dict[str, Any], results: dict[str, Any], base: Any, questions: list[str]
+) -> str:
     text, vision = config.text_config, config.vision_config
     earlier = _front_matter(config.name_or_path)  # of the folder that the model was loaded from
     sources = base or [part.name_or_path for part in (text, vision) if part is not None and part.name_or_path]
@@ -121,6 +153,7 @@ def _card(config: XAttnConfig, model: Any, training: dict[str, Any], results: di
         **licence,
         "pipeline_tag": "text-generation" if vision is None else "image-text-to-text",
         "tags": ["hf_xattn", "gated-cross-attention"],
+        "widget": [{"text": question} for question in questions],
     }
     names = [f"`{_shown(name)}`" for name in sources]
     made_of = f" It was made of {' and '.join(names)}." if names else ""
@@ -132,7 +165,7 @@ def _card(config: XAttnConfig, model: Any, training: dict[str, Any], results: di
         "The blocks come from `hf_xattn`, a plug-in for transformers."
         + (
             " They are as initialised: images do not change the answers until the model is trained."
-            if _is_fresh(config, model)
+            if is_fresh(model)
             else ""
         ),
         "## How to load",
@@ -150,7 +183,6 @@ def _card(config: XAttnConfig, model: Any, training: dict[str, Any], results: di
 
 
 def _loading(sees: bool) -> str:
-    images = ', images=Image.open("picture.png")' if sees else ""
     lines = [
         *(["from PIL import Image"] if sees else []),
         f"from transformers import AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}, {'AutoProcessor' if sees else 'AutoTokenizer'}",
@@ -160,9 +192,7 @@ def _loading(sees: bool) -> str:
         'name = "..."  # this folder or repository',
         f"model = AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}.from_pretrained(name)",
         f"{'processor' if sees else 'tokenizer'} = {'AutoProcessor' if sees else 'AutoTokenizer'}.from_pretrained(name)",
-        f'inputs = processor(text="..."{images})' if sees else 'inputs = tokenizer("...", return_tensors="pt")',
-        "tokens = model.generate(**inputs"
-        + (")" if sees else ", cross_attention_states=features)  # features: (batch, num_tokens, context_size)"),
+        ASKING if sees else ASKING_OF_FEATURES,
     ]
     return "```python\n" + "\n".join(lines) + "\n```"
 
@@ -177,16 +207,6 @@ def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
         logger.info(f"The model card has no figures: {error}")
         return {"blocks in front of layers": ", ".join(map(str, config.cross_attention_layers))}
     return {name.removesuffix(", frozen"): value for name, value in figures.items()}
-
-
-def _is_fresh(config: XAttnConfig, model: Any) -> bool:
-    """Whether the blocks certainly add nothing yet. False if their weights cannot be read."""
-    if not config.cross_attention_config.starts_at_identity:
-        return False
-    weights = [weight for block in model.blocks for weight in (block.attn.o_proj.weight, block.mlp.down_proj.weight)]
-    # Sharded weights would have to be gathered by all processes.
-    whole = all(type(weight) is torch.nn.Parameter and not weight.is_meta and weight.numel() for weight in weights)
-    return config.cross_attention_config.zero_init and whole and not any(bool(weight.any()) for weight in weights)
 
 
 def training_facts(trainer: Trainer) -> dict[str, Any]:
@@ -278,4 +298,4 @@ def _table(rows: dict[str, Any]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
 
 
-__all__ = ["training_facts", "write_model_card"]
+__all__ = ["example_questions", "training_facts", "write_model_card"]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from .tensor_checks import type_name
 
@@ -16,11 +20,27 @@ def check_path(name: str, path: Any) -> None:
 
 
 def check_source(name: str, source: str | Path, kinds: str = "a folder or a Hub id") -> None:
-    """Raises a `ValueError` for a local path that is not a folder. A name with at most one slash may be a Hub id.
+    """Raises a `ValueError` for a local path that is not a folder. Every name that the Hub does not allow is a path.
 
     Without this check, transformers would look for the path on the Hub and report an invalid Hub id.
     """
     text = str(source)
-    is_local = isinstance(source, Path) or text.startswith((".", "~", os.sep)) or text.count("/") > 1
+    try:
+        validate_repo_id(text)
+        is_local = isinstance(source, Path) or Path(source).is_file()
+    except HFValidationError:
+        is_local = True
     if is_local and not Path(source).is_dir():
-        raise ValueError(f"Expected `{name}` to be {kinds}, got {text!r}, which is not a folder.")
+        what = "which is a file" if Path(source).is_file() else "but there is no such folder"
+        raise ValueError(f"Expected `{name}` to be {kinds}, got {text!r}, {what}.")
+
+
+@contextmanager
+def both_readings(source: str | Path) -> Iterator[None]:
+    """Tells of a name that may be a folder or a Hub id, and can be read as neither, that there is no such folder."""
+    try:
+        yield
+    except OSError as error:
+        if os.path.isdir(source):
+            raise
+        raise OSError(f"There is no folder {str(source)!r} here, and as a Hub id it cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""What a request to the server may ask for beyond its messages. Other fields would let a client read files of the server.
+"""What the messages of a request may hold, and what it may ask for beyond them. Other fields would let a client read files of the server.
 
 Transformers' server hands them to the processor, which reads paths and web addresses, as it should for the code that calls it.
 """
@@ -10,7 +10,9 @@ from typing import Any
 from fastapi import HTTPException
 from transformers.utils.chat_template_utils import _get_template_variables
 
+from .checkpoint_files import short
 from .image_reading import is_pil
+from .row_checks import ROLES
 from .tensor_checks import type_name
 
 
@@ -19,6 +21,49 @@ NO_VARIABLES = frozenset(
     "messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split()
 )
 PICTURES_OF_DECISIONS = ("assets", "images")
+# Items of the Responses API that are no messages, with the fields that transformers' server reads.
+ITEMS: dict[str, tuple[str, ...]] = {
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
+def check_message(index: int, message: dict) -> None:
+    """Raises an `HTTPException` for a role that chat templates do not have, for tool calls in another form, and for an item that lacks a
+    field. Transformers' server would fail, or leave the message out."""
+    if "role" in message:
+        if message["role"] not in ROLES:
+            raise HTTPException(
+                400,
+                f"Expected the `role` of message {index} to be one of {', '.join(ROLES)}, got {short(message['role'])}.",
+            )
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
+            raise HTTPException(
+                400,
+                f"Expected `tool_calls` of message {index} to be a list of objects with `function`, which has a `name` and "
+                f"`arguments`, got {short(calls)}.",
+            )
+    elif missing := [
+        name for name in ITEMS.get(str(message.get("type")), ()) if not isinstance(message.get(name), (str, list))
+    ]:
+        raise HTTPException(400, f"Expected item {index} ({message['type']}) to have `{missing[0]}`, a text.")
+
+
+def check_content(index: int, message: dict, content: Any) -> None:
+    """Raises an `HTTPException` for a message that says nothing: neither a text nor parts nor calls of tools."""
+    may_be_empty = message.get("tool_calls") or ("role" not in message and message.get("type") in ITEMS)
+    if content in (None, []) and not may_be_empty:
+        got = "null" if content is None else "an empty list"
+        raise HTTPException(400, f"Expected the content of message {index} to be a text or a list of parts, got {got}.")
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return False
+    return isinstance(function.get("name"), str) and isinstance(function.get("arguments"), (str, dict))
 
 
 def check_instructions(body: dict) -> None:

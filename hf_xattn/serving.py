@@ -1,8 +1,9 @@
 """Transformers' OpenAI-compatible server with one model, which is loaded before the server starts.
 
-The server is transformers' own (`transformers.cli.serving`), with four changes, because the original answers some requests wrongly or
-not at all. A message that the server would read only in part is refused, and so is a request that is too large (413). Images are read in a
-thread, and a broken image is the client's error (400). The model is never unloaded, and `/v1/models` lists it.
+The server is transformers' own (`transformers.cli.serving`), with five changes, because the original answers some requests wrongly or
+not at all. A message that the server would read only in part is refused, and so is a request that is too large (413), or that asks for more
+than the operator allows (`answer_limits.py`). Images are read in a thread, and a broken image is the client's error (400). An answer ends in
+front of a stop string. The model is never unloaded, and `/v1/models` lists it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as AnyHTTPException
+from transformers import StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -32,14 +34,24 @@ from transformers.cli.serving.utils import (
     GenerationState,
     Modality,
     _GenerationCancelled,
+    get_response_template,
 )
 from transformers.utils import logging
 
 from . import image_reading
+from .answer_limits import AnswerLimits, check_answer, check_config
 from .chat_templates import check_template
 from .image_limits import ImageLimits
 from .request_limits import RequestLimits
-from .served_requests import check_decision, check_images_are_read, check_instructions, check_template_kwargs
+from .served_requests import (
+    check_content,
+    check_decision,
+    check_images_are_read,
+    check_instructions,
+    check_message,
+    check_template_kwargs,
+)
+from .served_stops import StopAtText, UntilStop, place_of_stop, stops_of
 from .tensor_checks import type_name
 
 
@@ -51,6 +63,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SERVED = ImageLimits(max_pixels=2**26, max_bytes=20 * 2**20, max_seconds=30.0, private_addresses=False)
+ANSWERS = AnswerLimits()
 FULL_IMAGES = 4  # of the largest size: room for these in a request by default
 TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
 IMAGE_PARTS = ("image_url", "input_image")
@@ -65,6 +78,8 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "functions": (None, []),
     "prediction": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
 }
 MESSAGE_FIELDS = frozenset(
     "role content name refusal tool_calls tool_call_id function_call annotations audio reasoning reasoning_content".split()
@@ -75,10 +90,15 @@ class OneModel(ModelManager):
     """Holds a loaded model under one name. Never loads or unloads a model."""
 
     def __init__(
-        self, name: str, model: XAttnForConditionalGeneration, processor: Any, limits: ImageLimits = SERVED
+        self,
+        name: str,
+        model: XAttnForConditionalGeneration,
+        processor: Any,
+        limits: ImageLimits = SERVED,
+        answers: AnswerLimits = ANSWERS,
     ) -> None:
         super().__init__()
-        self.limits = limits
+        self.limits, self.answers = limits, answers
         self.force_model = name  # the server refuses requests for another model
         self.model, self.processor = model, processor
         self.created = int(time.time())
@@ -118,8 +138,8 @@ class _Worded(BaseHandler):
             raise HTTPException(500, f"{type(error).__name__}: {error}") from error
 
 
-class _Checked(_Worded):
-    """Refuses requests that the server would read only in part, and reads images before the server does."""
+class _Bounded(BaseHandler):
+    """Refuses requests for what the server would ignore, and for more than its operator allows."""
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
         for name, values in IGNORED_FIELDS.items():
@@ -127,6 +147,21 @@ class _Checked(_Worded):
                 raise HTTPException(
                     400, f"Expected `{name}` to be {values[-1]!r}, the only supported value, got {body[name]!r}."
                 )
+        manager: Any = self.model_manager
+        body = check_answer(body, manager.answers, manager.model)
+        return await super().handle_request(body, request_id)  # type: ignore[misc]
+
+    def _build_generation_config(self, body: dict, model_generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = super()._build_generation_config(body, model_generation_config, *args, **kwargs)
+        manager: Any = self.model_manager
+        check_config(config, body, manager.answers, model_generation_config)
+        return config
+
+
+class _Checked(BaseHandler):
+    """Refuses requests that the server would read only in part, and reads images before the server does."""
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
         check_instructions(body)
         check_template_kwargs(body, self._served()[1])
         field = "input" if isinstance(self, ResponseHandler) else "messages"
@@ -139,7 +174,7 @@ class _Checked(_Worded):
         for place, part in parts:
             # In a thread, so that a slow address or a large image does not delay other requests.
             part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), limits)
-        return await super().handle_request(body, request_id)
+        return await super().handle_request(body, request_id)  # type: ignore[misc]
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict], modality: Modality) -> list[dict]:
@@ -155,26 +190,49 @@ class _Checked(_Worded):
 
 
 class _Generation(GenerateManager):
-    """Fixes two errors of transformers' manager.
+    """Ends answers in front of stop strings, which transformers' manager leaves in them.
 
-    It fails for stop strings if it gets a processor instead of a tokenizer, and a line break in an error message breaks its stream.
+    It also fixes two errors of that manager: it fails for stop strings of the model if it gets a processor instead of a tokenizer, and a
+    line break in an error message breaks its stream.
     """
 
-    def generate_streaming(self, model: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
-        in_one_line: Any = _ErrorsInOneLine(model)
-        return super().generate_streaming(in_one_line, _tokenizer(processor), *args, **kwargs)
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        tokenizer, stops = _tokenizer(processor), stops_of(gen_config, model.generation_config)
+        gen_config.stop_strings = None
+        stopping: Any = _Stopping(model, tokenizer, stops, one_line=True)
+        queue, streamer = super().generate_streaming(stopping, tokenizer, inputs, gen_config, *args, **kwargs)
+        return UntilStop(queue, stops) if stops else queue, streamer
 
-    async def generate_non_streaming(self, model: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
-        return await super().generate_non_streaming(model, _tokenizer(processor), *args, **kwargs)
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        tokenizer, stops = _tokenizer(processor), stops_of(gen_config, model.generation_config)
+        gen_config.stop_strings = None
+        stopping: Any = _Stopping(model, tokenizer, stops)
+        text, length, ids = await super().generate_non_streaming(
+            stopping, tokenizer, inputs, gen_config, *args, **kwargs
+        )
+        if get_response_template(tokenizer, model) is not None:  # the server reads the ids again
+            raw = tokenizer.decode(ids, skip_special_tokens=False)
+            if (place := place_of_stop(raw, stops)) is not None:
+                ids = tokenizer(raw[:place], add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+        return text[: place_of_stop(text, stops)], length, ids
 
 
-class _ErrorsInOneLine:
-    """Wraps a model, and escapes its error messages so that they fit into a JSON string on one line."""
+class _Stopping:
+    """Wraps a model, so that it stops at texts, and puts its error messages on one line, escaped for a JSON string."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, tokenizer: Any, stops: list[str], one_line: bool = False) -> None:
+        self.model, self.tokenizer, self.stops, self.one_line = model, tokenizer, stops, one_line
 
     def generate(self, **kwargs: Any) -> Any:
+        if self.stops:
+            length = kwargs["input_ids"].shape[1]
+            kwargs["stopping_criteria"] = StoppingCriteriaList([StopAtText(self.tokenizer, self.stops, length)])
+        if not self.one_line:
+            return self.model.generate(**kwargs)
         try:
             return self.model.generate(**kwargs)
         except _GenerationCancelled:
@@ -194,17 +252,18 @@ class _State(GenerationState):
         return self.manager
 
 
-class _Chat(_Checked, ChatCompletionHandler):
+class _Chat(_Worded, _Bounded, _Checked, ChatCompletionHandler):
     pass
 
 
-class _Completion(_Worded, CompletionHandler):
+class _Completion(_Worded, _Bounded, CompletionHandler):
     pass
 
 
-class _Responses(_Checked, ResponseHandler):
+class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
     async def handle_request(self, body: dict, request_id: str) -> Any:
-        return await super().handle_request({"stream": False, **body}, request_id)  # the default of the OpenAI API
+        stream = body.get("stream")  # the default of the OpenAI API is False
+        return await super().handle_request({**body, "stream": False if stream is None else stream}, request_id)
 
 
 def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tuple[str, dict]]:
@@ -229,7 +288,9 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
             raise HTTPException(
                 400, f"Message {index} has unknown fields {unknown}. Images are parts of its `content`: `image_url`."
             )
+        check_message(index, message)
         content = message.get("content" if "role" in message else "output" if "output" in message else "content")
+        check_content(index, message, content)
         if content is None or isinstance(content, str):
             continue
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -294,6 +355,7 @@ def build_app(
     processor: Any,
     limits: ImageLimits = SERVED,
     max_request_bytes: int | None = None,
+    answers: AnswerLimits = ANSWERS,
 ) -> FastAPI:
     """Builds transformers' server for a loaded model.
 
@@ -302,8 +364,9 @@ def build_app(
         model ([`XAttnForConditionalGeneration`]), processor: as loaded.
         limits ([`ImageLimits`]): of the images that clients name. By default none is fetched from a private network.
         max_request_bytes (`int`, *optional*): of the body of a request. By default [`room_for_images`].
+        answers ([`AnswerLimits`]): of what clients ask of `generate`.
     """
-    manager, state = OneModel(name, model, processor, limits), _State()
+    manager, state = OneModel(name, model, processor, limits, answers), _State()
     app = build_server(
         manager,
         _Chat(manager, state),

@@ -25,7 +25,6 @@ from .whole_folder import replace_file
 if TYPE_CHECKING:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
-    from transformers.trainer_utils import TrainOutput
 
     from .modeling_xattn import XAttnForConditionalGeneration
     from .processing_xattn import XAttnProcessor
@@ -194,6 +193,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
         type(model).from_pretrained(checkpoint, device_map="meta", **hub)  # refused if not whole: `Trainer` only warns
     use_cache = getattr(model.config, "use_cache", None)
+    # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns of any other.
+    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -207,7 +208,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say(f"no steps left to train after step {before}")
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
     else:
-        _print_loss(trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint)), before)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if held_out:
         last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
         if last["step"] != trainer.state.global_step:
@@ -220,6 +221,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     write_model_card(model, options.output, trainer, training=facts)
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")
+    if not finished:
+        say(_last_loss(trainer.state.log_history, before, options.log_steps))
 
 
 def _logs_last_step() -> TrainerCallback:
@@ -234,12 +237,19 @@ def _logs_last_step() -> TrainerCallback:
     return LogsLastStep()
 
 
-def _print_loss(result: TrainOutput, before: int) -> None:
-    """Prints the mean loss. `Trainer` averages over the steps of this call, so not over the `before` steps of a resumed run."""
-    if not before:
-        say(f"training loss {result.training_loss:.4f} (mean of all steps)")
-    else:
-        say(f"training loss {result.training_loss:.4f} (mean of the steps {before + 1} to {result.global_step})")
+def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
+    """Says the mean loss of the last `steps` steps or a few more, but of none of the `before` steps of an earlier run.
+
+    Each entry of `Trainer`'s log holds the mean since the entry before.
+    """
+    logged = [entry for entry in history if "loss" in entry and entry["step"] > before]
+    starts = [before, *(entry["step"] for entry in logged)]
+    total, start, end = 0.0, starts[-1], starts[-1]
+    for start, entry in reversed(list(zip(starts, logged))):
+        total += (entry["step"] - start) * entry["loss"]
+        if end - start >= steps:
+            break
+    return f"training loss {total / (end - start):.4f} (mean of the steps {start + 1} to {end})"
 
 
 def _option(name: str) -> str:
@@ -317,12 +327,17 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
     """Returns the model's processor, as an [`XAttnProcessor`].
 
     Raises:
-        ValueError: for a model without a processor, or without a chat template that works.
+        ValueError: for a model without a vision tower, without a processor, or without a chat template that works.
     """
     from transformers import AutoConfig, AutoProcessor
 
     from .processing_xattn import XAttnProcessor
 
+    if AutoConfig.from_pretrained(name).vision_config is None:
+        raise ValueError(
+            f"Expected a model with a vision tower, because the data hold pictures, got {name}, which has none: its blocks read features. "
+            "Retrofit its text model with `--vision`, or train on features in Python (`cross_attention_states`)."
+        )
     try:
         processor = AutoProcessor.from_pretrained(name, **hub)
     except (OSError, ValueError) as error:

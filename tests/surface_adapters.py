@@ -80,7 +80,7 @@ SURFACES = {
         XAttnModel.load_cross_attention,
         load_set,
         {
-            "folder": value(none=Wrong(None, "got NoneType"), kind=3, size=Wrong("/nowhere/at/all", "not a folder")),
+            "folder": value(none=Wrong(None, "got NoneType"), kind=3, size=Wrong("/nowhere/at/all", "no such folder")),
             "name": value(none=Wrong(None, "got NoneType"), kind=3, size=Wrong("", "to be new"), rank=NOTHING),
         },
     ),

@@ -55,6 +55,7 @@ SURFACES = {
             "training": value(none=Fine(None), kind="long"),
             "results": value(none=Fine(None), kind=[0.5]),
             "base": value(none=Fine(None), kind="llama"),
+            "questions": value(none=Fine(None), kind="what ?"),
         },
     ),
 }

@@ -1,5 +1,6 @@
 """The command line, called as a person would."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import test_importers_idefics
 import test_importers_mllama
 import torch
-from conftest import make_text
+from conftest import make_model, make_text, randomize
 from PIL import Image
 from safetensors.torch import load_file
 from test_importers_blocks import clip, flamingo_block_state, flamingo_checkpoint, kempner_block_state
@@ -25,6 +26,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from hf_xattn import XAttnProcessor
 from hf_xattn.architectures import markdown_table
 from hf_xattn.commands.main import main
+from hf_xattn.inspection import is_fresh
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -93,7 +95,7 @@ def test_imported_models_answer(family, tmp_path, capsys):
     for index in range(2):
         test_importers_mllama.picture(60, 28, index).save(tmp_path / f"{index}.png")
         images += ["--image", tmp_path / f"{index}.png"]
-    question = ["--prompt", f"{marker} w1 {marker} w2 w3", "--max-new-tokens", "6"]
+    question = ["--raw", "--prompt", f"{marker} w1 {marker} w2 w3", "--max-new-tokens", "6"]
     status, direct, error = run(capsys, "generate", tmp_path / "ours", *images, *question)
     assert status == 0 and direct.strip(), error
     status, _, error = run(capsys, "encode", tmp_path / "ours", *images, "--output", tmp_path / "images.safetensors")
@@ -104,7 +106,7 @@ def test_imported_models_answer(family, tmp_path, capsys):
     assert status == 0 and cached == direct, error
     status, alone, error = run(capsys, "generate", tmp_path / "ours", "--prompt", "w1 w2", "--max-new-tokens", "6")
     assert status == 0 and alone.strip(), error
-    status, _, error = run(capsys, "generate", tmp_path / "ours", *images, "--prompt", f"{marker} w1")
+    status, _, error = run(capsys, "generate", tmp_path / "ours", *images, "--raw", "--prompt", f"{marker} w1")
     assert status == 2 and "2 images" in error
 
 
@@ -282,3 +284,50 @@ def test_errors_are_one_line(folder, capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["retrofit", str(text), "--layers", "a,b", "--output", str(tmp_path / "a")])
     assert "integers" in capsys.readouterr().err
+
+
+def test_what_comes_next(folder, tmp_path, capsys):
+    """A first day that ends with figures: a model that cannot see, or not yet, and nobody says so; one block where every fourth layer
+    was meant."""
+    command = ["retrofit", folder / "text", "--every", "2", "--output"]
+    status, out, _ = run(capsys, *command, tmp_path / "my model", "--vision", folder / "vision")
+    *_, state, following = out.splitlines()
+    assert status == 0 and "see nothing yet" in state and "blind" not in out
+    assert following == f"Next: hf-xattn train '{tmp_path}/my model' --data PICTURES --output TRAINED"
+    status, out, _ = run(capsys, *command, tmp_path / "blind")
+    *_, state, following = out.splitlines()
+    assert "The model is blind" in state and "see nothing yet" in state
+    assert following == f"Next, to see: hf-xattn retrofit {folder / 'text'} --vision V --output DIR"
+    for every, told in (("100", True), ("4", False)):
+        _, out, _ = run(capsys, "retrofit", folder / "text", "--every", every, "--output", tmp_path / every)
+        assert ("`--every 100` is more than the 4 layers: there is one block" in out) == told
+
+
+def test_a_model_that_does_not_see(folder, tmp_path, capsys, monkeypatch):
+    """An hour with a model that was never trained, whose answers have nothing to do with the pictures."""
+    assert run(capsys, "retrofit", folder / "text", "--output", tmp_path / "blind")[0] == 0
+    question = ["--prompt", "what is it ?", "--max-new-tokens", "2"]
+    for name, told in (("model", "see nothing yet, and pictures change no answer"), ("blind", "The model is blind")):
+        model = (folder if name == "model" else tmp_path) / name
+        status, out, error = run(capsys, "generate", model, *question)
+        assert status == 0 and told in error and told not in out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what is it ?\n"))
+    status, out, error = run(capsys, "chat", folder / "model", "--max-new-tokens", "2")
+    assert status == 0 and "see nothing yet" in error and "see nothing" not in out
+    trained = randomize(AutoModelForImageTextToText.from_pretrained(folder / "model"))
+    trained.save_pretrained(tmp_path / "trained")
+    AutoProcessor.from_pretrained(folder / "model").save_pretrained(tmp_path / "trained")
+    status, _, error = run(capsys, "generate", tmp_path / "trained", *question)
+    assert status == 0 and "see nothing" not in error and "blind" not in error
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_blocks_that_are_fresh(gated):
+    """A trained model that is said to see nothing, because one of its factors is zero; a fresh one that is not known by its gates."""
+    options = {"zero_init": not gated, "gate_init": 0.0 if gated else 0.5}
+    model = make_model(random=False, cross_attention_config={"hidden_size": 32, "num_attention_heads": 4, **options})
+    assert is_fresh(model)
+    block = model.blocks[0]
+    with torch.no_grad():
+        (block.attn_gate if gated else block.attn.o_proj.weight).view(-1)[0] = 0.1
+    assert not is_fresh(model)

@@ -1,17 +1,23 @@
 """The demo, from data to picture, in a few steps."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from chat_models import answer, question
+from PIL import Image
 from test_model_card import card_of, rows_of
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
+from hf_xattn.commands.main import main
 from hf_xattn.demo import attention
 from hf_xattn.demo.canvases import (
     DIGIT,
@@ -25,20 +31,41 @@ from hf_xattn.demo.canvases import (
     to_pixel_values,
 )
 from hf_xattn.demo.run import _accuracy
+from hf_xattn.model_card import example_questions
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "out"
-    threads = torch.get_num_threads()
-    results = demo.run(folder, quick=True)
+    threads, printed = torch.get_num_threads(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        results = demo.run(folder, quick=True)
     assert torch.get_num_threads() == threads
-    return folder, results
+    return folder, results, printed.getvalue()
+
+
+def check_last_line(printed, capsys, folder):
+    """The last line of a demo is a command, whose answer is the model's in a chat."""
+    last = printed.splitlines()[-1]
+    assert last.startswith("Next: hf-xattn generate ")
+    _, *command = shlex.split(last.removeprefix("Next: "))
+    capsys.readouterr()
+    assert main(command) == 0
+    given = dict(zip(command[2::2], command[3::2]))
+    model, processor = (auto.from_pretrained(folder / "model") for auto in (AutoModelForImageTextToText, AutoProcessor))
+    message = question(given["--prompt"], Image.open(given["--image"]))
+    assert capsys.readouterr().out == answer(model, processor, [message], max_new_tokens=64) + "\n"
+
+
+def test_the_last_line_answers(finished, capsys):
+    """A newcomer's first question that comes back empty or wrong, because the command asks in another form than the training."""
+    check_last_line(finished[2], capsys, finished[0])
+    assert example_questions(str(finished[0] / "model")) == [demo.PROMPT]
 
 
 def test_exactness_and_counts(finished):
     """A base that changed while blocks trained, or K/V projected at every step."""
-    folder, results = finished
+    folder, results, _ = finished
     assert results["text-only logits bit-identical before training"]
     assert results["text-only logits bit-identical after training"]
     assert results["K/V projections in 8 steps"] == results["blocks"] == 3
@@ -47,7 +74,7 @@ def test_exactness_and_counts(finished):
 
 def test_attention_is_on_the_digit(finished):
     """A share that is taken at the word's own position, of another patch, or of another row."""
-    folder, results = finished
+    folder, results, _ = finished
     assert results["attention on the digit, if it were even"] == 1 / 13  # a class token and twelve patches
     assert all(0 < results[f"attention on the digit, layer {layer}"] < 1 for layer in (1, 2, 3))
     canvas = (
@@ -71,13 +98,11 @@ def test_attention_is_on_the_digit(finished):
 
 def test_artifacts_load_with_the_auto_classes(finished):
     """A checkpoint that only the demo itself can read."""
-    folder, _ = finished
+    folder, *_ = finished
     assert AutoModelForCausalLM.from_pretrained(folder / "text").config.model_type == "llama"
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     assert any((block.attn.o_proj.weight != 0).any() for block in model.blocks)
     processor = AutoProcessor.from_pretrained(folder / "model")
-    from PIL import Image
-
     files = demo.example_images(folder)
     assert len(files) == 8 and (folder / "canvases.png").exists()
     inputs = processor(text=demo.PROMPT, images=Image.open(files[0]))
@@ -87,7 +112,7 @@ def test_artifacts_load_with_the_auto_classes(finished):
 
 def test_the_card_is_of_this_model(finished):
     """A published card with figures of a model that the demo no longer makes; a saved one that says nothing of the run."""
-    folder, results = finished
+    folder, results, _ = finished
     said = rows_of((Path(__file__).parents[1] / "model_cards" / "hf-xattn-demo.md").read_text())
     front, card = card_of(folder / "model")
     made = rows_of(card)
@@ -102,7 +127,7 @@ def test_the_card_is_of_this_model(finished):
 
 def test_chat_is_the_prompt_of_training(finished):
     """A chat with the demo's model that asks in other words than those it learnt."""
-    folder, _ = finished
+    folder, *_ = finished
     processor = AutoProcessor.from_pretrained(folder / "model")
     files = demo.example_images(folder)[:2]
     question = {"type": "text", "text": demo.PROMPT}
@@ -157,7 +182,7 @@ def test_canvases():
 
 def test_training_pixels_are_the_processors(finished):
     """A model that is trained on other pixels than it is asked about."""
-    folder, _ = finished
+    folder, *_ = finished
     processor = AutoImageProcessor.from_pretrained(folder / "vision")
     canvas = DigitPool(held_out=True).canvas(np.random.default_rng(0))
     expected = processor([picture_of(canvas)], return_tensors="pt")["pixel_values"]

@@ -1,5 +1,7 @@
 """The demo over a language model: its questions, its training, and the whole run with a tiny one."""
 
+import contextlib
+import io
 import json
 import re
 import sys
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import randomize
+from test_demo import check_last_line
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
@@ -35,6 +38,7 @@ from hf_xattn.demo.question_picture import decided_words
 from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask, kinds_of
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
+from hf_xattn.model_card import example_questions
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
@@ -49,8 +53,18 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(source, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("demo") / "out"
-    return folder, demo.run_language(source, folder, quick=True)
+    folder, printed = tmp_path_factory.mktemp("demo") / "out", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        results = demo.run_language(source, folder, quick=True)
+    return folder, results, printed.getvalue()
+
+
+def test_the_last_line_answers(finished, capsys):
+    """A newcomer's first question in another form than the training's."""
+    folder, _, printed = finished
+    check_last_line(printed, capsys, folder)
+    for name in ("model", "adapter"):
+        assert len(example_questions(str(folder / name))) == len(KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +79,7 @@ def parts(source, tmp_path_factory):
 
 def test_a_run_keeps_the_text_and_saves_what_loads(finished):
     """A text model that training changed; a folder that only the demo itself can read; figures that are not those of the table."""
-    folder, results = finished
+    folder, results, _ = finished
     assert results["text-only logits bit-identical before training"] and results["text-only logits bit-identical"]
     assert results["answered token for token as the base"] == results["text-only questions"] == len(TEST_PROMPTS) == 40
     assert json.loads((folder / "results.json").read_text()) == results
@@ -84,7 +98,7 @@ def test_a_run_keeps_the_text_and_saves_what_loads(finished):
 
 def test_the_text_model_is_frozen_in_training(finished):
     """A saved whole model whose text weights are not the base's, in the dtype of the saved model."""
-    folder, _ = finished
+    folder, *_ = finished
     base = AutoModelForCausalLM.from_pretrained(folder / "text", dtype=torch.bfloat16).state_dict()
     model = AutoModelForImageTextToText.from_pretrained(folder / "model").model.text_model.state_dict()
     assert all(torch.equal(weight, model[name]) for name, weight in base.items())
@@ -92,7 +106,7 @@ def test_the_text_model_is_frozen_in_training(finished):
 
 def test_the_comparison_with_llava(finished):
     """A comparison that does not take the folder of a finished demo; a text model that Llava's training changed."""
-    folder, results = finished
+    folder, results, _ = finished
     compared = llava_projector.compare(folder, minutes=0.002, trial_steps=2, repeats=1)
     assert json.loads((folder / "llava.json").read_text()) == compared
     peer = compared["Llava"]
@@ -107,7 +121,7 @@ def test_the_comparison_with_llava(finished):
 
 def test_trials_of_choices(finished, tmp_path, monkeypatch):
     """A choice that changes nothing, or a trial of what the demo does not make."""
-    folder, _ = finished
+    folder, *_ = finished
     made = []
     start = demo_choices.start_connector
     monkeypatch.setattr(demo_choices, "start_connector", lambda *given: made.append(given) or start(*given))

@@ -78,7 +78,7 @@ def test_wrong_sources_are_refused(tmp_path):
     (source / "config.json").unlink()
     refused("no config.json", output=tmp_path / "new")
     source = tmp_path / "nowhere"
-    refused("not a folder", output=tmp_path / "new")
+    refused("no such folder", output=tmp_path / "new")
 
 
 def test_interrupted_import_leaves_nothing(tmp_path, monkeypatch):

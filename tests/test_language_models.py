@@ -114,7 +114,7 @@ def test_sources_that_are_none(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="there is no file"):
         language_model(tmp_path / "missing.gguf", out)
-    with pytest.raises(ValueError, match="not a folder"):
+    with pytest.raises(ValueError, match="no such folder"):
         language_model(tmp_path / "missing", out)
     (tmp_path / "weights.bin").write_bytes(b"PK\x03\x04")
     with pytest.raises(ValueError, match="a folder, a GGUF file or a Hub id, got"):

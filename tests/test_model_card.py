@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,11 +12,15 @@ import yaml
 from chat_models import make_chat_model
 from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
 from huggingface_hub import ModelCard
+from template_models import CHATML, make_processor, make_tokenizer
+from template_models import make_chat_model as make_templated
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.utils import hub
 
 from hf_xattn import demo, retrofit
-from hf_xattn.model_card import write_model_card
+from hf_xattn.commands.main import main
+from hf_xattn.demo.canvases import WORDS
+from hf_xattn.model_card import example_questions, write_model_card
 
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +80,27 @@ def test_features_in_place_of_images(tmp_path):
     retrofit(make_text(), every=2).save_pretrained(tmp_path)
     front, card = card_of(tmp_path)
     assert front["pipeline_tag"] == "text-generation" and "cross_attention_states=features" in card
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_code_for_features(template, tmp_path, capsys):
+    """Lines of a card that leave the chat template out, or that fail where a tokenizer has none."""
+    tokenizer = make_tokenizer(template)
+    config = make_templated(make_processor()).config.text_config
+    model = randomize(retrofit(AutoModelForCausalLM.from_config(config), every=1, cross_attention={"context_size": 8}))
+    model.eval().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    features = torch.randn(1, 3, 8)
+    (code,) = re.findall("```python\n(.*?)```", card_of(tmp_path)[1], re.DOTALL)
+    code = code.replace('name = "..."', f"name = {str(tmp_path)!r}").replace('"...", ...', '"what is it ?", features')
+    exec(compile(code, "README.md", "exec"), {"features": features})
+    if template is None:
+        ids = tokenizer("what is it ?", return_tensors="pt")["input_ids"]
+    else:
+        chat = [{"role": "user", "content": "what is it ?"}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    tokens = model.generate(ids, cross_attention_states=features, max_new_tokens=64)
+    assert capsys.readouterr().out == tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True) + "\n"
 
 
 def test_folders_are_no_repositories(bases):
@@ -144,6 +170,24 @@ def test_results_and_training(tmp_path):
         write_model_card(model, tmp_path, training="long")
     with pytest.raises(TypeError, match="`model` to be a model of this package.*LlamaForCausalLM"):
         write_model_card(make_text(), tmp_path)
+
+
+def test_example_questions(tmp_path):
+    """Questions that get lost, or a card of a stranger whose widget breaks a page."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    assert example_questions(str(tmp_path)) == example_questions(None) == example_questions("nosuch") == []
+    asked = ["what is it ?", 'a "quoted": one | two']
+    assert write_model_card(model, tmp_path, questions=asked)
+    assert card_of(tmp_path)[0]["widget"] == [{"text": text} for text in asked]
+    assert example_questions(str(tmp_path)) == asked
+    for widget, found in (
+        ("a ?", []),
+        ([{"text": 3}, "b ?", {"src": "a.png"}, {"text": ""}, {"text": "c ?"}, {"text": "d" * 501}], ["c ?"]),
+        ([{"text": f"{index} ?"} for index in range(99)], [f"{index} ?" for index in range(16)]),
+    ):
+        (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump({'widget': widget})}---\n")
+        assert example_questions(str(tmp_path)) == found
 
 
 def test_trainer(tmp_path):
@@ -217,8 +261,6 @@ def test_the_train_command(tmp_path):
     """A trained model whose card says nothing of its training, or where the pictures were."""
     from PIL import Image
 
-    from hf_xattn.commands.main import main
-
     model = make_chat_model(tmp_path)
     data = tmp_path / "pictures"
     data.mkdir()
@@ -243,10 +285,14 @@ DEMO_CARD = (ROOT / "model_cards" / "hf-xattn-demo.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_demos_card_says_what_a_run_gives(tmp_path):
-    """Accuracy, or attention on the right digit, that nobody else gets."""
+def test_the_demos_card_says_what_a_run_gives(tmp_path, capsys):
+    """Accuracy, or attention on the right digit, that nobody else gets; a last line whose answer is wrong."""
     pytest.importorskip("sklearn")
     results, said = demo.run(tmp_path / "out"), rows_of(DEMO_CARD)
+    _, *command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("Next: "))
+    assert main(command) == 0
+    digits = [int(digit) for digit in Path(command[3]).stem.split("-")[1:]]
+    assert capsys.readouterr().out.split()[1::2] == [WORDS[digit] for digit in digits]
     share = {name: float(value.split()[0]) / 100 for name, value in said.items() if value.endswith("%")}
     assert results["digits right, retrofitted model"] == pytest.approx(
         share["digits right, retrofitted model"], abs=0.02

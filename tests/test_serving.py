@@ -140,18 +140,6 @@ def test_responses_api(served):
     assert text == served.expected([question(TEXT)]) != expected
 
 
-def test_a_stop_string(served):
-    """An answer that goes on behind it, or an error, because the server stops at strings with a processor."""
-    served.processor.tokenizer.add_tokens(["abcdef"])  # transformers tokenizes it to find out how tokens are joined
-    messages = [asked(TEXT, drawing(0))]
-    whole = served.text(messages)
-    stop = whole.split()[1]
-    shorter = served.text(messages, stop=[stop])
-    assert whole.startswith(shorter) and shorter.split()[-1] == stop and len(shorter) < len(whole)
-    chunks = served.ask(messages, stop=[stop], stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == shorter
-
-
 def test_two_turns(served):
     """A second turn that has lost the first, or its image."""
     first = served.text([asked(TEXT, drawing(2))])

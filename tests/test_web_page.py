@@ -1,9 +1,11 @@
 """What the page asks the server for, through Gradio's own client: no browser needed."""
 
 import base64
+import html
 import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +17,13 @@ from pathlib import Path
 import pytest
 from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
 from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
 pytest.importorskip("gradio", reason="the page needs Gradio: pip install -e '.[web]'")
 pytest.importorskip("gradio_client")
 import httpx
+from fastapi.testclient import TestClient
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from gradio_client.utils import QueueError
@@ -27,6 +31,8 @@ from web_server import nobody_answers, served, slow
 
 from hf_xattn.commands.main import main
 from hf_xattn.listening import address_of
+from hf_xattn.model_card import write_model_card
+from hf_xattn.web import build_page
 from hf_xattn.web.page import MAX_QUEUE, MAX_REQUEST, STATIC
 
 
@@ -270,6 +276,24 @@ def test_wrong_command_lines(folder, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["web", str(folder), "--canvas", "large"])
         assert "--canvas" in capsys.readouterr().err
+
+
+def test_questions_of_the_model(folder, tmp_path):
+    """A page for a model that knows a few questions, and does not say which."""
+    shutil.copytree(folder, tmp_path / "model")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    assert write_model_card(loaded, tmp_path / "model", questions=["digits :", "<b> ?"])
+
+    def offered(page):
+        with TestClient(page) as client:
+            text = html.unescape(client.get("/").text)
+        return json.loads(re.search(r'{"questions".*}', text)[0])["questions"]
+
+    processor = AutoProcessor.from_pretrained(folder)
+    assert offered(build_page(loaded, processor)) == ["digits :", "<b> ?"]
+    assert offered(build_page(loaded, processor, questions=["own ?"])) == ["own ?"]
+    assert offered(build_page(loaded, processor, questions=[])) == []
+    assert offered(build_page(AutoModelForImageTextToText.from_pretrained(folder), processor)) == []
 
 
 SPACE = Path(__file__).parents[1] / "examples" / "space"

@@ -58,6 +58,7 @@ def write_gguf(
     architecture: str = "llama",
     chat_template: str | None = CHAT_TEMPLATE,
     tokenizer: bool = True,
+    merges: list[str] | None = MERGES,
     pad_token_id: int | None = 0,
     split_count: int = 1,
     leave_out: str | None = None,
@@ -83,7 +84,8 @@ def write_gguf(
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(TOKENS)
         writer.add_token_types(kinds)
-        writer.add_token_merges(MERGES)
+        if merges is not None:
+            writer.add_token_merges(merges)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         if pad_token_id is not None:

@@ -1,7 +1,7 @@
 """A Hugging Face Space: draw or drop pictures, chat about them, and see where the model looked.
 
 Put the files of this folder and the folder `hf_xattn` of the package's source into a Space with Gradio as its SDK, and name the model in
-`MODEL`: a Hub id, or a folder in the Space. Both can be set as variables of the Space. Locally: `MODEL=hf-xattn-demo/model QUESTIONS="digits :" python examples/space/app.py`.
+`MODEL`: a Hub id, or a folder in the Space. Both can be set as variables of the Space. Locally: `MODEL=hf-xattn-demo/model python examples/space/app.py`.
 """
 
 import os
@@ -13,7 +13,7 @@ from hf_xattn.web import build_page
 
 
 MODEL = os.environ.get("MODEL", "model")
-QUESTIONS = os.environ.get("QUESTIONS", "")  # to choose with one click, separated by |
+QUESTIONS = os.environ.get("QUESTIONS", "")  # to choose with one click, separated by |; or those in the model's card
 
 processor = AutoProcessor.from_pretrained(MODEL)
 model = AutoModelForImageTextToText.from_pretrained(MODEL, dtype="auto").eval()
@@ -21,5 +21,6 @@ if torch.cuda.is_available():
     model = model.to("cuda")
 model.enable_image_store(2**30)
 
-page = build_page(model, processor, title="What do you see?", questions=[text for text in QUESTIONS.split("|") if text])
+questions = [text for text in QUESTIONS.split("|") if text] or None
+page = build_page(model, processor, title="What do you see?", questions=questions)
 page.launch()

@@ -35,7 +35,7 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     options = answer_options(arguments)
     model, processor, images = load_model_and_images(arguments)
     from transformers import set_seed
@@ -48,38 +48,50 @@ def run(arguments: argparse.Namespace) -> None:
     session = ChatSession(model, processor, system=arguments.system, **options)
     if sys.stdin.isatty():
         print(HELP)
-    _talk(session, images)
+    return _talk(session, images)
 
 
-def _talk(session: ChatSession, images: list[Image]) -> None:
+def _talk(session: ChatSession, images: list[Image]) -> int:
     """Reads lines and answers them, until the input ends.
 
-    Raises:
-        ValueError: for a line that fails, if the lines do not come from a terminal: a script must not get answers without its images.
+    A script cannot see that a line has failed, and must get no answer without its image. So where the lines do not come from a terminal,
+    the message after a line that failed is not answered.
+
+    Returns:
+        `int`: the exit status, 2 if a line of a script has failed.
     """
-    waiting = list(images)
-    for line in _lines():
-        command, _, rest = line.partition(" ")
-        if command not in COMMANDS and line.startswith("/"):
-            _fail(f"Expected {', '.join(COMMANDS)} or a message, got {command}.")
-        elif command == "/exit":
-            return
-        elif command == "/help":
-            print(HELP)
-        elif command == "/clear":
-            session.clear()
-            if waiting:
-                print(f"({len(waiting)} image(s) that waited for a message are removed too)")
-            waiting = []
-        elif command == "/image":
-            waiting += _read_image(rest, session.processor)
-        elif _answer(session, line, waiting):
-            waiting = []
-
-
-def _lines() -> Iterator[str]:
-    """Yields lines that are not empty. Ctrl-C at the prompt discards the current line."""
     at_terminal = sys.stdin.isatty()
+    waiting, failed, status = list(images), False, 0
+    for line in _lines(at_terminal):
+        command, _, rest = line.partition(" ")
+        try:
+            if command == "/exit":
+                break
+            if command == "/help":
+                print(HELP)
+            elif command == "/clear":
+                session.clear()
+                if waiting:
+                    print(f"({len(waiting)} image(s) that waited for a message are removed too)")
+                waiting, failed = [], False
+            elif command == "/image":
+                waiting.append(_read_image(rest, session.processor))
+            elif line.startswith("/"):
+                raise ValueError(f"Expected {', '.join(COMMANDS)} or a message, got {command}.")
+            elif failed:
+                raise ValueError(f"Not asked, because a line before it failed: {line}")
+            elif _answer(session, line, waiting):
+                waiting = []
+        except ValueError as error:
+            print(error, file=sys.stdout if at_terminal else sys.stderr, flush=True)
+            if not at_terminal:
+                failed, status = line.startswith("/"), 2
+                waiting = waiting if failed else []  # those of a message that was not answered are not for the next one
+    return status
+
+
+def _lines(at_terminal: bool) -> Iterator[str]:
+    """Yields lines that are not empty. Ctrl-C at the prompt discards the current line."""
     if at_terminal:
         try:
             import readline  # noqa: F401  # gives `input` a line editor with a history
@@ -97,48 +109,46 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _read_image(name: str, processor: Any) -> list[Image]:
-    """Returns the image of `/image` as a list. If the image cannot be read, prints a message and returns an empty list."""
+def _read_image(name: str, processor: Any) -> Image:
+    """Returns the image of `/image`.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     name = name.strip().strip("'\"")
     if not name:
-        _fail("Expected a file after /image, got nothing.")
-        return []
+        raise ValueError("Expected a file after /image, got nothing.")
     if getattr(processor, "image_processor", None) is None:
-        _fail("This model was saved without an image processor: it cannot read images.")
-        return []
+        raise ValueError("This model was saved without an image processor: it cannot read images.")
     from pathlib import Path
 
     from ..image_reading import read_image
 
     try:
-        return [read_image(name if "://" in name else Path(name).expanduser(), "/image")]
+        return read_image(name if "://" in name else Path(name).expanduser(), "/image")
     except Exception as error:  # the chat continues after any error of a file or a server
-        _fail(str(error))
-        return []
+        raise ValueError(str(error)) from error
 
 
 def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
-    """Prints the answer while it is generated. Returns whether there was one; if not, the images stay for the next message."""
+    """Prints the answer while it is generated. Returns whether there was one; if not, the images stay for the next message.
+
+    Raises:
+        ValueError: for a message that cannot be answered.
+    """
+    from jinja2 import TemplateError
     from transformers import TextStreamer
 
     streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
         with _ctrl_c_asks_to_stop() as asked:
             session.ask(text, images, streamer=streamer, stop=asked)
-    except (ValueError, TypeError) as error:
-        _fail(f"No answer: {error}")
-        return False
+    except (ValueError, TypeError, TemplateError) as error:
+        raise ValueError(f"No answer: {error}") from error
     except KeyboardInterrupt:
         print("\n(stopped; your message was not answered)")
         return False
     return True
-
-
-def _fail(message: str) -> None:
-    """Tells a person at the terminal, who can type something else. Ends a chat whose lines come from a script."""
-    if not sys.stdin.isatty():
-        raise ValueError(message)
-    print(message)
 
 
 @contextmanager

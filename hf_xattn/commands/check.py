@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .loading import add_model, check_model
-from .options import hub_options
+from .options import device_of, hub_options
 
 
 if TYPE_CHECKING:
@@ -47,7 +47,11 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    device_of(arguments.device)
+    from ..paths import check_source
     from ..peft_bases import find_peft
+
+    check_source("model", arguments.model)
 
     peft = find_peft(arguments.model, {})
     check_model(arguments.model if peft is None else peft.base, **hub_options(arguments))
@@ -94,8 +98,9 @@ def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = N
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype or arguments.dtype, **hub_options(arguments))
-    if model.device.type != arguments.device.partition(":")[0]:  # a quantizer may have put it on a GPU
-        model = model.to(arguments.device)
+    device = device_of(arguments.device)
+    if model.device.type != device.partition(":")[0]:  # a quantizer may have put it on a GPU
+        model = model.to(device)
     return model.eval()
 
 

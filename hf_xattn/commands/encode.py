@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .loading import add_images, add_model, check_model, load_model_and_images, load_processor
-from .options import hub_options
+from .options import device_of, hub_options
 
 
 # Options that only go with `--features`, with their defaults.
@@ -80,6 +80,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`--output` ({output}) must be a folder, because of `--features`, but it is a file.")
     from ..training_data import pictures_by_content, read_folder
 
+    device = device_of(arguments.device)
     data = read_folder(arguments.features)
     pictures = pictures_by_content(data)
     if not pictures:
@@ -97,7 +98,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
 
     process = get_cpu_distributed_information()  # what the launcher has set, also for GPUs
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
-    tower_of(model).to(_device_of(arguments.device, process.local_rank, process.world_size))
+    tower_of(model).to(_own_device(device, process.local_rank, process.world_size))
     done = encode_pictures(
         model,
         _of_images(processor),
@@ -116,7 +117,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{len(lines)} picture(s) cannot be read. The others are encoded.{''.join(lines[:20])}")
 
 
-def _device_of(device: str, local_rank: int, world_size: int) -> str:
+def _own_device(device: str, local_rank: int, world_size: int) -> str:
     """The device of a process: each of several processes on one machine takes a GPU of its own."""
     return f"{device}:{local_rank}" if world_size > 1 and device != "cpu" and ":" not in device else device
 

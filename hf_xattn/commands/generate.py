@@ -12,6 +12,7 @@ from .loading import add_model_and_images, load_model_and_images
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
 
     from ..image_cache import ImageCache
 
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("generate", help="answer a prompt about images")
     add_model_and_images(parser)
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument(
+        "--prompt",
+        required=True,
+        metavar="TEXT",
+        help="a question, which goes into the model's chat template if it has one",
+    )
+    parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without a chat template")
     parser.add_argument(
         "--image-cache", type=Path, metavar="FILE", help="encoded images, a file that `hf-xattn encode` wrote"
     )
@@ -42,10 +49,13 @@ def run(arguments: argparse.Namespace) -> None:
         from ..image_cache import load_image_cache
 
         cache = load_image_cache(arguments.image_cache, model)
-    if images:
+    num_images = 0 if cache is None else _num_images(cache)
+    if _has_template(processor) and not arguments.raw:
+        made = _chat(processor, arguments.prompt, images, num_images)
+    elif images:
         made = processor(text=arguments.prompt, images=images, return_tensors="pt")
     else:
-        made = _inputs_without_pixels(processor, arguments.prompt, 0 if cache is None else _num_images(cache))
+        made = _inputs_without_pixels(processor, arguments.prompt, num_images)
     # Drop token types: some tokenizers return them, but decoders do not take them.
     inputs: dict[str, Any] = {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
     prompt_length = inputs["input_ids"].shape[1]
@@ -63,15 +73,48 @@ def _num_images(cache: ImageCache) -> int:
     return 0 if layout is None else layout.num_images
 
 
-def _inputs_without_pixels(processor: Any, prompt: str, num_images: int) -> Mapping[str, torch.Tensor]:
-    """Tokenizes a prompt without pixels. The ids are those that the processor would make for `num_images` images."""
+def _has_template(processor: Any) -> bool:
+    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] without a template has a default one, as in training."""
+    from ..processing_xattn import XAttnProcessor
+
+    tokenizer = getattr(processor, "tokenizer", processor)
+    named = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    return isinstance(processor, XAttnProcessor) or bool(named)
+
+
+def _chat(processor: Any, prompt: str, images: list[Image], num_cached: int) -> Mapping[str, torch.Tensor]:
+    """Renders a chat with one question. For `num_cached` encoded images it makes the ids of a chat with as many images, and no pixels.
+
+    Raises:
+        ValueError: for a marker of an image in the prompt, because the template writes them.
+    """
+    marker = getattr(processor, "image_token", None)
+    if marker and marker in prompt:
+        raise ValueError(f"`--prompt` contains {marker}, which the chat template writes. Leave it out, or add `--raw`.")
+    shown = images or [_blank()] * num_cached
+    parts = [*({"type": "image", "image": image} for image in shown), {"type": "text", "text": prompt}]
+    made = processor.apply_chat_template(
+        [{"role": "user", "content": parts if hasattr(processor, "tokenizer") else prompt}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return made if images else {name: made[name] for name in ("input_ids", "attention_mask")}
+
+
+def _blank() -> Image:
+    """An image in the place of one that is encoded already: processors make text according to their images."""
     from PIL import Image
 
+    return Image.new("RGB", (32, 32))
+
+
+def _inputs_without_pixels(processor: Any, prompt: str, num_images: int) -> Mapping[str, torch.Tensor]:
+    """Tokenizes a prompt without pixels. The ids are those that the processor would make for `num_images` images."""
     from ..processing_xattn import XAttnProcessor
 
     if isinstance(processor, XAttnProcessor) or not hasattr(processor, "image_processor"):
         return getattr(processor, "tokenizer", processor)(prompt, return_tensors="pt")
-    # Processors of other models change the prompt according to the images. Blank images stand for those in the cache.
-    blank = [Image.new("RGB", (32, 32))] * num_images
-    made = processor(text=prompt, images=blank or None, return_tensors="pt")
+    made = processor(text=prompt, images=[_blank()] * num_images or None, return_tensors="pt")
     return {name: made[name] for name in ("input_ids", "attention_mask")}

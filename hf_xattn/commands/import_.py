@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .loading import load_shapes
-from .output import new_folder, print_report, save_processor
+from .output import new_folder, print_report, read_processor
 
 
 if TYPE_CHECKING:
@@ -46,9 +46,11 @@ def run(arguments: argparse.Namespace) -> None:
     from ..whole_folder import WholeFolder
 
     model = _model_of_a_state_dict(arguments)
+    processor = read_processor(arguments.text, arguments.vision, output, image_token_id=arguments.image_token_id)
     with WholeFolder(output) as folder:
         model.save_pretrained(folder)
-        save_processor(arguments.text, arguments.vision, folder, output=output, image_token_id=arguments.image_token_id)
+        if processor is not None:
+            processor.save_pretrained(folder)
     print_report(model)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .options import add_trust, hub_options
+from .options import add_device, add_trust, device_of, hub_options
 
 
 if TYPE_CHECKING:
@@ -38,8 +42,7 @@ def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
     """Adds the options that `load_model_and_images` reads, except the images. `device` is the default; "auto" prefers a GPU."""
     parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    default = " (default: a GPU if there is one)" if device == "auto" else ""
-    parser.add_argument("--device", default=device, help=f"cpu, cuda, cuda:1, ...{default}")
+    add_device(parser, default=device)
     add_trust(parser)
 
 
@@ -55,24 +58,40 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     for file in files:
         if not file.is_file():
             raise ValueError(f"Expected `--image` to be a file, got {file}, which is not a file.")
+    device = device_of(arguments.device)
     from transformers import AutoModelForImageTextToText
 
     from ..image_reading import read_image
+    from ..inspection import blindness
 
     hub = hub_options(arguments)
     check_model(arguments.model, **hub)
     processor = load_processor(arguments.model, **hub)
     images = [read_image(file, "--image") for file in files]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
-    device = arguments.device
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device).eval()
+    if (why := blindness(model)) is not None:
+        print(f"{arguments.model}: {why}", file=sys.stderr, flush=True)
     if images and getattr(processor, "image_processor", None) is None:
         raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
     return model, _with_images_at_markers(processor, model), images
+
+
+class DamagedError(ValueError):
+    """A tokenizer or a processor is there, but cannot be read."""
+
+
+@contextmanager
+def undamaged(what: str, source: str) -> Iterator[None]:
+    """Raises a `DamagedError` for what a damaged file makes transformers stumble over. For a missing one transformers' own error says so."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (OSError, ValueError, ImportError)) and not isinstance(error, json.JSONDecodeError):
+            raise
+        raise DamagedError(
+            f"The {what} of {source} is damaged, or of a kind that transformers does not read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def load_processor(name: str, **hub: Any) -> Any:
@@ -88,7 +107,8 @@ def load_processor(name: str, **hub: Any) -> Any:
     absent_is_none = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
     files = (cached_file(name, file, **absent_is_none) for file in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME))
     only_text = parts is None and all(file is None for file in files)
-    return (AutoTokenizer if only_text else AutoProcessor).from_pretrained(name, **hub)
+    with undamaged("processor", name):
+        return (AutoTokenizer if only_text else AutoProcessor).from_pretrained(name, **hub)
 
 
 def load_shapes(name: str, dtype: str = "auto", **hub: Any) -> XAttnForConditionalGeneration:
@@ -146,11 +166,24 @@ def plan_shapes(
 
 def has_blocks(name: str, **hub: Any) -> bool:
     """Whether a folder or a Hub id is a model with blocks. Reads only the configuration."""
-    from transformers import AutoConfig
-
     from ..gguf_files import is_gguf_path
 
-    return not is_gguf_path(name) and AutoConfig.from_pretrained(name, **hub).model_type == "xattn"
+    return not is_gguf_path(name) and _config_of(name, **hub).model_type == "xattn"
+
+
+def _config_of(name: str, **hub: Any) -> Any:
+    """The configuration of a folder or a Hub id.
+
+    Raises:
+        ValueError, OSError: for a name that is neither; both say so.
+    """
+    from transformers import AutoConfig
+
+    from ..paths import both_readings, check_source
+
+    check_source("model", name)
+    with both_readings(name):
+        return AutoConfig.from_pretrained(name, **hub)
 
 
 def quantization_of(name: str, **hub: Any) -> str | None:
@@ -177,16 +210,14 @@ def _given_dtype(dtype: str) -> dict[str, Any]:
 
 
 def check_model(name: str, **hub: Any) -> None:
-    """Raises a `ValueError` for a model without blocks. `hub`: `hub_options`, here and elsewhere in this file."""
-    from transformers import AutoConfig
-
+    """Raises a `ValueError` for a model without blocks, and for a folder that is not there. `hub`: `hub_options`, here and elsewhere."""
     from ..gguf_files import is_gguf_path
 
     if is_gguf_path(name):
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run `hf-xattn retrofit {name}` first."
         )
-    config = AutoConfig.from_pretrained(name, **hub)
+    config = _config_of(name, **hub)
     if config.model_type != "xattn":
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a {config.model_type!r} model without "

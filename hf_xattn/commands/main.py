@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dis
+import json
 import sys
 
 from ..version import __version__
@@ -26,14 +28,42 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr."""
-    arguments = _parser().parse_args(argv)
+    """Runs one command. Without one, lists them all.
+
+    Returns:
+        `int`: the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr. What is a bug is
+            raised, with its traceback.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
         status = arguments.run(arguments)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except Exception as error:
+        if not _is_message(error):
+            raise
         print(f"hf-xattn {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     return status or 0
+
+
+def _is_message(error: Exception) -> bool:
+    """Whether an error tells the user what is wrong. Any other is a bug, and needs its traceback."""
+    if isinstance(error, (OSError, ImportError, UnicodeError, json.JSONDecodeError)):
+        return True
+    if type(error).__module__.startswith("jinja2."):  # of a chat template
+        return True
+    return isinstance(error, (ValueError, TypeError)) and _is_raised(error)
+
+
+def _is_raised(error: Exception) -> bool:
+    """Whether a `raise` statement has raised an error, with its words. Otherwise an operation failed, such as `None + 1`."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="hf-xattn", description="Gated cross-attention for any text decoder of transformers."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
         command.register(commands)
     return parser

@@ -1,4 +1,4 @@
-"""Options that several commands share: where blocks go, how answers are generated, and where a server listens."""
+"""Options that several commands share: the device, where blocks go, how answers are generated, and where a server listens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,33 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 def hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns keyword arguments of every `from_pretrained`. Without the option nothing asks: code that is needed is an error."""
     return {"trust_remote_code": arguments.trust_remote_code}
+
+
+def add_device(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds the option that `device_of` reads."""
+    parser.add_argument(
+        "--device", default=default, help=f"auto (a GPU if there is one), cpu, cuda, cuda:1, ... (default: {default})"
+    )
+
+
+def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a name
+    """Returns the device that `--device` names: for `auto` a GPU if there is one.
+
+    Raises:
+        ValueError: for a device that torch does not know, or that this machine does not have.
+    """
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    gpus = [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", *gpus, *(gpu.partition(":")[0] for gpu in gpus)):
+        built = "" if "cuda" not in name or torch.version.cuda else f" torch {torch.__version__} is built without CUDA."
+        raise ValueError(
+            f"Expected `--device` to be a device of this machine ({', '.join(['auto', 'cpu', *gpus])}), got {name!r}.{built}"
+        )
+    return name
 
 
 def add_blocks(parser: argparse._ActionsContainer) -> None:

@@ -1,9 +1,11 @@
-"""Writes what commands produce: a new folder, a processor in the folder, a report on the terminal."""
+"""What commands produce: a new folder, the processor for it, a report on the terminal."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .loading import DamagedError, undamaged
 
 
 if TYPE_CHECKING:
@@ -24,24 +26,28 @@ def new_folder(folder: Path) -> Path:
     return folder
 
 
-def save_processor(
+def read_processor(
     text: str,
     vision: str | None,
-    folder: Path,
+    output: Path,
     *,
-    output: Path | None = None,
     image_token_id: int | None = None,
     **load_kwargs: Any,
-) -> None:
-    """Saves the tokenizer of a text model and the image processor of a vision model. Either of them may be missing.
+) -> Any:
+    """Reads the tokenizer of a text model and the image processor of a vision model. Prints which of them is missing.
 
     Args:
         text (`str`), vision (`str`, *optional*): folders or Hub ids. `text` may be the path of a GGUF file.
-        folder (`Path`): where the files go.
-        output (`Path`, *optional*): folder to name in messages, if `folder` is temporary and will be renamed to it.
+        output (`Path`): the folder that the result goes to, for messages.
         image_token_id (`int`, *optional*): id of the token that marks an image in a text.
         load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...; and `gguf_file`, for
             the tokenizer.
+
+    Returns:
+        An [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
+
+    Raises:
+        ValueError: for a tokenizer or an image processor that is damaged.
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -51,26 +57,31 @@ def save_processor(
     source, text_kwargs = split_gguf("text", text, load_kwargs)
     load_kwargs.pop("gguf_file", None)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **text_kwargs)
+        with undamaged("tokenizer", text):
+            tokenizer = AutoTokenizer.from_pretrained(source, **text_kwargs)
+    except DamagedError:
+        raise
     except (OSError, ValueError):
         print(f"No processor saved: {text} has no tokenizer.")
-        return
+        return None
     image_processor = None
     if vision is not None:
         try:
-            image_processor = AutoImageProcessor.from_pretrained(vision, **load_kwargs)
+            with undamaged("image processor", vision):
+                image_processor = AutoImageProcessor.from_pretrained(vision, **load_kwargs)
+        except DamagedError:
+            raise
         except (OSError, ValueError):
             print(f"Processor saved without images: {vision} has no image processor.")
     if image_processor is None:
-        tokenizer.save_pretrained(folder)
-        return
+        return tokenizer
     image_token = _token(tokenizer, image_token_id)
     if image_token_id is not None and image_token is None:
         print(
             f"The tokenizer of {text} has no token {image_token_id}: add OpenFlamingo's tokens "
-            f"(<|endofchunk|>, <image>) to the tokenizer in {output or folder} before you use it."
+            f"(<|endofchunk|>, <image>) to the tokenizer in {output} before you use it."
         )
-    XAttnProcessor(image_processor, tokenizer, image_token=image_token).save_pretrained(folder)
+    return XAttnProcessor(image_processor, tokenizer, image_token=image_token)
 
 
 def _token(tokenizer: Any, token_id: int | None) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from .loading import DTYPES
 from .options import add_blocks, add_trust, hub_options
-from .output import new_folder, print_report, save_processor
+from .output import new_folder, print_report, read_processor
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -30,12 +31,21 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
+    from ..bases import text_config_of, vision_config_of
+    from ..gguf_files import split_gguf
+    from ..inspection import blindness
     from ..retrofit import retrofit
+    from ..sizes import text_num_hidden_layers
     from ..whole_folder import WholeFolder
 
     hub = hub_options(arguments)
     if arguments.revision is not None:
         hub["revision"] = arguments.revision
+    # A wrong name is told before a tokenizer is missed, and a damaged tokenizer before weights are read.
+    text_config_of(*split_gguf("text", arguments.text, {**hub, "gguf_file": arguments.gguf_file}), reads_weights=False)
+    if arguments.vision is not None:
+        vision_config_of(arguments.vision, hub, reads_weights=False)
+    processor = read_processor(arguments.text, arguments.vision, output, gguf_file=arguments.gguf_file, **hub)
     print(f"Loading {arguments.text}" + (f" and {arguments.vision}" if arguments.vision else ""), flush=True)
     model = retrofit(
         arguments.text,
@@ -49,5 +59,17 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"Saving to {output}", flush=True)
     with WholeFolder(output) as folder:
         model.save_pretrained(folder, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
-        save_processor(arguments.text, arguments.vision, folder, output=output, gguf_file=arguments.gguf_file, **hub)
+        if processor is not None:
+            processor.save_pretrained(folder)
     print_report(model)
+    num_layers = text_num_hidden_layers(model.config.text_config)
+    if arguments.layers is None and arguments.every > num_layers:
+        print(
+            f"`--every {arguments.every}` is more than the {num_layers} layers: there is one block, in front of the last."
+        )
+    if (why := blindness(model)) is not None:
+        print(why)
+    if arguments.vision is None:
+        print(f"Next, to see: hf-xattn retrofit {shlex.quote(arguments.text)} --vision V --output DIR")
+    else:
+        print(f"Next: hf-xattn train {shlex.quote(str(output))} --data PICTURES --output TRAINED")

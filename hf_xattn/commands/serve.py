@@ -28,6 +28,20 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="largest body of a request, in MiB (default: four of the largest images fit, 107)",
     )
     parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="most tokens that a client may ask for in an answer (default: 4096)",
+    )
+    parser.add_argument(
+        "--max-beams",
+        type=int,
+        default=8,
+        metavar="N",
+        help="most beams that a client may ask for (default: 8)",
+    )
+    parser.add_argument(
         "--private-addresses",
         action="store_true",
         help="fetch images that clients name also from this machine and from private networks",
@@ -38,18 +52,20 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_listening(arguments)
-    if arguments.max_image_mib < 1:
-        raise ValueError(f"`--max-image-mib` must be at least 1, got {arguments.max_image_mib}.")
-    if arguments.max_request_mib is not None and arguments.max_request_mib < 1:
-        raise ValueError(f"`--max-request-mib` must be at least 1, got {arguments.max_request_mib}.")
+    for name in ("max_image_mib", "max_request_mib", "max_new_tokens", "max_beams"):
+        most = getattr(arguments, name)
+        if most is not None and most < 1:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1, got {most}.")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'transformers[serving]'`.")
+    from ..answer_limits import AnswerLimits
     from ..listening import address_of, bind
     from ..serving import SERVED, Server, build_app, check_answers
 
     limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)
+    answers = AnswerLimits(arguments.max_new_tokens, arguments.max_beams)
     max_request_bytes = arguments.max_request_mib and arguments.max_request_mib * 2**20
 
     with bind(arguments.host, arguments.port) as listener:
@@ -65,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"Ready: {address} serves {name}. Stop with Ctrl-C.\n{_question(address, name)}", flush=True)
 
         try:
-            Server(build_app(name, model, processor, limits, max_request_bytes), ready).run(sockets=[listener])
+            Server(build_app(name, model, processor, limits, max_request_bytes, answers), ready).run(sockets=[listener])
         except KeyboardInterrupt:  # raised again by uvicorn after a clean stop
             pass
 

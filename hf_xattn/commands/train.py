@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from .loading import check_model
-from .options import add_trust, hub_options
+from .options import add_device, add_trust, device_of, hub_options
 from .output import new_folder
 
 
@@ -96,7 +96,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="dtype of the frozen weights; trained weights are float32 during training",
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu"), help="auto uses a GPU if there is one")
+    add_device(parser, default="auto")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that read pictures (default: 0)")
     parser.add_argument("--seed", type=int, default=0)
     add_trust(parser)
@@ -113,6 +113,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "resume")}
     checked = TrainingOptions(**options)
+    if ":" in device_of(arguments.device):
+        raise ValueError(
+            f"Expected `--device` without a number, got {arguments.device}: a run takes all GPUs that it sees. Show it one with the "
+            "environment variable CUDA_VISIBLE_DEVICES."
+        )
     check_model(arguments.model, **hub_options(arguments))
     try:
         train(checked, resume=arguments.resume)

@@ -18,7 +18,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--question",
         action="append",
         metavar="TEXT",
-        help="a question to choose with one click; repeat the option for several",
+        help="a question to choose with one click; repeat the option for several (default: those in the card of DIR)",
     )
     parser.add_argument(
         "--canvas",

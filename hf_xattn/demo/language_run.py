@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from .language_scores import (
 )
 from .language_training import Recipe, block_layers, train, training_dtype
 from .question_picture import draw_questions
-from .questions import KINDS
+from .questions import KINDS, PHRASINGS
 from .report import prepared, print_table, say
 from .text_prompts import TRAINING_PROMPTS
 
@@ -142,10 +143,11 @@ def run_language(
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     _save_examples(output, new)
     draw_questions(output / "questions.png", model, processor, new)
+    examples = [phrasings[0].format(digit="seven") for phrasings in PHRASINGS.values()]
     training = {"data": "questions about canvases of scikit-learn's digits", "steps": recipe.steps}
     measured = {f"{kind}, new phrasings": f"{value:.1%}" for kind, value in by_kind["new phrasings"].items()}
     for folder in ("model", "adapter"):
-        write_model_card(model, output / folder, training=training, results=measured)
+        write_model_card(model, output / folder, training=training, results=measured, questions=examples)
     _print(results, output)
     return results
 
@@ -215,5 +217,7 @@ def _print(results: dict[str, Any], output: Path) -> None:
     print_table({name: value for name, value in results.items() if name != "accuracy"})
     example = sorted((output / "examples").glob("*.png"))[0]
     print(f"\nQuestions, answers, and where the model looked: {output / 'questions.png'}")
-    print(f"Next: hf-xattn chat {output / 'model'} --image {example}")
-    print(f"      hf-xattn serve {output / 'model'}")
+    command, model, image = "hf-xattn", str(output / "model"), ["--image", str(example)]
+    print(f"In a chat: {shlex.join([command, 'chat', model, *image])}")
+    print(f"For clients: {shlex.join([command, 'serve', model])}")
+    print(f"Next: {shlex.join([command, 'generate', model, *image, '--prompt', PHRASINGS['read'][0]])}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,14 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     draw_attention(output / "attention.png", model, processor, canvases, pictures, layer="mean")
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     measured = {name: shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
-    write_model_card(model, output / "model", trainer, training={"data": "scikit-learn's digits"}, results=measured)
+    write_model_card(
+        model,
+        output / "model",
+        trainer,
+        training={"data": "scikit-learn's digits"},
+        results=measured,
+        questions=[PROMPT],
+    )
     _print_results(results, output)
     return results
 
@@ -227,5 +235,7 @@ def _print_results(results: dict[str, Any], output: Path) -> None:
     example = example_images(output)[0]
     print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
     print(f"Where it looked, word by word: {output / 'attention.png'}")
-    print(f'Next: hf-xattn generate {output / "model"} --image {example} --prompt "{PROMPT}"')
-    print(f'      AutoModelForImageTextToText.from_pretrained("{output / "model"}")')
+    print(f'In Python: AutoModelForImageTextToText.from_pretrained("{output / "model"}")')
+    print(
+        f"Next: {shlex.join(['hf-xattn', 'generate', str(output / 'model'), '--image', str(example), '--prompt', PROMPT])}"
+    )

@@ -18,6 +18,7 @@ from ..configuration_xattn import XAttnConfig
 from ..loading_checks import check_config_file
 from ..model_card import write_model_card
 from ..modeling_xattn import XAttnForConditionalGeneration
+from ..paths import check_source
 from ..whole_folder import WholeFolder
 from . import idefics, mllama
 from .mllama_processor import write_processor
@@ -229,6 +230,7 @@ def _folder_of(source: str | Path) -> Path:
         if not (folder / "config.json").is_file():
             raise ValueError(f"`source` ({folder}) holds no config.json.")
         return folder
+    check_source("source", source)
     if HF_HUB_OFFLINE:
         raise ValueError(f"`source` ({source}) is not a folder, and the Hub is out of reach (offline mode).")
     from huggingface_hub import snapshot_download

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
+from ..model_card import example_questions
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..request_limits import RequestLimits
 from ..tensor_checks import type_name
@@ -67,7 +68,8 @@ def build_page(
         model ([`XAttnForConditionalGeneration`]): the model.
         processor: its processor; or its tokenizer, for a page without pictures.
         title (`str`): the heading of the page.
-        questions (`list[str]`, *optional*): questions that visitors can choose with one click.
+        questions (`list[str]`, *optional*): questions that visitors can choose with one click. By default those in the card of the
+            model's folder (`widget`), if there are any.
         system (`str`, *optional*): a system message.
         canvas (`tuple[int, int]`, *optional*): width and height of the canvas for drawings. By default the size of the pictures that
             the image processor makes, times a whole number.
@@ -92,7 +94,9 @@ def build_page(
         RequestLimits, most=MAX_REQUEST, remedy="Send a smaller picture.", error=lambda _, message: {"error": message}
     )
     server.add_middleware(NoUploads)
-    _add_files(server, title, {"questions": questions or [], "maxBytes": MAX_BYTES, "drawing": _settings(drawing)})
+    if questions is None:
+        questions = example_questions(model.config.name_or_path)
+    _add_files(server, title, {"questions": questions, "maxBytes": MAX_BYTES, "drawing": _settings(drawing)})
     _add_api(server, gradio.Error, visitors)
     return server
 

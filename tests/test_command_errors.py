@@ -1,0 +1,132 @@
+"""What a command says of a mistake: a sentence that names it, in one or two lines, and the exit status 2."""
+
+import shutil
+
+import pytest
+from test_commands import folder, run  # noqa: F401  # `folder` is a fixture
+from test_train_command import CAPTIONS, write
+
+from hf_xattn.commands import inspect
+from hf_xattn.commands.main import COMMANDS, _parser, main
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("data"), CAPTIONS)
+
+
+def told(capsys, *arguments):
+    """The message of a command that fails, without the lines before it."""
+    status, _, error = run(capsys, *arguments)
+    assert status == 2, error
+    _, mark, message = error.partition(f"hf-xattn {arguments[0]}: error: ")
+    assert mark and "Traceback" not in error and len(message.splitlines()) <= 2, error
+    return message
+
+
+def with_model(model, data, output):
+    """Each command that takes a model, with what else it needs."""
+    return {
+        "generate": [model, "--prompt", "what is it ?"],
+        "chat": [model],
+        "check": [model],
+        "encode": [model, "--features", data, "--output", output],
+        "train": [model, "--data", data, "--output", output],
+        "serve": [model, "--port", "0"],
+        "web": [model, "--port", "0"],
+        "inspect": [model],
+        "export": [model, "--output", output],
+        "import": [model, "--output", output],
+        "retrofit": [model, "--output", output],
+    }
+
+
+DEVICES = ("generate", "chat", "check", "encode", "train", "serve", "web")
+
+
+def needed(command):
+    pytest.importorskip({"serve": "fastapi", "web": "gradio"}.get(command, "torch"))
+
+
+@pytest.mark.parametrize("command", DEVICES)
+def test_devices(folder, data, tmp_path, capsys, command):  # noqa: F811
+    """A traceback of torch after minutes of loading, for a device that this machine lacks; choices of one command that another refuses."""
+    needed(command)
+    arguments = with_model(folder / "model", data, tmp_path / "out")[command]
+    for device in ("foo", "cuda:99", "meta", "Cuda", ""):
+        message = told(capsys, command, *arguments, "--device", device)
+        assert f"got {device!r}" in message and "(auto, cpu" in message
+    assert not (tmp_path / "out").exists()
+    (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
+    (option,) = [action for action in commands[command]._actions if action.dest == "device"]
+    assert option.choices is None and option.help.startswith("auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_devices_that_there_are(folder, data, tmp_path, capsys, device):  # noqa: F811
+    """A choice of the help that a command does not take."""
+    for command in ("generate", "encode", "train"):
+        arguments = with_model(folder / "model", data, tmp_path / command)[command]
+        short = {"generate": ["--max-new-tokens", "2"], "train": ["--steps", "1", "--batch-size", "1"]}.get(command, [])
+        status, _, error = run(capsys, command, *arguments, *short, "--device", device)
+        assert status == 0, error
+
+
+@pytest.mark.parametrize("command", with_model("", "", ""))
+def test_names_of_nothing(data, tmp_path, monkeypatch, capsys, command):
+    """A mistyped folder that is answered with a lesson about ids of the Hub, or with its address alone."""
+    needed(command)
+    monkeypatch.chdir(tmp_path)
+    for name in ("../nosuch", "a/b/c", "my model", "nosuch/", "/nowhere/at/all"):
+        message = told(capsys, command, *with_model(name, data, "out")[command])
+        assert repr(name) in message and "there is no such folder" in message and "epo id" not in message
+    for name in ("nosuch", "nosuch/model"):  # may also be ids
+        message = told(capsys, command, *with_model(name, data, "out")[command])
+        assert name in message and ("There is no folder" in message or "is not a folder" in message)
+        assert "as a Hub id" in message or "the Hub is out of reach" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_tower(folder, data, tmp_path, capsys):  # noqa: F811
+    """A demand for a processor, which then demands an image processor, where no picture can be read at all."""
+    assert run(capsys, "retrofit", folder / "text", "--output", tmp_path / "blind")[0] == 0
+    message = told(capsys, "train", tmp_path / "blind", "--data", data, "--output", tmp_path / "out")
+    assert "with a vision tower" in message and "`--vision`" in message and "rocessor" not in message
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_damaged_tokenizer(folder, tmp_path, capsys):  # noqa: F811
+    """A traceback after the model was loaded and written; a tokenizer that is said to be missing, and a model saved without it."""
+    pytest.importorskip("gguf")
+    from tiny_gguf import write_gguf
+
+    bare = write_gguf(tmp_path / "bare.gguf", merges=None)
+    shutil.copytree(folder / "text", tmp_path / "text")
+    shutil.copytree(folder / "model", tmp_path / "model")
+    for broken in ("text", "model"):
+        (tmp_path / broken / "tokenizer.json").write_text('{"model": ')
+    for name in (bare, tmp_path / "text"):
+        message = told(capsys, "retrofit", name, "--output", tmp_path / "out")
+        assert f"The tokenizer of {name} is damaged" in message
+        assert not (tmp_path / "out").exists()
+    message = told(capsys, "generate", tmp_path / "model", "--prompt", "a")
+    assert f"The processor of {tmp_path / 'model'} is damaged" in message
+
+
+def test_a_bug_keeps_its_traceback(folder, monkeypatch):  # noqa: F811
+    """An error of this package's own code, cut down to `'NoneType' object is not subscriptable`."""
+    for bug in (lambda *_: len(None), lambda *_: int("a"), lambda *_: {}["a"], lambda *_: 1 / 0):
+        monkeypatch.setattr(inspect, "load_shapes", bug)
+        with pytest.raises((TypeError, ValueError, KeyError, ZeroDivisionError)):
+            main(["inspect", str(folder / "model")])
+
+
+def test_the_command_alone(capsys):
+    """An error about a missing argument, where a person asks what there is."""
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
+    assert len(commands) == len(COMMANDS)
+    lines = [line.split(None, 1) for line in out.splitlines()]
+    for command in commands:
+        assert any(line[0] == command and len(line) == 2 for line in lines if line), command

@@ -1,0 +1,184 @@
+"""What `hf-xattn train` leaves behind: a model that answers what it learnt, in whatever way the folder and the commands offer."""
+
+import json
+import logging
+import re
+import shutil
+
+import pytest
+import transformers
+from conftest import make_text
+from known_checkpoints import SIGLIP, make_siglip
+from template_models import make_chat_model, make_processor, save_chat_model
+from test_commands import run
+from test_train_command import CAPTIONS, COLOURS, FAST, draw, interrupted, write
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
+
+from hf_xattn import bases, retrofit
+from hf_xattn.training_data import CAPTION_PROMPT
+from hf_xattn.training_run import CHECKPOINTS
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model that has learnt four captions, its pictures beside it, and what the command printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    save_chat_model(folder / "model")
+    data = write(folder / "data", CAPTIONS[:4])
+    command = [
+        "train",
+        folder / "model",
+        "--data",
+        data,
+        "--output",
+        folder / "out",
+        "--steps",
+        "60",
+        "--eval-data",
+        data,
+    ]
+    options = ["--batch-size", "4", "--learning-rate", "0.02", "--train-text", "--train-vision", "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("hf_xattn.training_run.say", lambda text: printed.append(str(text)))
+        from hf_xattn.commands.main import main
+
+        assert main([*map(str, command), *options]) == 0
+    return folder / "out", data, printed
+
+
+def test_captions_are_learned(trained):
+    """A model that trains and learns nothing of the pictures."""
+    folder, _, printed = trained
+    model, processor = (auto.from_pretrained(folder) for auto in (AutoModelForImageTextToText, AutoProcessor))
+    losses = [float(line.split()[-1]) for line in printed if line.startswith("evaluation loss")]
+    assert losses[-1] < 0.3
+    for colour in COLOURS:
+        parts = [{"type": "image", "image": draw(colour)}, {"type": "text", "text": CAPTION_PROMPT}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": parts}],
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            add_generation_prompt=True,
+        )
+        tokens = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert processor.decode(tokens) == f"a {colour} circle.<|im_end|>"
+
+
+def test_the_cards_code(trained, capsys):
+    """A card whose lines, copied, get other answers than the model has learnt, because they leave the chat template out."""
+    folder, data, _ = trained
+    (code,) = re.findall("```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    code = code.replace('name = "..."', f"name = {str(folder)!r}").replace(
+        '"text": "..."', f'"text": {CAPTION_PROMPT!r}'
+    )
+    for colour in COLOURS:
+        exec(compile(code.replace("picture.png", str(data / f"{colour}.png")), "README.md", "exec"), {})
+        assert capsys.readouterr().out == f"a {colour} circle.\n"
+
+
+def test_generate(trained, tmp_path, capsys):
+    """A prompt that goes to the model as it is, in a form that it has never read; encoded pictures that are asked in another form."""
+    folder, data, _ = trained
+    question = ["--prompt", CAPTION_PROMPT, "--max-new-tokens", "30"]
+    for colour in COLOURS:
+        image = ["--image", data / f"{colour}.png"]
+        status, out, error = run(capsys, "generate", folder, *image, *question)
+        assert status == 0 and out == f"a {colour} circle.\n", error
+    file = tmp_path / "encoded.safetensors"
+    assert run(capsys, "encode", folder, *image, "--output", file)[0] == 0
+    status, out, error = run(capsys, "generate", folder, "--image-cache", file, *question)
+    assert status == 0 and out == f"a {colour} circle.\n", error
+    model, processor = (auto.from_pretrained(folder) for auto in (AutoModelForImageTextToText, AutoProcessor))
+    prompt = f"{processor.image_token} a"
+    inputs = processor(text=prompt, images=draw(colour))
+    tokens = model.generate(**inputs, max_new_tokens=9, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    raw = ["--raw", "--prompt", prompt, "--max-new-tokens", "9"]
+    for given in (image, ["--image-cache", file]):
+        status, out, error = run(capsys, "generate", folder, *given, *raw)
+        assert status == 0 and out == processor.decode(tokens, skip_special_tokens=True) + "\n", error
+    status, _, error = run(capsys, "generate", folder, *image, *raw[1:])
+    assert status == 2 and "`--prompt` contains <image>, which the chat template writes" in error and "`--raw`" in error
+
+
+def test_the_last_line(trained):
+    """A loss of all steps, which is far from where the model is, as the last word on the run."""
+    folder, _, printed = trained
+    state = json.loads((folder / CHECKPOINTS / "checkpoint-60" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert printed[-1] == f"training loss {losses[-1]:.4f} (mean of the steps 51 to 60)"
+    assert losses[-1] < sum(losses) / len(losses) / 3
+
+
+def test_the_last_line_of_few_steps(tmp_path, capsys):
+    """A last line that is the loss of a single batch, because the log ended one step before."""
+    save_chat_model(tmp_path / "model")
+    data = write(tmp_path / "data", CAPTIONS)
+    options = [
+        "--data",
+        data,
+        "--output",
+        tmp_path / "out",
+        "--steps",
+        "3",
+        "--save-steps",
+        "3",
+        "--device",
+        "cpu",
+        *FAST,
+    ]
+    status, out, error = run(capsys, "train", tmp_path / "model", *options)
+    assert status == 0, error
+    state = json.loads((tmp_path / "out" / CHECKPOINTS / "checkpoint-3" / "trainer_state.json").read_text())
+    first, second = (entry["loss"] for entry in state["log_history"] if "loss" in entry)  # of two steps, and of one
+    told = f"training loss {(2 * first + second) / 3:.4f} (mean of the steps 1 to 3)"
+    assert out.splitlines()[-1] == told
+
+
+def test_tied_weights_of_a_checkpoint(tmp_path, capsys, monkeypatch, caplog):
+    """A resumed run that warns of `lm_head.weight`, which is tied to the embeddings and stands in no file."""
+    transformers.logging.enable_propagation()
+    processor = make_processor()
+    seeing = make_chat_model(processor)
+    sizes = {**seeing.config.text_config.to_dict(), "tie_word_embeddings": True}
+    tied = retrofit(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)), seeing.model.vision_tower, every=2)
+    assert tied.all_tied_weights_keys
+    tied.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    data = write(tmp_path / "data", CAPTIONS)
+    options = [tmp_path / "model", "--data", data, "--steps", "4", "--save-steps", "2", *FAST]
+    assert run(capsys, "train", *options, "--output", tmp_path / "whole", "--device", "cpu")[0] == 0
+    interrupted(capsys, monkeypatch, 3, *options, "--output", tmp_path / "out")
+    caplog.clear()
+    status, out, error = run(capsys, "train", *options, "--output", tmp_path / "out", "--device", "cpu", "--resume")
+    assert status == 0 and "Continuing from" in out, error
+    assert "missing keys" not in caplog.text + error
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
+    assert one == other
+
+
+def test_unused_weights_are_told_once(tmp_path, capsys, caplog, monkeypatch):
+    """SigLIP's table of its text half, again and again: each save without the bases loads them."""
+    transformers.logging.enable_propagation()
+    monkeypatch.setattr("hf_xattn.bases._unused_told", set())
+
+    def tables():
+        found = {id(record): record.getMessage() for record in caplog.records if "LOAD REPORT" in record.getMessage()}
+        caplog.clear()
+        return [message.partition("from: ")[2].splitlines()[0] for message in found.values()]
+
+    make_text().save_pretrained(tmp_path / "text")
+    make_siglip(tmp_path)
+    shutil.copytree(tmp_path / SIGLIP, tmp_path / "other")
+    command = ["retrofit", tmp_path / "text", "--vision", tmp_path / SIGLIP, "--output", tmp_path / "out"]
+    status, _, error = run(capsys, *command, "--adapter-only")
+    assert status == 0 and tables() == [str(tmp_path / SIGLIP)], error
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert tables() == []
+    retrofit(tmp_path / "text", tmp_path / "other")
+    assert tables() == [str(tmp_path / "other")]
+    for _ in range(2):
+        with bases._unused_told_once("somewhere"):
+            logging.getLogger("transformers.modeling_utils").warning("A LOAD REPORT from: somewhere\nbias | MISSING")
+        assert tables() == ["somewhere"], "a missing weight is told each time"
