@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without what `REPAIRED` says of it
 
 
 # First and last version that the tests ran with. pyproject.toml allows the same, and later versions below 6.
@@ -71,8 +72,11 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_GenerationCancelled": ("cli.serving.utils", OLDEST),
 }
 
-# Arguments that did something wrong without an error, and the first version that does it right.
-REPAIRED = {"prefill_chunk_size": "5.23.0"}  # before, text in the cache was read a second time
+# What went wrong in a version that has the name, and the first version that does it right.
+REPAIRED = {
+    "prefill_chunk_size": "5.23.0",  # before, text in the cache was read a second time
+    "AutoImageProcessor without torchvision": "5.18.0",  # before, `from transformers import AutoImageProcessor` asked for it
+}
 
 
 def warn_of_version(version: str = transformers.__version__) -> None:
@@ -193,6 +197,7 @@ except ImportError:
 
 __all__ = [
     "ALL_PARALLEL_STYLES",
+    "AutoImageProcessor",
     "BaseQuantizedLayer",
     "DeclaresParts",
     "PRIVATE",

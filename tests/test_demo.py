@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_model_card import card_of, rows_of
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
 from hf_xattn.demo import attention
@@ -25,6 +25,7 @@ from hf_xattn.demo.canvases import (
     to_pixel_values,
 )
 from hf_xattn.demo.run import _accuracy
+from hf_xattn.transformers_api import AutoImageProcessor
 
 
 @pytest.fixture(scope="module")

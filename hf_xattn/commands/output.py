@@ -43,10 +43,11 @@ def save_processor(
         load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...; and `gguf_file`, for
             the tokenizer.
     """
-    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..gguf_files import split_gguf
     from ..processing_xattn import XAttnProcessor
+    from ..transformers_api import AutoImageProcessor
 
     source, text_kwargs = split_gguf("text", text, load_kwargs)
     load_kwargs.pop("gguf_file", None)
