@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache
 
 from .architectures import architecture
 from .channel import carrying
@@ -24,6 +24,7 @@ from .keywords import LOSS, keywords_of, refuse_unknown
 from .memo import memoized
 from .packing_decoders import why_not_packed
 from .sizes import text_num_hidden_layers
+from .transformers_api import check_recorded, is_before, needs
 
 
 # Argument names of the cache in causal language models.
@@ -142,6 +143,7 @@ class DecoderInterface(NamedTuple):
         not_packed (`str`, *optional*): why several samples in one row would not be kept apart; None if they are.
         forgets (`str`, *optional*): the decoder, if its layers drop their state when they read several tokens after cached text.
         counts_from_zero (`bool`): whether it numbers text after cached text from 0 where no `position_ids` are given.
+        not_static (`str`, *optional*): why it cannot have a static cache.
     """
 
     arguments: frozenset[str]
@@ -153,6 +155,7 @@ class DecoderInterface(NamedTuple):
     not_packed: str | None = None
     forgets: str | None = None
     counts_from_zero: bool = False
+    not_static: str | None = None
 
     @classmethod
     def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
@@ -166,7 +169,7 @@ class DecoderInterface(NamedTuple):
         handled = {"self", "kwargs", cache_argument}
         body = keywords_of(model for model in around if model is not text_model) - handled
         model_type = text_model.config.model_type
-        differs = architecture(model_type)
+        differs, name = architecture(model_type), f"{type(text_model).__name__} (model_type {model_type!r})"
         return cls(
             frozenset(inspect.signature(text_model.forward).parameters),
             cache_argument,
@@ -175,13 +178,19 @@ class DecoderInterface(NamedTuple):
             body,
             text_model.is_custom_code(),
             why_not_packed(text_model, [*around, decoder]),
-            f"{type(text_model).__name__} (model_type {model_type!r})" if differs.forgets else None,
+            name if differs.forgets else None,
             differs.counts_from_zero,
+            needs(differs.static_since, f"A static cache of {name}") if is_before(differs.static_since) else None,
         )
 
     def check_continues(self, length: int, cache: Cache | None) -> None:
-        """Raises a `ValueError` for several tokens after cached text, if the decoder would forget that text."""
-        if self.forgets is not None and length > 1 and cache is not None and _holds_state(cache):
+        """Raises a `ValueError` for a cache that the decoder cannot have, and for several tokens after text that it would forget."""
+        if cache is None:
+            return
+        check_recorded(cache)
+        if self.not_static is not None and isinstance(cache, StaticCache):
+            raise ValueError(self.not_static)
+        if self.forgets is not None and length > 1 and _holds_state(cache):
             raise ValueError(
                 f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.forgets} drops its state when it "
                 "reads several. Pass one token a call, or call `generate` with an `EncoderDecoderCache`, which does so."
