@@ -7,9 +7,11 @@ and tests it. A test fails if the result and this table differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .transformers_api import OLDEST, is_before, needs
 
 
 HALF = "decoder half of an encoder-decoder model, with cross-attention of its own"
@@ -31,6 +33,8 @@ class Architecture:
         forgets (`bool`): whether transformers' layers drop their recurrent state, without an error, when a call reads several tokens
             after cached text. Such text is read one token at a time.
         counts_from_zero (`bool`): whether a `forward` without `position_ids` numbers text after cached text from 0.
+        since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache. Before, it saw
+            text to come, read text after cached text wrongly, or failed.
     """
 
     refused: str | None = None
@@ -38,13 +42,19 @@ class Architecture:
     layer_count: str = "num_hidden_layers"
     forgets: bool = False
     counts_from_zero: bool = False
+    since: str = OLDEST
+    static_since: str = OLDEST
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     # Supported, with a difference.
     "bamba": Architecture(counts_from_zero=True),
-    "bloom": Architecture(via="call"),
+    "big_bird": Architecture(since="5.18.0"),
+    "bloom": Architecture(via="call", static_since="5.21.0"),
     "codegen": Architecture(via="call"),
+    "cohere_compass_text": Architecture(since="5.21.0"),
+    "dbrx": Architecture(since="5.20.0"),
+    "doge": Architecture(since="5.18.0"),
     "falcon": Architecture(via="call"),
     "falcon_mamba": Architecture(via="call", forgets=True),
     "gpt_neo": Architecture(via="call"),
@@ -54,9 +64,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "longcat_flash": Architecture(layer_count="num_layers"),
     "mamba": Architecture(via="call", forgets=True),
     "mamba2": Architecture(via="call"),
-    "megatron-bert": Architecture(via="call"),
+    "megatron-bert": Architecture(via="call", since="5.18.0"),
+    "moshi": Architecture(since="5.21.0"),
     "mpt": Architecture(via="call"),
-    "rembert": Architecture(via="call"),
+    "rembert": Architecture(via="call", since="5.18.0"),
+    "roformer": Architecture(since="5.18.0"),
     "zamba": Architecture(forgets=True),
     # Not supported.
     "bart": Architecture(HALF),
@@ -110,8 +122,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture(model_type: str) -> Architecture:
-    """Returns the entry of a `model_type`, or the default if the table has no entry."""
-    return ARCHITECTURES.get(model_type, Architecture())
+    """Returns the entry of a `model_type`, or the default if the table has no entry. Refused is also what needs a newer transformers."""
+    entry = ARCHITECTURES.get(model_type, Architecture())
+    return replace(entry, refused=needs(entry.since, "its decoder")[:-1]) if is_before(entry.since) else entry
 
 
 def causal_model_types() -> list[str]:

@@ -23,7 +23,7 @@ from .cross_cache import CrossAttentionLayer
 from .int8_cache import dense
 
 
-# transformers sets this attribute on a layer. The layer calls it with its own `forward`, bound to all keyword arguments.
+# transformers sets this attribute on a layer. The layer calls it with its own call, bound to all keyword arguments.
 FUNCTION = "_gradient_checkpointing_func"
 
 
@@ -36,7 +36,7 @@ def _read_function(layer: nn.Module) -> Callable[..., Any]:
     if torch.compiler.is_compiling() and isinstance(function, functools.partial):
         # A graph of `torch.compile` recomputes without any reentrant backward. Where the graph breaks, this is right too.
         return functools.partial(function, use_reentrant=False)
-    return functools.partial(_checkpoint_layer, function)
+    return functools.partial(_checkpoint_layer, layer, function)
 
 
 def _write_function(layer: nn.Module, function: Callable[..., Any]) -> None:
@@ -48,10 +48,10 @@ checkpointing_function = property(_read_function, _write_function)
 
 
 def _checkpoint_layer(
-    checkpoint: Callable[..., Any], forward: functools.partial[Any], *args: Any
+    layer: nn.Module, checkpoint: Callable[..., Any], forward: functools.partial[Any], *args: Any
 ) -> torch.Tensor | tuple[Any, ...]:
     """Checkpoints a layer's `forward`. Tensors of the context that require a gradient become positional arguments."""
-    layer, context = forward.args[0], forward.keywords.get(KEYWORD)
+    context = forward.keywords.get(KEYWORD)
     blocks = cross_attention_blocks(layer)
     if context is None or not blocks or not torch.is_grad_enabled():
         return checkpoint(forward, *args)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticCache
 from transformers.utils import logging
 
 from .architectures import architecture
@@ -26,6 +26,7 @@ from .memo import memoized
 from .packing_decoders import why_not_packed
 from .sizes import text_num_hidden_layers
 from .tensor_checks import has_values
+from .transformers_api import check_recorded, is_before, needs
 
 
 logger = logging.get_logger(__name__)
@@ -148,6 +149,7 @@ class DecoderInterface(NamedTuple):
         forgets (`bool`): whether its layers drop their state when they read several tokens after cached text.
         counts_from_zero (`bool`): whether it numbers text after cached text from 0 where no `position_ids` are given.
         keeps_state, only_states (`bool`): whether some layers, or all, keep a running state of the text in place of keys and values.
+        not_static (`str`, *optional*): why it cannot have a static cache.
     """
 
     arguments: frozenset[str]
@@ -162,6 +164,7 @@ class DecoderInterface(NamedTuple):
     counts_from_zero: bool = False
     keeps_state: bool = False
     only_states: bool = False
+    not_static: str | None = None
 
     @classmethod
     def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
@@ -175,7 +178,7 @@ class DecoderInterface(NamedTuple):
         handled = {"self", "kwargs", cache_argument}
         body = keywords_of(model for model in around if model is not text_model) - handled
         model_type = text_model.config.model_type
-        differs = architecture(model_type)
+        differs, name = architecture(model_type), f"{type(text_model).__name__} (model_type {model_type!r})"
         kinds = _cache_layers(text_model)
         states = [isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds]
         return cls(
@@ -185,17 +188,23 @@ class DecoderInterface(NamedTuple):
             (keywords_of(around) | LOSS) - handled,
             body,
             text_model.is_custom_code(),
-            f"{type(text_model).__name__} (model_type {model_type!r})",
+            name,
             why_not_packed(text_model, [*around, decoder]),
             differs.forgets,
             differs.counts_from_zero,
             any(states),
             any(states) and not any(isinstance(kind, CacheLayerMixin) for kind in kinds),
+            needs(differs.static_since, f"A static cache of {name}") if is_before(differs.static_since) else None,
         )
 
     def check_continues(self, length: int, cache: Cache | None) -> None:
-        """Raises a `ValueError` for several tokens after cached text, if the decoder would forget that text."""
-        if self.forgets and length > 1 and cache is not None and _holds_state(cache):
+        """Raises a `ValueError` for a cache that the decoder cannot have, and for several tokens after text that it would forget."""
+        if cache is None:
+            return
+        check_recorded(cache)
+        if self.not_static is not None and isinstance(cache, StaticCache):
+            raise ValueError(self.not_static)
+        if self.forgets and length > 1 and _holds_state(cache):
             raise ValueError(
                 f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.name} drops its state when it "
                 "reads several. Pass one token a call, or call `generate` with an `EncoderDecoderCache`, which does so."

@@ -10,6 +10,7 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 
 from .checkpoint_files import PICKLED, check_inside, read_headers, read_json, refuse_pickled, short
 from .custom_code import HUB_ARGUMENTS
+from .transformers_api import has, needs
 from .whole_folder import finish_interrupted
 
 
@@ -77,16 +78,32 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
     return PeftFolder(name, base, hub, asked or own)
 
 
-def check_adapter_folder(name: Any, subfolder: str = "") -> None:
-    """Checks the adapter in a folder, before layers are added to a model. Finishes a save into it that was interrupted.
+def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
+    """Checks an adapter before layers are added to a model. Finishes a save into its folder that was interrupted.
+
+    Args:
+        name: its folder or Hub id; anything else passes.
+        hub (`dict`): where its files are, as for `PeftFolder`.
 
     Raises:
-        ValueError: for pickled weights, for a file that is not whole or leads out of the folder, and for a rank that no weight has.
+        ValueError: for pickled weights, for a file that is not whole or leads out of the folder, for a rank that no weight has, and for
+            whole modules that the installed transformers would not load.
     """
-    if not isinstance(name, (str, os.PathLike)) or not os.path.isdir(name):
+    if not isinstance(name, (str, os.PathLike)):
         return
-    folder = Path(name) / subfolder
-    finish_interrupted(folder)
+    folder = Path(name) / (hub.get("subfolder") or "")
+    if os.path.isdir(name):
+        finish_interrupted(folder)
+    if not has("modules_to_save") and (file := find_adapter_config_file(os.fspath(name), **hub)) is not None:
+        fields = read_json(Path(file))
+        for field in ("modules_to_save", "trainable_token_indices"):
+            if fields.get(field):
+                raise ValueError(
+                    f"{needs('modules_to_save', f'`{field}` of the adapter {name}')} "
+                    "`peft.PeftModel.from_pretrained(model, adapter)` loads it with this version, too."
+                )
+    if not os.path.isdir(name):
+        return
     weights, config = folder / WEIGHTS, folder / CONFIG
     if not weights.is_file():
         if any(path.stem == "adapter_model" for pattern in PICKLED for path in folder.glob(pattern)):

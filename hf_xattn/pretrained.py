@@ -170,7 +170,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             source = pretrained_model_name_or_path
             peft_name = kwargs.get("adapter_name") or "default"
             if peft is not None:
-                check_adapter_folder(peft.name, peft.hub.get("subfolder") or "")
+                check_adapter_folder(peft.name, peft.hub)
                 source, kwargs = peft.base, peft.base_kwargs(kwargs)
             checked = check_folder(source, kwargs)
             adapter = Adapter.find(source, kwargs)
@@ -229,8 +229,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         Raises:
             ValueError: for pickled weights, a file that is damaged, and a rank that the weights do not have.
         """
-        subfolder = (kwargs.get("adapter_kwargs") or {}).get("subfolder")
-        check_adapter_folder(peft_model_id, subfolder or "")
+        check_adapter_folder(peft_model_id, kwargs.get("adapter_kwargs") or {})
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
     @classmethod

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import BatchFeature, ProcessorMixin
-from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, TextKwargs
+from transformers.processing_utils import ImagesKwargs, TextKwargs
 from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
 
 from .adapter_manifest import MANIFEST
 from .base_processors import parts_of_bases
-from .chat_messages import is_batch, of_row, read_conversation, with_images
+from .chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
 from .chat_templates import default_template, to_template
 from .image_limits import check_image_processor
 from .image_reading import is_array, read_image
@@ -33,10 +33,6 @@ TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
 NESTED = ("text_kwargs", "images_kwargs", "videos_kwargs", "common_kwargs")
 
 
-class XAttnProcessorKwargs(ProcessingKwargs, total=False):
-    """Keyword arguments of [`XAttnProcessor`], in addition to those of its image processor."""
-
-
 class XAttnProcessor(NamesItsStub, ProcessorMixin):
     r"""Combines any tokenizer with any image processor.
 
@@ -50,7 +46,6 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         image_token (`str`, *optional*): the marker of an image in the text.
     """
 
-    valid_processor_kwargs = XAttnProcessorKwargs
     # Finds the model's image inputs of `(texts, images)` without reading the images: see [`VisionFeatures.reader`].
     _look_up: Callable[[list[list[Any]]], dict[str, torch.Tensor]] | None = None
 
@@ -218,26 +213,25 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         for name, value, kind in given:
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"Expected `{name}` to be a {kind.__name__}, got {type_name(value)}.")
+        if sanitize_control_tokens and not has("_mark_chat_inputs"):
+            raise ValueError(needs("_mark_chat_inputs", "`sanitize_control_tokens=True`"))
+        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
+            raise ValueError(
+                "Expected `continue_final_message` without `add_generation_prompt` and `return_assistant_tokens_mask`, got "
+                f"`add_generation_prompt={add_generation_prompt}` and `return_assistant_tokens_mask={return_assistant_tokens_mask}`."
+            )
+        if return_assistant_tokens_mask and not self.tokenizer.is_fast:
+            raise ValueError(
+                f"`return_assistant_tokens_mask` needs a fast tokenizer, which knows the places of its tokens; got "
+                f"{type_name(self.tokenizer)}."
+            )
         template = self._template(chat_template, tools)
         variables = {name: kwargs.pop(name) for name in set(kwargs) & _get_template_variables(template)}
         call = {**(processor_kwargs or {}), **kwargs}
         refuse_unknown(self.apply_chat_template, call, self._known_kwargs()[2] | {"images", "audio", "audio_kwargs"})
-        separate = call.pop("images", None)
-        of_videos = {**(call.pop("videos_kwargs", None) or {}), **{n: call.pop(n) for n in OF_VIDEOS if n in call}}
-        refuse_unknown(self.apply_chat_template, of_videos, frozenset(OF_VIDEOS))
-        sampling = {} if of_videos.get("do_sample_frames") is False else of_videos
-
         batched = is_batch(conversation)
-        chats = []
-        for index, chat in enumerate(conversation if batched else [conversation]):
-            where = f"conversation {index}" if batched else "`conversation`"
-            read = read_conversation(chat, where, sampling.get("num_frames"), sampling.get("fps"))
-            if tokenize:
-                read = with_images(read, of_row(separate, index, len(conversation)) if batched else separate, where)
-            chats.append(read)
+        chats = self._read_chats(conversation, batched, tokenize, call)
         messages = [chat.messages for chat in chats]
-        if sanitize_control_tokens and not has("_mark_chat_inputs"):
-            raise ValueError(needs("_mark_chat_inputs", "`sanitize_control_tokens=True`"))
         if sanitize_control_tokens:
             plain = [[{**m.fields, "content": m.as_parts()} for m in chat] for chat in messages]
             plain, tools, documents, variables = self.tokenizer._mark_chat_inputs(
@@ -245,35 +239,75 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             )
             messages = [read_conversation(chat, "`conversation`", None, None).messages for chat in plain]
             call["sanitize_control_tokens"] = True
+        options = {**self.tokenizer.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
 
         def render(dicts: list[dict[str, Any]]) -> str:
-            options = {**self.tokenizer.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
             return render_jinja_template([dicts], tools, documents, template, **options)[0][0]
 
-        forms = [to_template(chat, self.image_token, render) for chat in messages]
-        if tokenize:
-            call["images"] = [chat.images for chat in chats] if batched else chats[0].images
-            defaults: dict[str, Any] = {"add_special_tokens": False}
-            if add_generation_prompt or continue_final_message:
-                defaults["padding_side"] = "left"  # `generate` continues at the right end
-            of_text = call.get("text_kwargs") or {}
-            call = {**{name: value for name, value in defaults.items() if name not in of_text}, **call}
-        made: Any = super().apply_chat_template(
-            forms if batched else forms[0],
-            chat_template=template,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+        # Without `super()`, whose texts, images and masks of assistants differ between versions of transformers.
+        rendered: Any = render_jinja_template(
+            [to_template(chat, self.image_token, render) for chat in messages],
+            tools,
+            documents,
+            template,
             return_assistant_tokens_mask=return_assistant_tokens_mask,
-            tokenize=tokenize,
-            return_tensors=return_tensors,
-            return_dict=return_dict,
-            processor_kwargs=call,
-            **variables,
+            continue_final_message=continue_final_message,
+            **options,
         )
-        if return_dict and tokenize and return_assistant_tokens_mask and isinstance(made["input_ids"], torch.Tensor):
-            made["assistant_masks"] = torch.as_tensor(made["assistant_masks"])
+        prompts, answers = rendered
+        if not tokenize:
+            return prompts if batched else prompts[0]
+        if return_tensors != "auto":
+            call["return_tensors"] = return_tensors
+        made = self._encoded_chats(
+            prompts,
+            [chat.images for chat in chats],
+            call,
+            answers if return_assistant_tokens_mask else None,
+            left=bool(add_generation_prompt or continue_final_message),
+        )
+        return made if return_dict else made["input_ids"]
+
+    def _read_chats(
+        self, conversation: Any, batched: bool, with_sources: bool, call: dict[str, Any]
+    ) -> list[Conversation]:
+        """Reads conversations. Removes what concerns images and videos from `call`."""
+        separate = call.pop("images", None)
+        of_videos = {**(call.pop("videos_kwargs", None) or {}), **{n: call.pop(n) for n in OF_VIDEOS if n in call}}
+        refuse_unknown(self.apply_chat_template, of_videos, frozenset(OF_VIDEOS))
+        sampling = {} if of_videos.get("do_sample_frames") is False else of_videos
+        chats = []
+        for index, chat in enumerate(conversation if batched else [conversation]):
+            where = f"conversation {index}" if batched else "`conversation`"
+            read = read_conversation(chat, where, sampling.get("num_frames"), sampling.get("fps"))
+            if with_sources:
+                read = with_images(read, of_row(separate, index, len(conversation)) if batched else separate, where)
+            chats.append(read)
+        return chats
+
+    def _encoded_chats(
+        self, prompts: list[str], images: list[list[Any]], call: dict[str, Any], answers: Any, left: bool
+    ) -> BatchFeature:
+        """Calls the processor on rendered chats. `answers`: the ranges of characters that the assistant says, for its masks."""
+        defaults: dict[str, Any] = {"add_special_tokens": False}
+        if left:
+            defaults["padding_side"] = "left"  # `generate` continues at the right end
+        of_text = call.get("text_kwargs") or {}
+        call = {**{name: value for name, value in defaults.items() if name not in of_text}, **call}
+        bos = self.tokenizer.bos_token
+        if bos is not None and prompts[0].startswith(bos):
+            call["add_special_tokens"] = False
+        if answers is not None:
+            call["return_offsets_mapping"] = True
+        made = self(images if any(images) else None, prompts, **call)
+        if answers is not None:
+            offsets = made.pop("offset_mapping")
+            rows = zip(offsets if isinstance(offsets, list) else offsets.tolist(), answers)
+            made["assistant_masks"] = [
+                [int(any(first < end and last > start for start, end in said)) for first, last in row]
+                for row, said in rows
+            ]
+            made.convert_to_tensors({torch.Tensor: "pt", np.ndarray: "np"}.get(type(made["input_ids"])))
         return made
 
     def _template(self, chat_template: str | None, tools: Any) -> str:
@@ -320,8 +354,9 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         refuse_unknown(self.__call__, kwargs, flat)
         for name, known in by_part.items():
             refuse_unknown(self.__call__, kwargs.get(name, {}), known)
+        of_call: Any = self.valid_processor_kwargs
         try:
-            return self._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
+            return self._merge_kwargs(of_call, self.tokenizer.init_kwargs, **kwargs)
         except StrictDataclassError as error:
             raise TypeError(str(error)) from error
 

@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without what `REPAIRED` says of it
 
 
 # First and last version that the tests ran with. pyproject.toml allows the same, and later versions below 6.
@@ -72,10 +73,17 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_get_template_variables": ("utils.chat_template_utils", OLDEST),
     "_mark_chat_inputs": ("tokenization_utils_base", "5.23.0"),
     "_GenerationCancelled": ("cli.serving.utils", OLDEST),
+    # What tests need
+    "ExportedModel": ("exporters.base", "5.23.0"),
 }
 
-# Arguments that did something wrong without an error, and the first version that does it right.
-REPAIRED = {"prefill_chunk_size": "5.23.0"}  # before, text in the cache was read a second time
+# What went wrong in a version that has the name, and the first version that does it right.
+REPAIRED = {
+    "prefill_chunk_size": "5.23.0",  # before, text in the cache was read a second time
+    "AutoImageProcessor without torchvision": "5.18.0",  # before, `from transformers import AutoImageProcessor` asked for it
+    "activate_past_recording": "5.18.0",  # before, attention got all that a sliding window had recorded
+    "modules_to_save": "5.18.0",  # before, `load_adapter` left such modules of an adapter at the values of the base
+}
 
 
 def warn_of_version(version: str = transformers.__version__) -> None:
@@ -89,18 +97,41 @@ def warn_of_version(version: str = transformers.__version__) -> None:
         )
 
 
+def is_before(version: str) -> bool:
+    """Whether the installed transformers is older than a version."""
+    return Version(Version(transformers.__version__).base_version) < Version(version)
+
+
 def has(name: str) -> bool:
-    """Whether the installed transformers has a private name that came after the oldest supported version, or a repaired argument."""
-    return Version(Version(transformers.__version__).base_version) >= Version(_since(name))
+    """Whether the installed transformers has a name of `PRIVATE`, or does right what `REPAIRED` names."""
+    return not is_before(_since(name))
 
 
 def needs(name: str, what: str) -> str:
-    """Says which version of transformers something needs, for an error."""
+    """Says which version of transformers something needs, for an error. `name`: as for [`has`], or a version."""
     return f"{what} needs transformers {_since(name)} or newer, got {transformers.__version__}."
 
 
 def _since(name: str) -> str:
-    return REPAIRED[name] if name in REPAIRED else PRIVATE[name][1]
+    return REPAIRED.get(name) or PRIVATE.get(name, ("", name))[1]
+
+
+_HAS_RECORDING = has("activate_past_recording")  # once: compiled code asks
+
+
+def check_recorded(cache: Cache) -> None:
+    """Raises a `ValueError` for a sliding window that has recorded more than attention may get."""
+    if _HAS_RECORDING:
+        return
+    layer: Any
+    for layer in cache.layers:
+        if (
+            getattr(layer, "record_past", False)
+            and layer.keys is not None
+            and layer.keys.shape[-2] >= layer.sliding_window
+        ):
+            what = "Text after a full sliding window that records its past (`activate_past_recording`)"
+            raise ValueError(needs("activate_past_recording", what) + " Call `past_key_values.crop(0)` before.")
 
 
 def empty_dynamic_layers(cache: Cache) -> None:
@@ -196,14 +227,18 @@ except ImportError:
 
 __all__ = [
     "ALL_PARALLEL_STYLES",
+    "AutoImageProcessor",
     "BaseQuantizedLayer",
     "DeclaresParts",
     "PRIVATE",
+    "REPAIRED",
     "SubConfigSpec",
+    "check_recorded",
     "checkpoint_activations",
     "checkpoints_activations",
     "empty_dynamic_layers",
     "has",
+    "is_before",
     "needs",
     "resolve_revision",
     "warn_of_version",

@@ -36,6 +36,7 @@ from conversations import (
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.image_cache import select_images
+from hf_xattn.transformers_api import has
 
 
 Slots = list[list[Image]]  # the images of each image row; all rows have as many
@@ -179,8 +180,7 @@ class Talk:
                 self._select_image_rows()
             self.original, self.original_rows = self.cache, [row.copy() for row in self.rows]
             self.original_image_rows = len(self.image_rows)
-            if self.windowed:
-                self.cache.activate_past_recording()
+            self._record(self.cache)
 
     def _select_image_rows(self) -> None:
         rows = [self.rng.randrange(len(self.image_rows)) for _ in self.image_rows]
@@ -450,8 +450,12 @@ class Talk:
     def _keep(self, cache: EncoderDecoderCache) -> None:
         if cache is not self.cache:
             self.cache, self.croppable = cache, 0
-            if self.windowed:
-                cache.activate_past_recording()
+            self._record(cache)
+
+    def _record(self, cache: EncoderDecoderCache) -> None:
+        """Lets windows keep what a crop may bring back, where transformers can read on without a crop."""
+        if self.windowed and has("activate_past_recording"):
+            cache.activate_past_recording()
 
     # --- rows and text taken away
 

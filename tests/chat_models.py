@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from conftest import randomize
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hf_xattn import XAttnProcessor, retrofit
+from hf_xattn.transformers_api import AutoImageProcessor
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

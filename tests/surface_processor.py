@@ -4,6 +4,7 @@ import torch
 from surface import Fine, Surface, Wrong, needs, switch, value
 
 from hf_xattn import XAttnProcessor
+from hf_xattn.transformers_api import has
 
 
 def processor_surfaces(parts):
@@ -60,7 +61,7 @@ def processor_surfaces(parts):
                 "return_dict": switch(),
                 "load_audio_from_video": switch(),
                 "processor_kwargs": value(none=Fine(None), kind=3),
-                "sanitize_control_tokens": switch(),
+                "sanitize_control_tokens": switch() if has("_mark_chat_inputs") else value(none=Fine(None), kind=True),
             },
         ),
         "processor_parts": Surface(

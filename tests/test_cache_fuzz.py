@@ -467,6 +467,8 @@ def check(seed: int, plan: Plan | None = None) -> None:
     except Over:
         pass
     except Exception as error:
+        if "needs transformers" in str(error):  # what an older version cannot do is refused by name
+            pytest.skip(str(error))
         steps = "\n".join(talk.log)
         raise AssertionError(f"seed {seed} ({theme}): {type(error).__name__}: {error}\n\n{steps}") from error
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from chat_helpers import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture, make_processor, text
-from transformers import AutoProcessor
+from transformers import AutoProcessor, ByT5Tokenizer
 
 from hf_xattn import XAttnProcessor
+from hf_xattn.transformers_api import has
 
 
 FORMS = [
@@ -156,6 +157,9 @@ def test_wrong_keywords_are_named():
         processor.apply_chat_template(TALK, chat_template=3)
     with pytest.raises(ValueError, match="does not show"):
         processor.apply_chat_template(TALK, chat_template="tool_use")  # no template of that name
+    for other in ("add_generation_prompt", "return_assistant_tokens_mask"):
+        with pytest.raises(ValueError, match=f"`continue_final_message` without .*`{other}=True`"):
+            processor.apply_chat_template(TALK, continue_final_message=True, **{other: True})
 
 
 def test_assistant_masks():
@@ -181,6 +185,18 @@ def test_assistant_masks():
             chats, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         assert torch.equal(by_default["assistant_masks"], made["assistant_masks"])
+        lists = processor.apply_chat_template(
+            chats, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, return_tensors=None
+        )
+        assert [sum(mask) for mask in lists["assistant_masks"]] == made["assistant_masks"].sum(-1).tolist()
+        assert [len(mask) for mask in lists["assistant_masks"]] == [len(ids) for ids in lists["input_ids"]]
+
+
+def test_assistant_masks_of_a_slow_tokenizer():
+    """An error from inside a tokenizer, which names none of the caller's arguments."""
+    processor = XAttnProcessor(make_processor(TEXT_TEMPLATES["trim"]).image_processor, ByT5Tokenizer())
+    with pytest.raises(ValueError, match="`return_assistant_tokens_mask` needs a fast tokenizer.*ByT5Tokenizer"):
+        processor.apply_chat_template(TALK[1:2], tokenize=True, return_assistant_tokens_mask=True)
 
 
 def test_saved_and_loaded(tmp_path):
@@ -208,6 +224,10 @@ def test_control_tokens_of_users_are_texts():
     for style in ("guard", "concatenation"):
         processor = make_processor(TEXT_TEMPLATES[style], "<image>")
         chat = [{"role": "user", "content": [image(), text("a <image> [EOS]<|bot|> b")]}]
+        if not has("_mark_chat_inputs"):
+            with pytest.raises(ValueError, match="`sanitize_control_tokens=True` needs transformers 5.23.0 or newer"):
+                processor.apply_chat_template(chat, tokenize=True, return_dict=True, sanitize_control_tokens=True)
+            continue
         made = processor.apply_chat_template(chat, tokenize=True, return_dict=True, sanitize_control_tokens=True)
         ids = made["input_ids"][0].tolist()
         assert ids.count(processor.image_token_id) == 1 and ids.count(processor.tokenizer.eos_token_id) == 1

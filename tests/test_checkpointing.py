@@ -9,6 +9,7 @@ from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
+from hf_xattn.transformers_api import checkpoint_activations
 
 
 REENTRANT = {"use_reentrant": True}
@@ -45,7 +46,7 @@ def test_gradients_are_those_without_checkpointing(name, inner, frozen):
     inputs = {"input_ids": token_ids(), "labels": token_ids(), "pixel_values": pixels()}
     expected = gradients(model, **inputs)
     assert any("connector" in key for key in expected) and any("vision_tower" in key for key in expected)
-    (model.model.text_model if inner else model).activation_checkpointing_enable(REENTRANT)
+    checkpoint_activations(model.model.text_model if inner else model, REENTRANT)
     assert_same(gradients(model, **inputs), expected)
 
 
@@ -59,7 +60,7 @@ def test_gradients_of_states(model_type, frozen):
     found = []
     for checkpoints in (False, True):
         if checkpoints:
-            model.activation_checkpointing_enable(REENTRANT)
+            checkpoint_activations(model, REENTRANT)
         source = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2)).requires_grad_()
         torch.manual_seed(0)
         found.append(gradients(model, input_ids=IDS, labels=IDS, cross_attention_states=source.tanh()))
@@ -72,7 +73,7 @@ def test_switched_on_before_the_blocks_go_in():
     """A base that is checkpointed already: its layers keep the function that they were given."""
     text = make_text()
     expected = without_dropout(make_model())
-    text.activation_checkpointing_enable(REENTRANT)
+    checkpoint_activations(text, REENTRANT)
     config = XAttnConfig(
         text_config=text.config, vision_config=expected.config.vision_config, cross_attention_layers=[1, 3]
     )
@@ -89,7 +90,7 @@ def test_frozen_embeddings_that_are_given():
     embeddings = model.get_input_embeddings()(IDS).detach()
     inputs = {"inputs_embeds": embeddings, "labels": IDS, "cross_attention_states": states}
     expected = gradients(model, **inputs)
-    model.activation_checkpointing_enable(REENTRANT)
+    checkpoint_activations(model, REENTRANT)
     assert_same(gradients(model, **inputs), expected)
 
 
@@ -99,7 +100,7 @@ def test_encoded_images():
     found = []
     for checkpoints in (False, True):
         if checkpoints:
-            model.activation_checkpointing_enable(REENTRANT)
+            checkpoint_activations(model, REENTRANT)
         model.zero_grad()
         encoded = model.encode_images(pixel_values=pixels())
         model(token_ids(), labels=token_ids(), past_key_values=encoded).loss.backward()
@@ -111,10 +112,10 @@ def test_nested_layers_are_refused():
     """Layers that checkpoint a layer of their own fail in the backward pass with an error that names nothing."""
     model = without_dropout(retrofitted(make_tiny("zamba2")))
     states = torch.randn(2, 5, CONTEXT_SIZE)
-    model.activation_checkpointing_enable(REENTRANT)
+    checkpoint_activations(model, REENTRANT)
     with pytest.raises(ValueError, match="`use_reentrant=True` does not support Zamba2HybridLayer.*False"):
         model(IDS, cross_attention_states=states)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, {"use_reentrant": False})
     model(IDS, cross_attention_states=states, labels=IDS).loss.backward()
     assert model.blocks[0].attn.o_proj.weight.grad.any()
 
@@ -152,7 +153,7 @@ def test_wrappers_of_torch(name):
 def test_no_cache_from_layers_that_run_twice(given):
     """A cache that comes back empty or with text twice, because its layers run again in the backward pass."""
     model = without_dropout(make_model())
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if given else None
     inputs = {"labels": token_ids(), "pixel_values": pixels()}
     outputs = model(token_ids(), past_key_values=cache, use_cache=True, **inputs)

@@ -13,6 +13,7 @@ from test_checkpointing import assert_same, gradients, without_dropout
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
+from hf_xattn.transformers_api import checkpoint_activations
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
@@ -51,7 +52,7 @@ def test_gradients(text, vision, connector, blocks, reentrant):
         return
     expected = plain_gradients(make_model, **frozen)
     model = freeze(without_dropout(make_model()), **frozen)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, {"use_reentrant": reentrant})
     found = gradients(model, **INPUTS)
     assert found.keys() == {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert_same(found, expected)
@@ -72,7 +73,7 @@ def test_compiled_gradients(frozen, reentrant):
     torch._dynamo.reset()
     expected = plain_gradients(make_small, **frozen)
     model = freeze(without_dropout(make_small()), **frozen)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, {"use_reentrant": reentrant})
     graphs = []
 
     def backend(graph, inputs):
@@ -92,7 +93,7 @@ def test_compiled_with_graph_breaks():
     torch._dynamo.reset()
     expected = plain_gradients(make_small)
     model = freeze(without_dropout(make_small()))
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    checkpoint_activations(model, {"use_reentrant": True})
     for block in model.blocks:
         block.mlp.act_fn.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     torch.compile(model.forward, backend="aot_eager")(use_cache=False, **INPUTS).loss.backward()
@@ -107,7 +108,7 @@ def test_tower_that_trains_in_part(reentrant):
     expected = gradients(freeze(without_dropout(make_model()), **frozen), **INPUTS)
     assert any("vision_tower" in name for name in expected)
     model = without_dropout(make_model())
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})  # before the parts are chosen
+    checkpoint_activations(model, {"use_reentrant": reentrant})  # before the parts are chosen
     assert_same(gradients(freeze(model, **frozen), **INPUTS), expected)
 
 
@@ -117,7 +118,7 @@ def test_frozen_tower_costs_nothing(reentrant):
     model = freeze(make_model()).train()
     features = model.model.vision_tower(PIXELS[:, 0]).last_hidden_state
     assert not features.requires_grad
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, {"use_reentrant": reentrant})
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not each.model.vision_tower(PIXELS[:, 0]).last_hidden_state.requires_grad
         freeze(each, vision=False)
@@ -144,6 +145,6 @@ def test_memory_falls(vision, reentrant):
     for checkpoints in (False, True):
         model = freeze(make_model(), vision=vision).train()
         if checkpoints:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            checkpoint_activations(model, {"use_reentrant": reentrant})
         kept[checkpoints] = memory_of(lambda m=model: m(ids, labels=ids, pixel_values=images, use_cache=False).loss)
     assert kept[True].kept < 0.5 * kept[False].kept and kept[True].peak < kept[False].peak

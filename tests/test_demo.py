@@ -14,7 +14,7 @@ import torch
 from chat_models import answer, question
 from PIL import Image
 from test_model_card import card_of, rows_of
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
 from hf_xattn.commands.main import main
@@ -32,6 +32,7 @@ from hf_xattn.demo.canvases import (
 )
 from hf_xattn.demo.run import _accuracy
 from hf_xattn.model_card import example_questions
+from hf_xattn.transformers_api import AutoImageProcessor
 
 
 @pytest.fixture(scope="module")

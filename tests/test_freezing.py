@@ -7,6 +7,7 @@ from transformers import AutoModel, GPT2Config, MixtralConfig, ResNetConfig
 
 from hf_xattn import XAttnForConditionalGeneration, freeze, freeze_base, parameter_groups, retrofit, training_table
 from hf_xattn.model_parts import PARTS, part_of
+from hf_xattn.transformers_api import checkpoint_activations
 
 
 IDS, PIXELS = token_ids(), pixels()
@@ -107,11 +108,11 @@ def test_router_noise_of_a_frozen_text_model_is_off():
 def test_frozen_layers_are_still_checkpointed():
     """Memory for the activations of every frozen layer: transformers checkpoints in training mode only."""
     model = freeze(make_model(random=False)).train()
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     for layer in model.get_decoder().layers:
         assert layer.training and not layer.mlp.training and not layer.post_attention_layernorm.training
     assert not any(module.training for module in model.model.vision_tower.modules())
-    model.activation_checkpointing_disable()
+    model.gradient_checkpointing_disable()
     assert not model.train().get_decoder().layers[0].training
 
 

@@ -8,6 +8,7 @@ from conftest import make_model, pixels, token_ids
 from test_checkpointing import without_dropout
 
 from hf_xattn import freeze, lost_updates, parameter_groups, train_in_float32
+from hf_xattn.transformers_api import checkpoint_activations
 
 
 IDS, PIXELS = token_ids(), pixels()
@@ -69,7 +70,7 @@ def test_autocast(dtype, tolerance, checkpointed):
     for half in (False, True):
         model = ready(make_model(random=False), vision=False)
         if checkpointed and half:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model, {"use_reentrant": False})
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, enabled=half and dtype == torch.float16)
         losses, before = run(model, 12, scaler, dtype if half else None, rate=3e-3)
         runs.append(losses)

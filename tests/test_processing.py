@@ -9,6 +9,7 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer, ViTImageProcessorPil
 
 from hf_xattn import XAttnProcessor, retrofit
+from hf_xattn.transformers_api import AutoImageProcessor
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -20,8 +21,6 @@ def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     make_text_checkpoint(folder / "text")
     make_vision_checkpoint(folder / "vision")
-    from transformers import AutoImageProcessor
-
     return folder, AutoTokenizer.from_pretrained(folder / "text"), AutoImageProcessor.from_pretrained(folder / "vision")
 
 

@@ -35,7 +35,7 @@ from surface_processor import processor_surfaces
 from surface_saving import SURFACES as SAVING
 from surface_training import SURFACES as TRAINING
 from surface_web import SURFACES as WEB
-from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModel, AutoTokenizer, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import hf_xattn
@@ -56,6 +56,7 @@ from hf_xattn import (
 )
 from hf_xattn.configuration_xattn import PerceiverConfig
 from hf_xattn.image_inputs import IMAGE_ARGUMENTS
+from hf_xattn.transformers_api import AutoImageProcessor
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

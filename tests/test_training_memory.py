@@ -19,6 +19,7 @@ from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, retrofi
 from hf_xattn.commands.loading import load_shapes, plan_shapes
 from hf_xattn.commands.main import main
 from hf_xattn.training_memory import shown, training_memory, training_memory_table
+from hf_xattn.transformers_api import checkpoint_activations
 
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -107,7 +108,7 @@ def test_activations_are_those_of_a_real_forward(case):
         linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
         multiplied = [w for each in linear for w in each.parameters() if w.requires_grad]
         assert told.copies == (0 if dtype is torch.float32 else 2 * sum(weight.numel() for weight in multiplied))
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, {"use_reentrant": False})
     if dtype is torch.float32:  # else the copies of what is not checkpointed are among them
         assert told.checkpointed.batch == pytest.approx(saved_bytes(model, 2, 24, 2, dtype), rel=0.01)
     assert told.checkpointed.batch < told.plain.batch

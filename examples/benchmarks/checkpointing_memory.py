@@ -16,6 +16,7 @@ from peers import VOCABULARY, our_model, small_tower
 from timing import DEVICE
 
 from hf_xattn import freeze
+from hf_xattn.transformers_api import checkpoint_activations
 
 
 TRAINS = {
@@ -31,7 +32,7 @@ def measure(trains: dict[str, bool], way: dict[str, bool] | None, options: argpa
     model = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024, vision=small_tower())
     freeze(model, **trains).to(DEVICE).train()
     if way is not None:
-        model.activation_checkpointing_enable(way)
+        checkpoint_activations(model, way)
     ids = torch.randint(3, VOCABULARY, (options.rows, options.text_tokens), device=DEVICE)
     pixels = torch.randn(options.rows, options.images, 3, 560, 560, device=DEVICE)
     return memory_of(lambda: model(ids, pixel_values=pixels, labels=ids, use_cache=False).loss)

@@ -49,10 +49,11 @@ def read_processor(
     Raises:
         ValueError: for a tokenizer or an image processor that is damaged.
     """
-    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..gguf_files import split_gguf
     from ..processing_xattn import XAttnProcessor
+    from ..transformers_api import AutoImageProcessor
 
     source, text_kwargs = split_gguf("text", text, load_kwargs)
     load_kwargs.pop("gguf_file", None)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -20,6 +19,7 @@ from transformers import (
 
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..model_card import write_model_card
+from ..transformers_api import AutoImageProcessor
 from .canvases import DigitPool, picture_of
 from .checkpoints import make_vision_checkpoint
 from .connector_start import start_connector

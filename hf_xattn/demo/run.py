@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -23,6 +22,7 @@ from transformers import (
 
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..model_card import write_model_card
+from ..transformers_api import AutoImageProcessor
 from .attention import attention_on_digits, draw_attention
 from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, DigitPool, picture_of, sentence
 from .checkpoints import make_text_checkpoint, make_vision_checkpoint
