@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, logging
 
 from .adapters import HUB_KEYWORDS, Adapter
 from .bases import BaseSource
 from .configuration_xattn import XAttnConfig
+from .transformers_api import AutoImageProcessor
 
 
 logger = logging.get_logger(__name__)

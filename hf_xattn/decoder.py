@@ -226,6 +226,8 @@ class DecoderInterface(NamedTuple):
         """
         if not self.keeps_state or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not has_values(mask):
             return
+        if length == 1 and mask.device.type != "cpu":
+            return  # every step would wait for the device
         real, cached = mask != 0, cache is not None and _holds_state(cache)
         if cached and mask.shape[1] == length:
             real = torch.cat([torch.ones_like(real[:, :1]), real], dim=1)  # a mask of the new text alone

@@ -47,6 +47,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_can_set_attn_implementation": ("modeling_utils", OLDEST),
     "_can_set_experts_implementation": ("modeling_utils", OLDEST),
     "_load_pretrained_model": ("modeling_utils", OLDEST),
+    "_adjust_missing_and_unexpected_keys": ("modeling_utils", OLDEST),
     "_weight_conversions": ("core_model_loading", OLDEST),
     "_commit_hash": ("utils.hub", OLDEST),
     "_adapter_model_path": ("integrations.peft", OLDEST),
