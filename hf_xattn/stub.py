@@ -4,22 +4,23 @@ With `trust_remote_code=True`, transformers runs the code that the `auto_map` of
 package. So the installed package runs. If it is not installed, the error says so.
 
 `save_pretrained(folder, with_code=True)` writes the code beside the stub, which uses it if the package is not installed. Transformers
-fetches the files that a file imports with `from .x import y`, and the files that those import, from one folder without subfolders.
+copies the file that a file imports with `from .x import y`, but no folders. So all code is one file: a loader, and below it the files of
+this package as comments.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
-from transformers.dynamic_module_utils import get_relative_imports
-
 from .version import HOW_TO_INSTALL, __version__
 
 
-STUB = "xattn_stub"
-HERE = Path(__file__).parent
+STUB, CODE = "xattn_stub", "xattn_code"
+LOADER = "folder_code"  # the module with the loader
 PACKAGE = __name__.rpartition(".")[0]  # another one than `hf_xattn` if this file came with a checkpoint
 
 MODEL = "XAttnForConditionalGeneration"
@@ -82,15 +83,19 @@ WITHOUT_CODE = """\
         f"This model needs the Python package hf_xattn ({SAVED_BY} or newer). {HOW_TO_INSTALL} ({error})"
     ) from error"""
 
-WITH_CODE = """\
-    from .block import GatedCrossAttentionBlock
-    from .configuration_xattn import CrossAttentionConfig, XAttnConfig
-    from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-    from .processing_xattn import XAttnProcessor
-    from .registration import register_names
+# What the classes of a checkpoint need: these modules and all that they import.
+ENTRIES = {
+    "block": ("GatedCrossAttentionBlock",),
+    "configuration_xattn": ("CrossAttentionConfig", "XAttnConfig"),
+    "modeling_xattn": ("XAttnForConditionalGeneration", "XAttnModel"),
+    "processing_xattn": ("XAttnProcessor",),
+    "registration": ("register_names",),
+}
 
-    installed = SAVED_BY
-    register_names(transformers)"""
+WITH_CODE = f"    from .{CODE} import find\n\n" + "".join(
+    f'    {name} = find("{module}", "{name}")\n' for module, names in ENTRIES.items() for name in names
+)
+WITH_CODE += "    installed = SAVED_BY\n    register_names(transformers)"
 
 
 class NamesItsStub:
@@ -99,7 +104,7 @@ class NamesItsStub:
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """As in transformers, which then saves the code of the class. A class of this package saves its stub instead."""
-        if cls.__module__.rpartition(".")[0] == PACKAGE:
+        if cls.__module__.startswith(f"{PACKAGE}."):
             return
         registered: Any = super()
         registered.register_for_auto_class(*(() if auto_class is None else (auto_class,)))
@@ -135,10 +140,11 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: 
     folder.mkdir(parents=True, exist_ok=True)
     target = folder if target is None else target
     with_code = with_code or holds_code(target) or PACKAGE != "hf_xattn"
-    files = {f"{name}.py": f"{NOTICE}\n{_source(name)}" for name in (code_modules() if with_code else ())}
     otherwise = WITH_CODE if with_code else WITHOUT_CODE
     texts = {"notice": NOTICE, "version": __version__, "how_to_install": HOW_TO_INSTALL, "otherwise": otherwise}
-    files[f"{STUB}.py"] = TEMPLATE.format(**texts)
+    files = {f"{STUB}.py": TEMPLATE.format(**texts)}
+    if with_code:
+        files[f"{CODE}.py"] = "\n".join([NOTICE, _source(LOADER), *map(_as_comments, code_modules())])
     foreign = [
         name
         for name in files
@@ -150,9 +156,6 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: 
             f"The code of this package has a file {foreign[0]}, and {target} holds another file of this name. Save without `with_code`, or "
             "rename that file in the checkpoint that brought it."
         )
-    for path in own_code(folder):
-        if path.name not in files:
-            path.unlink()  # a module that this version no longer has
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -176,13 +179,24 @@ def is_own_file(path: Path) -> bool:
 def code_modules() -> list[str]:
     """Names of the modules that the classes of a checkpoint need, including those that only a function imports."""
     found: set[str] = set()
-    asked = {line.split()[1].removeprefix(".") for line in WITH_CODE.splitlines() if line.lstrip().startswith("from .")}
+    asked = {*ENTRIES, LOADER}
     while asked:
         found |= asked
-        asked = {name for module in asked for name in get_relative_imports(HERE / f"{module}.py")} - found
+        asked = {name for module in asked for name in _imports(module)} - found
     return sorted(found)
 
 
+def _imports(name: str) -> set[str]:
+    """The modules of this package that one of them imports."""
+    nodes = ast.walk(ast.parse(_source(name)))
+    return {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level and node.module}
+
+
 def _source(name: str) -> str:
-    text = (HERE / f"{name}.py").read_text(encoding="utf-8")
-    return text.removeprefix(f"{NOTICE}\n")
+    """The text of a module, from its file or from the code in a folder."""
+    spec: Any = importlib.util.find_spec(f"{PACKAGE}.{name}")
+    return spec.loader.get_source(spec.name)
+
+
+def _as_comments(name: str) -> str:
+    return "\n".join([f"\n# ==== {name}.py", *(f"# {line}".rstrip() for line in _source(name).splitlines())])
