@@ -11,7 +11,7 @@ from .collator import XAttnDataCollator
 from .complete_checkpoints import last_complete_checkpoint
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .float32_training import train_in_float32
-from .freezing import freeze, training_table
+from .freezing import freeze, freeze_base, training_table
 from .image_checks import check_images
 from .lora import added_modules, lora_targets
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
@@ -19,7 +19,7 @@ from .parameter_groups import parameter_groups
 from .processing_xattn import XAttnProcessor
 from .registration import register_classes, register_names
 from .removal import remove_blocks
-from .retrofit import freeze_base, retrofit
+from .retrofit import retrofit
 from .sharding import sharding_units
 from .transformers_api import warn_of_version
 from .version import __version__

@@ -169,4 +169,20 @@ def _called(part: str, name: str, model: Any) -> str:
     ] + f" (`{part}=False`)"
 
 
-__all__ = ["freeze", "training_table"]
+def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
+    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
+        vision (`bool`, defaults to `True`): also freeze the vision tower.
+
+    The base may be quantized: then too the blocks and the connector train, in high precision.
+
+    Raises:
+        TypeError: for a model without blocks.
+        ValueError: for quantized weights in what shall train, or PEFT's adapters. The model is not changed then.
+    """
+    return freeze(model, vision=bool(vision))
+
+
+__all__ = ["freeze", "freeze_base", "training_table"]

@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from .block import GatedCrossAttentionBlock
 from .checkpoint_files import Stored, read_headers, short
 from .cross_cache import CrossCache
 from .digests import Digests
@@ -44,7 +43,7 @@ class _Model(Protocol):
     def config(self) -> Any: ...
 
     @property
-    def blocks(self) -> list[GatedCrossAttentionBlock]: ...
+    def blocks(self) -> list[Any]: ...
 
     def image_identity(self) -> str: ...
 

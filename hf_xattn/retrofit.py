@@ -18,7 +18,6 @@ from .configuration_xattn import (
     XAttnConfig,
     complete_cross_attention_config,
 )
-from .freezing import freeze
 from .gguf_files import split_gguf
 from .keywords import ELSEWHERE
 from .modeling_xattn import XAttnForConditionalGeneration
@@ -176,20 +175,4 @@ def _refuse_fields(load_kwargs: dict[str, Any]) -> None:
                 )
 
 
-def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
-    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`.
-
-    Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
-        vision (`bool`, defaults to `True`): also freeze the vision tower.
-
-    The base may be quantized: then too the blocks and the connector train, in high precision.
-
-    Raises:
-        TypeError: for a model without blocks.
-        ValueError: for quantized weights in what shall train, or PEFT's adapters. The model is not changed then.
-    """
-    return freeze(model, vision=bool(vision))
-
-
-__all__ = ["freeze_base", "retrofit"]
+__all__ = ["retrofit"]
