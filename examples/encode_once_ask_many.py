@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn.image_cache import load_image_cache, save_image_cache
+from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
 
 
 QUESTIONS = ["what is in the picture ?", "how many ?", "which colour ?", "describe it"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
+from hf_xattn.checkpoints.inspection import describe
 from hf_xattn.importers import export_checkpoint, import_checkpoint
-from hf_xattn.inspection import describe
 
 
 MARKER = 96

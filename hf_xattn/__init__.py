@@ -4,30 +4,30 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from .attention import GatedCrossAttention
-from .attention_maps import AttentionMaps, attention_maps
-from .block import GatedCrossAttentionBlock
-from .collator import XAttnDataCollator
-from .complete_checkpoints import last_complete_checkpoint
+from .checkpoints.removal import remove_blocks
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
-from .float32_training import train_in_float32
-from .freezing import freeze, freeze_base, training_table
-from .image_checks import check_images
-from .lora import added_modules, lora_targets
+from .layers.attention import GatedCrossAttention
+from .layers.block import GatedCrossAttentionBlock
+from .maps.attention_maps import AttentionMaps, attention_maps
+from .maps.image_checks import check_images
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-from .parameter_groups import parameter_groups
 from .processing_xattn import XAttnProcessor
 from .registration import register_classes, register_names
-from .removal import remove_blocks
 from .retrofit import retrofit
-from .sharding import sharding_units
-from .transformers_api import warn_of_version
+from .training.collator import XAttnDataCollator
+from .training.complete_checkpoints import last_complete_checkpoint
+from .training.float32_training import train_in_float32
+from .training.freezing import freeze, freeze_base, training_table
+from .training.lora import added_modules, lora_targets
+from .training.parameter_groups import parameter_groups
+from .training.sharding import sharding_units
+from .training.vision_features import VisionFeatures
+from .utils.transformers_api import warn_of_version
 from .version import __version__
-from .vision_features import VisionFeatures
 
 
 if TYPE_CHECKING:
-    from .freeze_schedule import FreezeSchedule
+    from .training.freeze_schedule import FreezeSchedule
 
 warn_of_version()
 register_classes()
@@ -37,7 +37,7 @@ register_names(transformers)
 def __getattr__(name: str) -> Any:
     """Loads transformers' training code only for those who use it."""
     if name == "FreezeSchedule":
-        from .freeze_schedule import FreezeSchedule
+        from .training.freeze_schedule import FreezeSchedule
 
         return FreezeSchedule
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,29 +16,29 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.utils import logging
 
+from .cache.cross_cache import CrossCache
+from .cache.image_layout import ImageLayout, rows_to
+from .cache.int8_cache import check_no_gradient, check_not_training
+from .cache.packed_samples import PackedText, check_packed_images
+from .cache.real_tokens import row_spans
+from .cache.text_progress import TextProgress
+from .cache.visibility import look
+from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
-from .context import CrossAttentionContext, Recorder, image_fields
-from .conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
-from .cross_cache import CrossCache
-from .decoder import DecoderInterface
-from .distributed import is_distributed
-from .image_encoder import ImageEncoder
-from .image_inputs import ImageInputs
-from .image_layout import ImageLayout, rows_to
-from .image_rows import ImageRows, Slots, refuse_to_cache
-from .image_token_selection import KeptShare
-from .int8_cache import check_no_gradient, check_not_training
-from .later_blocks import TextView, TokenChoice, context_of_kept
-from .packed_rows import find_samples
-from .packed_samples import PackedText, check_packed_images
-from .position_bias import text_positions, token_positions
-from .real_tokens import row_spans
-from .row_groups import RowGroup, group_rows
-from .stand_in import blank_states, run_beside, stand_in_images
-from .tensor_checks import is_fake, type_name
-from .text_progress import TextProgress
-from .visibility import look
-from .xattn_cache import XAttnCache
+from .decoders.decoder import DecoderInterface
+from .decoders.packed_rows import find_samples
+from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
+from .images.image_encoder import ImageEncoder
+from .images.image_inputs import ImageInputs
+from .layers.context import CrossAttentionContext, Recorder, image_fields
+from .layers.image_rows import ImageRows, Slots, refuse_to_cache
+from .layers.image_token_selection import KeptShare
+from .layers.later_blocks import TextView, TokenChoice, context_of_kept
+from .layers.position_bias import text_positions, token_positions
+from .layers.row_groups import RowGroup, group_rows
+from .parallel.stand_in import blank_states, run_beside, stand_in_images
+from .utils.distributed import is_distributed
+from .utils.tensor_checks import is_fake, type_name
 
 
 logger = logging.get_logger(__name__)
@@ -124,7 +124,7 @@ def read_call(
     skips_layers: bool,
     share: KeptShare | None = None,
 ) -> Call:
-    """Finds the cache of a call. `text_inputs.py` has checked the text. Arguments that are None follow the configuration.
+    """Finds the cache of a call. `decoders/text_inputs.py` has checked the text. Arguments that are None follow the configuration.
 
     Args:
         config ([`XAttnConfig`]), decoder ([`DecoderInterface`]): the model's.
@@ -215,7 +215,7 @@ def prepare_blocks(
         trains (`bool`): whether the model is in training mode and computes gradients.
         only_images_learn (`Callable`): whether some weights require a gradient, but none of the text model's own. Called only if
             there are no images.
-        blocks_are_units (`Callable`): as in `stand_in.py`. Called only if there are no images and several processes.
+        blocks_are_units (`Callable`): as in `parallel/stand_in.py`. Called only if there are no images and several processes.
     """
     cross = None if call.cache is None else call.cache.cross_attention_cache
     if cross is not None and cross.layers:
@@ -347,7 +347,7 @@ def _drop_tokens(cache: XAttnCache, prepared: BlockInputs, choice: TokenChoice) 
 def _groups(
     config: XAttnConfig, call: Call, layout: ImageLayout, rows: ImageRows | None, image_rows: int, only_padding: bool
 ) -> tuple[RowGroup, ...] | None:
-    """The image rows that share a call of the attention kernel (see `row_groups.py`)."""
+    """The image rows that share a call of the attention kernel (see `layers/row_groups.py`)."""
     block = config.cross_attention_config
     text_rows = call.rows if rows is None else rows.slots.shape[0]
     heads = block.num_attention_heads // block.num_key_value_heads

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from .block_places import check_layers, every_nth_layer
-from .config_checks import (
+from .utils.block_places import check_layers, every_nth_layer
+from .utils.config_checks import (
     CheckedConfig,
     check_activation,
     check_bool_fields,
@@ -27,10 +27,10 @@ from .config_checks import (
     config_of_fields,
     refuse_unknown_fields,
 )
-from .config_sizes import MAX_VOCABULARY
-from .custom_code import UnreadConfig, read_config
-from .sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
-from .transformers_api import SubConfigSpec
+from .utils.config_sizes import MAX_VOCABULARY
+from .utils.custom_code import UnreadConfig, read_config
+from .utils.sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
+from .utils.transformers_api import SubConfigSpec
 
 
 # Allowed values, for the checks below and their messages. The model code has one branch for each value.
@@ -204,7 +204,7 @@ class CrossAttentionConfig(CheckedConfig):
 
 
 class PerceiverConfig(CheckedConfig):
-    r"""Configuration of the perceiver resampler (see `perceiver.py`).
+    r"""Configuration of the perceiver resampler (see `images/perceiver.py`).
 
     Args:
         hidden_size (`int`, *optional*): width of latents and image tokens. Inside an [`XAttnConfig`] it defaults to the

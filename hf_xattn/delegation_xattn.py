@@ -6,11 +6,11 @@ from pathlib import Path
 
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from .block import GatedCrossAttentionBlock
-from .distributed import fsdp_forward
-from .image_store import ImageStore
+from .cache.xattn_cache import XAttnCache
+from .images.image_store import ImageStore
 from .images_xattn import XAttnImagesMixin
-from .xattn_cache import XAttnCache
+from .layers.block import GatedCrossAttentionBlock
+from .utils.distributed import fsdp_forward
 
 
 class XAttnDelegationMixin:

@@ -18,20 +18,20 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
+from .cache.image_cache import ImageCache
+from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
-from .conversation import PreparedImages, TextOfCall, read_images
-from .distributed import fsdp_forward, is_distributed
-from .image_cache import ImageCache
-from .image_inputs import ImageInputs
-from .image_rows import refuse_to_cache
-from .image_token_selection import KeptShare
+from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
+from .images.conversation import PreparedImages, TextOfCall, read_images
+from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
-from .keywords import suggestion
+from .layers.image_rows import refuse_to_cache
+from .layers.image_token_selection import KeptShare
 from .outputs import StepAttentions
-from .stand_in import run_beside
-from .text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
-from .transformers_api import has, needs
-from .xattn_cache import XAttnCache
+from .parallel.stand_in import run_beside
+from .utils.distributed import fsdp_forward, is_distributed
+from .utils.keywords import suggestion
+from .utils.transformers_api import has, needs
 
 
 # Among the arguments that travel from step to step; `forward` never gets it.

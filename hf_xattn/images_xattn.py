@@ -14,28 +14,28 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
-from .active_blocks import cross_attention_blocks
-from .block import GatedCrossAttentionBlock
-from .block_sets import XAttnSetsMixin
+from .cache.cross_cache import CrossCache, KeyValue, check_fits
+from .cache.image_cache import ImageCache, device_of
+from .cache.image_layout import ImageLayout
+from .cache.int8_cache import check_cache_dtype, check_no_gradient
+from .cache.xattn_cache import XAttnCache
+from .checkpoints.block_sets import XAttnSetsMixin
+from .checkpoints.model_identity import ModelIdentity
 from .configuration_xattn import XAttnConfig
-from .connector import XAttnConnector
-from .context import KEYWORD, CrossAttentionContext, Recorder, image_fields
-from .conversation import ImagesOfCall, TextOfCall, read_images
-from .cross_cache import CrossCache, KeyValue, check_fits
-from .decoder import DecoderInterface, find_decoder
-from .device_errors import name_wrong_states
-from .distributed import has_units, is_distributed
-from .image_cache import ImageCache, device_of
-from .image_encoder import ImageEncoder
-from .image_inputs import ImageInputs
-from .image_layout import ImageLayout
-from .image_positions import place_in_row
-from .image_store import ImageStore, StoreReader
-from .image_token_selection import KeptShare, check_can_choose, read_share
-from .int8_cache import check_cache_dtype, check_no_gradient
-from .model_identity import ModelIdentity
-from .stand_in import run_beside, stand_in_images
-from .xattn_cache import XAttnCache
+from .decoders.decoder import DecoderInterface, find_decoder
+from .images.connector import XAttnConnector
+from .images.conversation import ImagesOfCall, TextOfCall, read_images
+from .images.device_errors import name_wrong_states
+from .images.image_encoder import ImageEncoder
+from .images.image_inputs import ImageInputs
+from .images.image_positions import place_in_row
+from .images.image_store import ImageStore, StoreReader
+from .layers.active_blocks import cross_attention_blocks
+from .layers.block import GatedCrossAttentionBlock
+from .layers.context import KEYWORD, CrossAttentionContext, Recorder, image_fields
+from .layers.image_token_selection import KeptShare, check_can_choose, read_share
+from .parallel.stand_in import run_beside, stand_in_images
+from .utils.distributed import has_units, is_distributed
 
 
 logger = logging.get_logger(__name__)
@@ -51,7 +51,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
     _interface: DecoderInterface
     _identity: ModelIdentity
     _image_store: ImageStore | None = None
-    checks_images: bool = False  # see `image_checks.py`
+    checks_images: bool = False  # see `maps/image_checks.py`
 
     @property
     def blocks(self) -> list[GatedCrossAttentionBlock]:
@@ -70,7 +70,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         return self.blocks[0].attn.k_proj.weight
 
     def image_identity(self) -> str:
-        """Identity of configuration and weights that images pass on their way to keys and values, see `model_identity.py`."""
+        """Identity of configuration and weights that images pass on their way to keys and values, see `checkpoints/model_identity.py`."""
         return self._identity.current(self._image_parts())
 
     def _image_parts(self) -> dict[str, nn.Module]:
@@ -94,12 +94,12 @@ class XAttnImagesMixin(XAttnSetsMixin):
         a cache (`use_cache=False`), in compiled code and in a run of several processes, whose collectives must match.
 
         The first call after a change of weights, adapters, dtype or devices drops all images. Such a change is noticed as
-        `model_identity.py` tells. After anything else that changes what images become, call `model.image_store.clear()`: a write to a
+        `checkpoints/model_identity.py` tells. After anything else that changes what images become, call `model.image_store.clear()`: a write to a
         weight through `.data` or a NumPy view, a hook on the vision tower, the connector or a K/V projection.
 
         Args:
             max_bytes (`int`): bytes that keys and values may take. A store that exists keeps its images, as far as they fit.
-            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `int8_cache.py`): about half as many bytes as in bfloat16. New
+            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `cache/int8_cache.py`): about half as many bytes as in bfloat16. New
                 caches of calls that use the store are in int8, too. None: the dtype that the model computes in. A store that exists
                 drops all images if its dtype changes.
 
@@ -211,7 +211,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
             past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that it holds
                 already are not encoded again: see `forward`.
             cache_dtype (`str`, *optional*): `"int8"` keeps keys and values in int8, each token and head with a scale of its own (see
-                `int8_cache.py`): about half as many bytes as in bfloat16. For inference, so under `torch.no_grad()` only. None: the dtype
+                `cache/int8_cache.py`): about half as many bytes as in bfloat16. For inference, so under `torch.no_grad()` only. None: the dtype
                 that the model computes in; or that of the images in `past_key_values`, or of the image store.
 
         Returns:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from .configuration_xattn import XAttnConfig
-from .loss import LabelMask
-from .tensor_checks import check_integers, check_tensor
-from .trainer_labels import mask_labels_in_trainer
+from .parallel.loss import LabelMask
+from .parallel.trainer_labels import mask_labels_in_trainer
+from .utils.tensor_checks import check_integers, check_tensor
 
 
 class XAttnLabelsMixin:

@@ -1,7 +1,7 @@
 """A text decoder with gated cross-attention blocks, and optionally a vision tower.
 
 Vision-language models of transformers build their own decoder. These models contain any causal language model of transformers, unchanged.
-Its layers contain the blocks (see `insertion.py`), its head computes the logits, and its cache is the self-attention half of an
+Its layers contain the blocks (see `decoders/insertion.py`), its head computes the logits, and its cache is the self-attention half of an
 `EncoderDecoderCache`.
 """
 
@@ -18,37 +18,37 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
 )
 
-from .activation_wrappers import recomputes_layers
+from .cache.rollback import whole_or_not_at_all
 from .call import keep, prepare_blocks, read_call
+from .checkpoints.model_identity import ModelIdentity
+from .checkpoints.pretrained import XAttnPreTrainedModel, keep_weights
+from .checkpoints.removal import leave_out_added, recorded
 from .configuration_xattn import XAttnConfig
-from .connector import XAttnConnector, new_connector
-from .context import CrossAttentionContext
-from .conversation import PreparedImages, given_images
-from .custom_code import build_part
-from .decoder import DecoderInterface, find_decoder, headless, may_skip_layers
+from .decoders.activation_wrappers import recomputes_layers
+from .decoders.decoder import DecoderInterface, find_decoder, headless, may_skip_layers
+from .decoders.insertion import check_insertable, insert_blocks
+from .decoders.position_errors import name_wrong_positions
+from .decoders.quantization import adopt_quantizer, share_quantizer
+from .decoders.text_inputs import check_labels, check_text
+from .decoders.vocabulary import extend_vocabulary
 from .delegation_xattn import XAttnDelegationMixin
-from .device_errors import name_wrong_device
-from .frozen_modes import keep_frozen_in_eval
 from .generation_xattn import XAttnGenerationMixin
-from .gradients import give_gradient, only_images_learn
-from .image_inputs import ImageInputs
-from .image_rows import refuse_data_parallel
+from .images.connector import XAttnConnector, new_connector
+from .images.conversation import PreparedImages, given_images
+from .images.device_errors import name_wrong_device
+from .images.image_inputs import ImageInputs
+from .images.tower import check_tower_class
+from .images.vision import build_tower, is_tiled
 from .images_xattn import XAttnImagesMixin
-from .insertion import check_insertable, insert_blocks
 from .labels_xattn import XAttnLabelsMixin
-from .loss import IGNORED, LossInputs, loss_over_all_logits
-from .model_identity import ModelIdentity
+from .layers.context import CrossAttentionContext
+from .layers.image_rows import refuse_data_parallel
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
-from .position_errors import name_wrong_positions
-from .pretrained import XAttnPreTrainedModel, keep_weights
-from .quantization import adopt_quantizer, share_quantizer
-from .removal import leave_out_added, recorded
-from .rollback import whole_or_not_at_all
-from .stand_in import blocks_are_units
-from .text_inputs import check_labels, check_text
-from .tower import check_tower_class
-from .vision import build_tower, is_tiled
-from .vocabulary import extend_vocabulary
+from .parallel.frozen_modes import keep_frozen_in_eval
+from .parallel.gradients import give_gradient, only_images_learn
+from .parallel.loss import IGNORED, LossInputs, loss_over_all_logits
+from .parallel.stand_in import blocks_are_units
+from .utils.custom_code import build_part
 
 
 class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
@@ -102,7 +102,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         leave_out_added(text_model)  # later, `post_init` would take over what the text model leaves out
 
     def train(self, mode: bool = True) -> XAttnModel:
-        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `frozen_modes.py`)."""
+        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `parallel/frozen_modes.py`)."""
         super().train(mode)
         if mode:
             for part in (self.text_model, self.connector, self.vision_tower):
@@ -128,7 +128,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return find_decoder(self.text_model)[0]
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """`PreTrainedModel.get_encoder`, except for a decoder that does not take the images as an argument (see `channel.py`).
+        """`PreTrainedModel.get_encoder`, except for a decoder that does not take the images as an argument (see `decoders/channel.py`).
 
         If a model has an encoder and a decoder, transformers' exporters export them separately. Such a decoder would silently be
         exported without images. So for such a decoder this method returns the whole model, and the exporters export it as one.
@@ -250,7 +250,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 weights is refused in training.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, mask of the text.
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed samples: each
-                sees its own text and images only (see `packed_rows.py`), without `attention_mask` and without a cache. In such a call
+                sees its own text and images only (see `decoders/packed_rows.py`), without `attention_mask` and without a cache. In such a call
                 positions that leave some out begin a sample, too.
             past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds images,
                 pass no images, only new images, or all images in their order and then new ones. Anything else is refused.
@@ -266,7 +266,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 images, `image_mask` and a mask of their tokens then have a batch of their own. For training, without a cache.
             keep_image_tokens (`float`, *optional*): above 0, at most 1: the share of each image's tokens that blocks after the first
                 project, cache and attend. The first block looks at all, and its attention tells which the text of this call needs (see
-                `image_token_selection.py`). In evaluation mode only. An image is decided about once: later calls with the same cache use
+                `layers/image_token_selection.py`). In evaluation mode only. An image is decided about once: later calls with the same cache use
                 the tokens that are kept. None, as 1: all tokens.
 
         Raises:

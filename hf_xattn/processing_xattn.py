@@ -14,18 +14,18 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.processing_utils import ImagesKwargs, TextKwargs
 from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
 
-from .adapter_manifest import MANIFEST
-from .base_processors import parts_of_bases
-from .chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
-from .chat_templates import default_template, to_template
-from .image_limits import check_image_processor
-from .image_reading import is_array, read_image
-from .keywords import refuse_unknown
-from .samples import OF_VIDEOS, lay_out, read_samples, read_texts
-from .stub import NamesItsStub, own_code, references, write_stub
-from .tensor_checks import type_name
-from .transformers_api import has, needs
-from .whole_folder import WholeFolder, finish_interrupted
+from .checkpoints.adapter_manifest import MANIFEST
+from .processing.base_processors import parts_of_bases
+from .processing.chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
+from .processing.chat_templates import default_template, to_template
+from .processing.image_limits import check_image_processor
+from .processing.image_reading import is_array, read_image
+from .processing.samples import OF_VIDEOS, lay_out, read_samples, read_texts
+from .utils.keywords import refuse_unknown
+from .utils.stub import NamesItsStub, own_code, references, write_stub
+from .utils.tensor_checks import type_name
+from .utils.transformers_api import has, needs
+from .utils.whole_folder import WholeFolder, finish_interrupted
 
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")

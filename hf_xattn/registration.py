@@ -8,8 +8,8 @@ from types import ModuleType
 import transformers
 from transformers.models.auto import modeling_auto
 
-from .block import GatedCrossAttentionBlock
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
+from .layers.block import GatedCrossAttentionBlock
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .processing_xattn import XAttnProcessor
 

@@ -9,21 +9,21 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .bases import check_load_kwargs, load_text, load_vision, note_base, text_config_of, vision_config_of
-from .block_places import every_nth_layer
-from .config_checks import check_parts
+from .checkpoints.bases import check_load_kwargs, load_text, load_vision, note_base, text_config_of, vision_config_of
+from .checkpoints.gguf_files import split_gguf
+from .checkpoints.removal import leave_out_added, recorded
 from .configuration_xattn import (
     CrossAttentionConfig,
     PerceiverConfig,
     XAttnConfig,
     complete_cross_attention_config,
 )
-from .gguf_files import split_gguf
-from .keywords import ELSEWHERE
+from .decoders.text_half import text_half
 from .modeling_xattn import XAttnForConditionalGeneration
-from .removal import leave_out_added, recorded
-from .sizes import text_num_hidden_layers, vision_hidden_size
-from .text_half import text_half
+from .utils.block_places import every_nth_layer
+from .utils.config_checks import check_parts
+from .utils.keywords import ELSEWHERE
+from .utils.sizes import text_num_hidden_layers, vision_hidden_size
 
 
 logger = logging.get_logger(__name__)

@@ -7,7 +7,7 @@ from conftest import make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel
 
 from hf_xattn import retrofit
-from hf_xattn.adapters import WEIGHTS, Adapter
+from hf_xattn.checkpoints.adapters import WEIGHTS, Adapter
 
 
 ROOT = Path(__file__).parents[1]

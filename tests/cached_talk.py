@@ -35,8 +35,8 @@ from conversations import (
 )
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_xattn.image_cache import select_images
-from hf_xattn.transformers_api import has
+from hf_xattn.cache.image_cache import select_images
+from hf_xattn.utils.transformers_api import has
 
 
 Slots = list[list[Image]]  # the images of each image row; all rows have as many

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from hf_xattn import XAttnProcessor, retrofit
-from hf_xattn.transformers_api import AutoImageProcessor
+from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

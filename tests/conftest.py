@@ -25,7 +25,8 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, transformers_api
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.utils import transformers_api
 
 
 # Threads cost more than they give on models of this size, and several test runs share the machine.

@@ -24,7 +24,7 @@ from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 try:
     from tiny_architectures import tiny_config
 except ImportError:
-    from hf_xattn.architectures import tiny_config
+    from hf_xattn.utils.architectures import tiny_config
 
 MARKER = 3
 TOLERANCE = 1e-4

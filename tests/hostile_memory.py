@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from hf_xattn import XAttnForConditionalGeneration, retrofit
-from hf_xattn.image_reading import read_image
+from hf_xattn.processing.image_reading import read_image
 
 
 MORE = 600 * 2**20  # bytes that the whole program may take beyond what it has taken for a small model

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from hf_xattn import XAttnForConditionalGeneration, retrofit
-from hf_xattn.quantized_weights import is_quantized
+from hf_xattn.utils.quantized_weights import is_quantized
 
 
 FOLDER = tempfile.TemporaryDirectory()  # removed when the tests end

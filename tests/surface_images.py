@@ -4,7 +4,7 @@ import torch
 from conftest import pixels
 from surface import Fine, Surface, Wrong, tensor, value
 
-from hf_xattn.image_limits import ImageLimits
+from hf_xattn.processing.image_limits import ImageLimits
 
 
 PIXELS, STATES = pixels(), torch.randn(2, 5, 32)

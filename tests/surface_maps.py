@@ -7,7 +7,8 @@ import torch
 from conftest import make_model, pixels, token_ids
 from surface import NOTHING, Fine, Surface, Wrong, needs, value
 
-from hf_xattn import AttentionMaps, attention_maps
+from hf_xattn import AttentionMaps
+from hf_xattn.maps import attention_maps
 
 
 INPUTS = {"input_ids": token_ids(), "pixel_values": pixels()}

@@ -4,7 +4,7 @@ import torch
 from surface import Fine, Surface, Wrong, needs, switch, value
 
 from hf_xattn import XAttnProcessor
-from hf_xattn.transformers_api import has
+from hf_xattn.utils.transformers_api import has
 
 
 def processor_surfaces(parts):

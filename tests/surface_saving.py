@@ -5,7 +5,8 @@ import tempfile
 from conftest import make_model, make_text
 from surface import NOTHING, Fine, Surface, Wrong, value
 
-from hf_xattn import XAttnForConditionalGeneration, model_card, remove_blocks
+from hf_xattn import XAttnForConditionalGeneration, remove_blocks
+from hf_xattn.checkpoints import model_card
 
 
 FOLDER = tempfile.TemporaryDirectory()  # removed when the tests end

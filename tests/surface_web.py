@@ -8,7 +8,7 @@ from chat_helpers import TEXT_TEMPLATES, make_processor
 from conftest import make_model
 from surface import Fine, Surface, needs, value
 
-from hf_xattn.web import build_page
+from hf_xattn.serving.web import build_page
 
 
 def call(**given):

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_xattn import retrofit
-from hf_xattn.adapters import MANIFEST
+from hf_xattn.checkpoints.adapters import MANIFEST
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
-from hf_xattn.architectures import ARCHITECTURES, architecture, causal_model_types, markdown_table
-from hf_xattn.decoder import find_cache_argument, find_decoder, layers_receive_keywords
-from hf_xattn.insertion import check_insertable
-from hf_xattn.transformers_api import OLDEST, has, is_before
+from hf_xattn.decoders.decoder import find_cache_argument, find_decoder, layers_receive_keywords
+from hf_xattn.decoders.insertion import check_insertable
+from hf_xattn.utils.architectures import ARCHITECTURES, architecture, causal_model_types, markdown_table
+from hf_xattn.utils.transformers_api import OLDEST, has, is_before
 
 
 SERVED = [name for name in causal_model_types() if architecture(name).refused is None]

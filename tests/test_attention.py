@@ -8,12 +8,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
-from hf_xattn import attention as attention_module
-from hf_xattn.context import CrossAttentionContext
-from hf_xattn.cross_cache import CrossCache
-from hf_xattn.folded_mask import EVERYTHING, fold_mask
-from hf_xattn.image_layout import ImageLayout
-from hf_xattn.position_bias import relative_position_bucket
+from hf_xattn.cache.cross_cache import CrossCache
+from hf_xattn.cache.image_layout import ImageLayout
+from hf_xattn.layers import attention as attention_module
+from hf_xattn.layers.context import CrossAttentionContext
+from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
+from hf_xattn.layers.position_bias import relative_position_bucket
 
 
 BATCH, TEXT_LEN, NUM_TOKENS = 2, 3, 5

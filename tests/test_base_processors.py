@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.utils import logging
 
-from hf_xattn import XAttnProcessor, retrofit, stub
+from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.commands.loading import load_processor
 from hf_xattn.commands.main import main
+from hf_xattn.utils import stub
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

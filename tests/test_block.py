@@ -9,7 +9,7 @@ from transformers import AutoModel
 from transformers.activations import ACT2FN
 
 from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock
-from hf_xattn.norms import CrossAttentionLayerNorm, CrossAttentionRMSNorm
+from hf_xattn.layers.norms import CrossAttentionLayerNorm, CrossAttentionRMSNorm
 
 
 BATCH, TEXT_LEN, NUM_TOKENS, HIDDEN, CONTEXT = 2, 3, 5, 16, 12

@@ -10,15 +10,10 @@ from safetensors.torch import load_file, save_file
 from test_checkpointing import assert_same, gradients, without_dropout
 from transformers import AutoModel, AutoModelForImageTextToText
 
-from hf_xattn import (
-    added_modules,
-    attention_maps,
-    freeze,
-    lora_targets,
-    retrofit,
-)
-from hf_xattn.inspection import describe
-from hf_xattn.transformers_api import checkpoint_activations
+from hf_xattn import added_modules, freeze, lora_targets, retrofit
+from hf_xattn.checkpoints.inspection import describe
+from hf_xattn.maps import attention_maps
+from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 PLACES = {

@@ -8,8 +8,8 @@ import torch
 from conftest import make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_xattn.cross_cache import CrossAttentionLayer, CrossCache
-from hf_xattn.image_cache import ImageCache
+from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache
+from hf_xattn.cache.image_cache import ImageCache
 
 
 MARKER = 3

@@ -9,8 +9,8 @@ import torch
 from conftest import randomize
 from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
 
-from hf_xattn.channel import carried_context
-from hf_xattn.decoder import find_decoder
+from hf_xattn.decoders.channel import carried_context
+from hf_xattn.decoders.decoder import find_decoder
 
 
 ARCHITECTURES = ["bloom", "falcon", "gptj", "mpt", "mamba2"]

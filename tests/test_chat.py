@@ -10,7 +10,7 @@ from chat_helpers import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture
 from transformers import AutoProcessor, ByT5Tokenizer
 
 from hf_xattn import XAttnProcessor
-from hf_xattn.transformers_api import has
+from hf_xattn.utils.transformers_api import has
 
 
 FORMS = [

@@ -8,8 +8,8 @@ import torch
 from chat_models import NEW_TOKENS, answer, drawing, make_chat_model, question
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn import attention_maps
-from hf_xattn.chat_session import ChatSession
+from hf_xattn.maps import attention_maps
+from hf_xattn.serving.chat_session import ChatSession
 
 
 TEXT = "what is in the picture ?"

@@ -22,7 +22,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, SiglipImageProcessorPil
 
 from hf_xattn import XAttnProcessor
-from hf_xattn.chat_templates import DEFAULT_CHAT_TEMPLATE
+from hf_xattn.processing.chat_templates import DEFAULT_CHAT_TEMPLATE
 
 
 @pytest.mark.parametrize("marker", [None, "<image>"])

@@ -9,7 +9,7 @@ from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
-from hf_xattn.transformers_api import checkpoint_activations
+from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 REENTRANT = {"use_reentrant": True}

@@ -13,7 +13,7 @@ from test_checkpointing import assert_same, gradients, without_dropout
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
-from hf_xattn.transformers_api import checkpoint_activations
+from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))

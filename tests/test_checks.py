@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
 from hf_xattn import GatedCrossAttention, GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.cache.cross_cache import CrossAttentionLayer
 from hf_xattn.checks import BROKEN, FRESH, HOLDS, NAMES, NOT_CHECKED, run_checks
 from hf_xattn.checks.bases import load_base
-from hf_xattn.cross_cache import CrossAttentionLayer
-from hf_xattn.image_encoder import ImageEncoder
+from hf_xattn.images.image_encoder import ImageEncoder
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ from template_models import (
     picture,
 )
 
-from hf_xattn import XAttnDataCollator, answer_spans
+from hf_xattn import XAttnDataCollator
+from hf_xattn.training import answer_spans
 
 
 def test_labels_by_hand():

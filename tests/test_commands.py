@@ -24,9 +24,9 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from hf_xattn import XAttnProcessor
-from hf_xattn.architectures import markdown_table
+from hf_xattn.checkpoints.inspection import is_fresh
 from hf_xattn.commands.main import main
-from hf_xattn.inspection import is_fresh
+from hf_xattn.utils.architectures import markdown_table
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

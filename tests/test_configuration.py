@@ -6,8 +6,9 @@ import pytest
 from conftest import TEXT_CONFIGS, vision_config
 from transformers import AutoConfig, LlamaConfig
 
-from hf_xattn import CrossAttentionConfig, XAttnConfig, config_checks
+from hf_xattn import CrossAttentionConfig, XAttnConfig
 from hf_xattn.configuration_xattn import PerceiverConfig
+from hf_xattn.utils import config_checks
 
 
 def xattn_config(**fields) -> XAttnConfig:

@@ -8,7 +8,7 @@ from conftest import make_model, make_text, memory_of_nan, vision_config
 from transformers import AutoModel
 
 from hf_xattn import retrofit
-from hf_xattn.perceiver import PerceiverResampler
+from hf_xattn.images.perceiver import PerceiverResampler
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "perceiver"])

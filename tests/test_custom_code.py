@@ -22,8 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.commands.main import main
-from hf_xattn.custom_code import UnreadConfig
-from hf_xattn.training_run import OPTIONS_FILE
+from hf_xattn.training.training_run import OPTIONS_FILE
+from hf_xattn.utils.custom_code import UnreadConfig
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

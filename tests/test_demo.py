@@ -17,6 +17,7 @@ from test_model_card import card_of, rows_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
+from hf_xattn.checkpoints.model_card import example_questions
 from hf_xattn.commands.main import main
 from hf_xattn.demo import attention
 from hf_xattn.demo.canvases import (
@@ -31,8 +32,7 @@ from hf_xattn.demo.canvases import (
     to_pixel_values,
 )
 from hf_xattn.demo.run import _accuracy
-from hf_xattn.model_card import example_questions
-from hf_xattn.transformers_api import AutoImageProcessor
+from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
+from hf_xattn.checkpoints.model_card import example_questions
 from hf_xattn.commands.main import main
 from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
 from hf_xattn.demo.checkpoints import make_vision_checkpoint
@@ -38,7 +39,6 @@ from hf_xattn.demo.question_picture import decided_words
 from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask, kinds_of
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
-from hf_xattn.model_card import example_questions
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))

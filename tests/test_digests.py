@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xattn.digests import digest
+from hf_xattn.cache.digests import digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8])

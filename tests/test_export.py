@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
-from hf_xattn.context import CrossAttentionContext, Recorder
-from hf_xattn.decoder import find_decoder
-from hf_xattn.exporting import register_caches
-from hf_xattn.xattn_cache import XAttnCache
+from hf_xattn.cache.exporting import register_caches
+from hf_xattn.cache.xattn_cache import XAttnCache
+from hf_xattn.decoders.decoder import find_decoder
+from hf_xattn.layers.context import CrossAttentionContext, Recorder
 
 
 MARKER = 3
@@ -193,7 +193,7 @@ def test_saved_program_in_another_process(tmp_path):
     torch.save({"cache": first.past_key_values, "token": token, "expected": expected}, tmp_path / "state.pt")
     script = f"""
 import torch
-from hf_xattn.exporting import register_caches
+from hf_xattn.cache.exporting import register_caches
 from transformers.exporters.base import ExportedModel
 
 register_caches()

@@ -14,9 +14,9 @@ from test_importers_mllama import make_mllama
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import retrofit
+from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
 from hf_xattn.commands.main import main
-from hf_xattn.image_cache import load_image_cache, save_image_cache
-from hf_xattn.whole_folder import finish_interrupted
+from hf_xattn.utils.whole_folder import finish_interrupted
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

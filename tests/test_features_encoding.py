@@ -19,9 +19,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 from hf_xattn import VisionFeatures, XAttnDataCollator, XAttnProcessor, freeze
 from hf_xattn.commands.main import main
-from hf_xattn.file_digests import sha256_of
-from hf_xattn.training_data import pictures_by_content, read_folder
-from hf_xattn.vision_features import SHARDS
+from hf_xattn.training.training_data import pictures_by_content, read_folder
+from hf_xattn.training.vision_features import SHARDS
+from hf_xattn.utils.file_digests import sha256_of
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +314,7 @@ def test_options_of_encode(model, data, tmp_path, capsys):
 
 KILLED = """
 import os, signal, sys
-from hf_xattn import features_encoding
+from hf_xattn.training import features_encoding
 from hf_xattn.commands.main import main
 save, written = features_encoding.save_file, []
 def save_half(tensors, path, metadata):

@@ -5,8 +5,8 @@ import torch
 from conftest import make_model, pixels, token_ids
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_xattn import attention, float32_attention
-from hf_xattn.float32_attention import attend_in_float32, attends_in_float32
+from hf_xattn.layers import attention, float32_attention
+from hf_xattn.layers.float32_attention import attend_in_float32, attends_in_float32
 
 
 @pytest.fixture(params=[False, True], ids=["without float16 arithmetic", "with it"])

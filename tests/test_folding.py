@@ -16,8 +16,8 @@ from test_attention import (
     make_mask,
 )
 
-from hf_xattn import attention as attention_module
-from hf_xattn.folded_mask import fold_mask
+from hf_xattn.layers import attention as attention_module
+from hf_xattn.layers.folded_mask import fold_mask
 
 
 @pytest.mark.parametrize("heads", KV_HEADS)

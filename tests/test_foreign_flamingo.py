@@ -9,8 +9,8 @@ from test_importers_blocks import MARKER, VISION, clip
 
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.configuration_xattn import PerceiverConfig
+from hf_xattn.images.perceiver import PerceiverResampler
 from hf_xattn.importers.open_flamingo import import_open_flamingo, open_flamingo_block, open_flamingo_resampler
-from hf_xattn.perceiver import PerceiverResampler
 
 
 flamingo = pytest.importorskip("flamingo_pytorch", reason="of the extra `test`")

@@ -12,8 +12,9 @@ from conftest import make_model
 from test_training import Pairs, arguments
 from transformers import Trainer, TrainerCallback
 
-from hf_xattn import FreezeSchedule, freeze, parameter_groups
-from hf_xattn.model_parts import PARTS, part_of
+from hf_xattn import FreezeSchedule, freeze
+from hf_xattn.decoders.model_parts import PARTS, part_of
+from hf_xattn.training import parameter_groups
 
 
 STAGES = {0: {"connector": True}, 2: {}, 0.5: {"text": False, "vision": False, "blocks": True}}

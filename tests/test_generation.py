@@ -7,8 +7,8 @@ import torch
 from conftest import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_xattn.cross_cache import CrossCache
-from hf_xattn.transformers_api import has
+from hf_xattn.cache.cross_cache import CrossCache
+from hf_xattn.utils.transformers_api import has
 
 
 MARKER = 3

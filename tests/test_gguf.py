@@ -22,8 +22,9 @@ from transformers import (
 )
 
 import hf_xattn
-from hf_xattn import XAttnForConditionalGeneration, freeze_base, gguf_files, retrofit
-from hf_xattn.bases import load_text, load_vision
+from hf_xattn import XAttnForConditionalGeneration, freeze_base, retrofit
+from hf_xattn.checkpoints import gguf_files
+from hf_xattn.checkpoints.bases import load_text, load_vision
 from hf_xattn.commands.main import main
 
 

@@ -13,9 +13,9 @@ from test_hostile_checkpoints import is_ours
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import VisionFeatures
-from hf_xattn.file_digests import sha256_of
-from hf_xattn.image_limits import LIMITS
-from hf_xattn.image_reading import frames_to_read, read_frames
+from hf_xattn.processing.image_limits import LIMITS
+from hf_xattn.processing.image_reading import frames_to_read, read_frames
+from hf_xattn.utils.file_digests import sha256_of
 
 
 def shards(digest, tensors, metadata):

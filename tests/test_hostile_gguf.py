@@ -14,8 +14,9 @@ gguf = pytest.importorskip("gguf")
 from test_hostile_checkpoints import is_ours  # noqa: E402
 from tiny_gguf import write_gguf  # noqa: E402
 
-from hf_xattn import gguf_head, retrofit  # noqa: E402
-from hf_xattn.gguf_head import BLOCKS, read_gguf_head  # noqa: E402
+from hf_xattn import retrofit  # noqa: E402
+from hf_xattn.checkpoints import gguf_head  # noqa: E402
+from hf_xattn.checkpoints.gguf_head import BLOCKS, read_gguf_head  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,11 @@ from safetensors.torch import save_file
 from test_hostile_checkpoints import is_ours
 from transformers import SiglipImageProcessor
 
-from hf_xattn import XAttnProcessor, downloads
-from hf_xattn.image_cache import load_image_cache, save_image_cache
-from hf_xattn.image_limits import LIMITS, ImageLimits, check_image_processor
-from hf_xattn.image_reading import read_image
+from hf_xattn import XAttnProcessor
+from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
+from hf_xattn.processing import downloads
+from hf_xattn.processing.image_limits import LIMITS, ImageLimits, check_image_processor
+from hf_xattn.processing.image_reading import read_image
 
 
 SLOW = 200  # bytes, which take ten seconds

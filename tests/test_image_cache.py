@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_xattn import XAttnForConditionalGeneration
-from hf_xattn.image_cache import combine_images, load_image_cache, save_image_cache, select_images
+from hf_xattn.cache.image_cache import combine_images, load_image_cache, save_image_cache, select_images
 
 
 def answers(model, ids, **kwargs):

@@ -5,8 +5,8 @@ import torch
 from conftest import make_model, pixels, token_ids
 from int8_helpers import rounding
 
-from hf_xattn import row_groups
-from hf_xattn.row_groups import CallCost
+from hf_xattn.layers import row_groups
+from hf_xattn.layers.row_groups import CallCost
 
 
 LAYERS = [0, 1, 3]

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 from transformers import SiglipImageProcessorPil, ViTImageProcessor
 
-from hf_xattn import XAttnProcessor, image_reading
-from hf_xattn.image_reading import read_frames, read_image
+from hf_xattn import XAttnProcessor
+from hf_xattn.processing import image_reading
+from hf_xattn.processing.image_reading import read_frames, read_image
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

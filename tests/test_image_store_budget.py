@@ -12,8 +12,9 @@ from conftest import make_model, pixels, token_ids
 from conversation_helpers import generate
 from image_store_helpers import IMAGE_BYTES, MODELS, asked, assert_same, with_store
 
-from hf_xattn import XAttnForConditionalGeneration, image_store
-from hf_xattn.image_store import ImageStore, StoredImage
+from hf_xattn import XAttnForConditionalGeneration
+from hf_xattn.images import image_store
+from hf_xattn.images.image_store import ImageStore, StoredImage
 
 
 # --- the budget

@@ -6,8 +6,9 @@ from conftest import make_model, pixels, token_ids
 from conversation_helpers import generate
 from image_store_helpers import Counted, asked, assert_same, with_store
 
-from hf_xattn import XAttnForConditionalGeneration, image_store
-from hf_xattn.image_store import ImageStore, StoredImage
+from hf_xattn import XAttnForConditionalGeneration
+from hf_xattn.images import image_store
+from hf_xattn.images.image_store import ImageStore, StoredImage
 
 
 # --- the key
@@ -15,7 +16,7 @@ from hf_xattn.image_store import ImageStore, StoredImage
 
 def test_content_keys_tell_images_apart():
     """Two images with one key: one user sees the picture of another."""
-    from hf_xattn.image_inputs import ImageInputs
+    from hf_xattn.images.image_inputs import ImageInputs
 
     def key(images, dtype=torch.float32, precision="", **kwargs):
         inputs = ImageInputs(name="pixel_values", pixel_values=images, **kwargs)

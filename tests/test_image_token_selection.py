@@ -1,4 +1,4 @@
-"""`keep_image_tokens`: which image tokens later blocks keep, in one forward. See `kept_tokens.py` for the reference."""
+"""`keep_image_tokens`: which image tokens later blocks keep, in one forward. See `cache/kept_tokens.py` for the reference."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,10 @@ from test_architectures import make_tiny
 from test_importers_mllama import CASES as TILED
 from test_importers_mllama import make_mllama
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, attention_maps
-from hf_xattn.image_token_selection import most_important, quota
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.importers import import_checkpoint
+from hf_xattn.layers.image_token_selection import most_important, quota
+from hf_xattn.maps import attention_maps
 
 
 LAYERS = [0, 1, 3]
@@ -183,7 +184,7 @@ def test_later_blocks_project_only_what_they_keep():
 @torch.no_grad()
 def test_weights_are_computed_part_by_part(monkeypatch):
     """All attention weights of a long text in memory at a time, or parts that are put together wrongly."""
-    from hf_xattn import image_token_selection
+    from hf_xattn.layers import image_token_selection
 
     expected = [CASES[name]().kept(0.25) for name in ("plain", "mask of text", "mask of left")]
     monkeypatch.setattr(image_token_selection, "WEIGHTS_AT_A_TIME", 2 * 4 * 32 * 3)  # three positions

@@ -22,9 +22,9 @@ from transformers import (
 from transformers.models.mllama.modeling_mllama import MllamaCrossAttentionDecoderLayer
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
+from hf_xattn.checkpoints.inspection import describe
 from hf_xattn.importers import export_checkpoint, import_checkpoint
 from hf_xattn.importers.mllama import recipe
-from hf_xattn.inspection import describe
 
 
 VOCAB, MARKER = 96, 96

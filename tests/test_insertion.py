@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from hf_xattn import GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration, XAttnModel
-from hf_xattn.context import KEYWORD
-from hf_xattn.decoder import find_decoder
-from hf_xattn.insertion import check_insertable, cross_attending_class, insert_blocks, is_cross_attending
+from hf_xattn.decoders.decoder import find_decoder
+from hf_xattn.decoders.insertion import check_insertable, cross_attending_class, insert_blocks, is_cross_attending
+from hf_xattn.layers.context import KEYWORD
 
 
 def _answer_in_child(path, queue):

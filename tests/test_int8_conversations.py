@@ -13,8 +13,8 @@ from test_compile import compiled, counting_backend
 from test_export import decode_both_ways, export, needs_exporters, small
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from hf_xattn import attention_maps
-from hf_xattn.image_cache import ImageCache, combine_images, load_image_cache, save_image_cache, select_images
+from hf_xattn.cache.image_cache import ImageCache, combine_images, load_image_cache, save_image_cache, select_images
+from hf_xattn.maps import attention_maps
 
 
 def encoded(model, images, **kwargs):

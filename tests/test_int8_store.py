@@ -12,7 +12,7 @@ from int8_helpers import both
 from safetensors import safe_open
 from test_image_cache import damaged
 
-from hf_xattn.image_cache import FORMAT, load_image_cache, save_image_cache
+from hf_xattn.cache.image_cache import FORMAT, load_image_cache, save_image_cache
 
 
 INT8_BYTES = IMAGE_BYTES // 4 + IMAGE_BYTES // 8  # a byte each for 8 values, and 4 for their scale

@@ -11,7 +11,7 @@ from conftest import make_model
 from transformers import AutoModelForImageTextToText
 
 from hf_xattn import XAttnForConditionalGeneration
-from hf_xattn.whole_folder import WholeFolder, finish_interrupted
+from hf_xattn.utils.whole_folder import WholeFolder, finish_interrupted
 
 
 HIDDEN = ".hf_xattn-save-0123456789abcdef"

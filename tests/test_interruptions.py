@@ -9,7 +9,7 @@ import torch
 from conftest import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_xattn.xattn_cache import XAttnCache
+from hf_xattn.cache.xattn_cache import XAttnCache
 
 
 slow = pytest.mark.slow

@@ -14,9 +14,9 @@ from test_export import decode_both_ways, export, needs_exporters, small
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_xattn.chat_session import ChatSession
-from hf_xattn.image_cache import combine_images, save_image_cache, select_images
-from hf_xattn.inspection import key_value_bytes_per_token
+from hf_xattn.cache.image_cache import combine_images, save_image_cache, select_images
+from hf_xattn.checkpoints.inspection import key_value_bytes_per_token
+from hf_xattn.serving.chat_session import ChatSession
 
 
 LAYERS = [0, 1, 3]
@@ -393,7 +393,7 @@ def test_what_is_for_all_texts_refuses_dropped_tokens(tmp_path):
     for call in calls.values():
         with pytest.raises(ValueError, match=r"to hold all image tokens, got .*\(`keep_image_tokens`\)"):
             call()
-    from hf_xattn.xattn_cache import XAttnCache
+    from hf_xattn.cache.xattn_cache import XAttnCache
 
     stolen = XAttnCache(DynamicCache(config=model.config.text_config), cache.cross_attention_cache)
     with pytest.raises(ValueError, match="the text half is empty"):
@@ -443,7 +443,7 @@ def test_contexts_that_device_hooks_rebuild():
     """A context that accelerate copies for each layer, without the tokens that the first block has chosen."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    from hf_xattn.decoder import find_decoder
+    from hf_xattn.decoders.decoder import find_decoder
 
     model, ids = model_of(), token_ids(2, 10)
     inputs = {"pixel_values": pixels(2, 2), "keep_image_tokens": 0.25}

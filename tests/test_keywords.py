@@ -7,7 +7,7 @@ from custom_decoder import CustomDecoderConfig, CustomDecoderForCausalLM
 from transformers.utils import TransformersKwargs
 
 from hf_xattn import retrofit
-from hf_xattn.keywords import suggestion
+from hf_xattn.utils.keywords import suggestion
 
 
 MISSPELT = {

@@ -5,7 +5,7 @@ import torch
 from conftest import make_model, pixels, token_ids
 from conversation_helpers import MARKER, close, marked, states_of
 
-from hf_xattn.image_cache import combine_images
+from hf_xattn.cache.image_cache import combine_images
 
 
 def images_cases():

@@ -9,7 +9,7 @@ from conftest import make_model, make_text
 from tiny_gguf import CHAT_TEMPLATE, tiny_llama, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_xattn.bases import load_text
+from hf_xattn.checkpoints.bases import load_text
 from hf_xattn.demo import language_models
 from hf_xattn.demo.language_models import find_smollm2, language_model
 

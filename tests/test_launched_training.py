@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from template_models import save_chat_model
 from test_train_command import CAPTIONS, run, write
 
-from hf_xattn import launch
-from hf_xattn.training_run import CHECKPOINTS, OPTIONS_FILE
+from hf_xattn.training import launch
+from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
 
 
 # Loaded by each process when it starts: notes which files of the run it opens to write.

@@ -9,7 +9,7 @@ from test_architectures import CONTEXT_SIZE, make_tiny
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
-from hf_xattn.decoder import find_decoder
+from hf_xattn.decoders.decoder import find_decoder
 
 
 IDS = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ from conftest import make_model, pixels, token_ids
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_xattn.image_cache import select_images
+from hf_xattn.cache.image_cache import select_images
 
 
 slow = pytest.mark.slow

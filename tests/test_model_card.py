@@ -18,9 +18,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from transformers.utils import hub
 
 from hf_xattn import demo, retrofit
+from hf_xattn.checkpoints.model_card import example_questions, write_model_card
 from hf_xattn.commands.main import main
 from hf_xattn.demo.canvases import WORDS
-from hf_xattn.model_card import example_questions, write_model_card
 
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ import torch
 from conftest import make_model, pixels, randomize, token_ids
 from conversation_helpers import generate
 
-from hf_xattn.image_cache import combine_images
+from hf_xattn.cache.image_cache import combine_images
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def test_encoded_images_of_other_weights_are_refused():
 
 def test_identity_reads_the_weights_once(monkeypatch):
     """All weights of a tower read again for every question."""
-    from hf_xattn import model_identity
+    from hf_xattn.checkpoints import model_identity
 
     sums = []
     checksum = model_identity.checksum

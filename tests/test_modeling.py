@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel
-from hf_xattn.decoder import find_decoder
+from hf_xattn.decoders.decoder import find_decoder
 
 
 # The new name of `gradient_checkpointing_enable` is not in every supported version of transformers.

@@ -26,7 +26,7 @@ from hf_xattn import (
     XAttnModel,
     retrofit,
 )
-from hf_xattn.connector import XAttnConnector
+from hf_xattn.images.connector import XAttnConnector
 
 
 class Doubling(XAttnConnector):

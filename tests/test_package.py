@@ -42,7 +42,7 @@ def test_registered_under_the_names_that_transformers_looks_up():
     """A class that `Trainer` takes for one whose labels are not shifted, that pipelines warn of, and that `serve` refuses."""
     from transformers.models.auto import modeling_auto
 
-    from hf_xattn.architectures import causal_model_types
+    from hf_xattn.utils.architectures import causal_model_types
 
     for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
         names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")

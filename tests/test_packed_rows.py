@@ -13,8 +13,8 @@ from transformers import DataCollatorWithFlattening
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
-from hf_xattn.image_inputs import ImageInputs
-from hf_xattn.packed_samples import images_of_samples
+from hf_xattn.cache.packed_samples import images_of_samples
+from hf_xattn.images.image_inputs import ImageInputs
 
 
 # Rows of samples: number of tokens, and where each sample has a marker.
@@ -154,7 +154,7 @@ def test_positions_that_leave_some_out(how):
 
 def test_left_padding_with_positions_of_three_axes():
     """Padding of such positions taken for the end of a sample, or a sample that starts again taken for padding."""
-    from hf_xattn.packed_rows import find_samples
+    from hf_xattn.decoders.packed_rows import find_samples
 
     ids, mask = torch.arange(4, 10)[None], torch.tensor([[0, 0, 1, 1, 1, 1]])
     positions = torch.tensor([[1, 1, 0, 1, 2, 3]]).repeat(3, 1, 1)
@@ -369,7 +369,7 @@ def test_generate(kind):
 
 def test_flash_attention_in_several_rows():
     """FlashAttention, which finds the samples of a batch of one row alone."""
-    from hf_xattn.packed_rows import find_samples
+    from hf_xattn.decoders.packed_rows import find_samples
 
     model = make_model(vision=False)
     config = model.config

@@ -15,7 +15,7 @@ from hf_xattn import (
     lora_targets,
     retrofit,
 )
-from hf_xattn.transformers_api import checkpoints_activations, has
+from hf_xattn.utils.transformers_api import checkpoints_activations, has
 
 
 peft = pytest.importorskip("peft")

@@ -5,8 +5,8 @@ import torch
 from conftest import make_model, make_text, pixels, token_ids, vision_config
 
 from hf_xattn import XAttnConfig
+from hf_xattn.checkpoints.inspection import tokens_per_image
 from hf_xattn.configuration_xattn import PerceiverConfig
-from hf_xattn.inspection import tokens_per_image
 
 
 SMALL = {"num_latents": 3, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer, ViTImageProcessorPil
 
 from hf_xattn import XAttnProcessor, retrofit
-from hf_xattn.transformers_api import AutoImageProcessor
+from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

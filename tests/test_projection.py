@@ -5,8 +5,8 @@ import torch
 from conftest import make_model
 from torch.nn.functional import linear
 
-from hf_xattn import projection
-from hf_xattn.projection import ImageLinear
+from hf_xattn.utils import projection
+from hf_xattn.utils.projection import ImageLinear
 
 
 @pytest.fixture(params=[False, True], ids=["widened", "native"])

@@ -48,15 +48,15 @@ from hf_xattn import (
     XAttnModel,
     XAttnProcessor,
     freeze_base,
-    image_cache,
-    image_limits,
     importers,
     retrofit,
-    web,
 )
+from hf_xattn.cache import image_cache
 from hf_xattn.configuration_xattn import PerceiverConfig
-from hf_xattn.image_inputs import IMAGE_ARGUMENTS
-from hf_xattn.transformers_api import AutoImageProcessor
+from hf_xattn.images.image_inputs import IMAGE_ARGUMENTS
+from hf_xattn.processing import image_limits
+from hf_xattn.serving import web
+from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -12,7 +12,7 @@ from test_train_command import CAPTIONS, FAST, run, write
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, freeze_base, retrofit
-from hf_xattn.quantization import KEPT, keep_added_precise
+from hf_xattn.decoders.quantization import KEPT, keep_added_precise
 
 
 IDS, PIXELS = token_ids(), pixels().bfloat16()

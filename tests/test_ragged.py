@@ -8,10 +8,10 @@ from test_importers_mllama import CASES, make_mllama
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_xattn import row_groups
+from hf_xattn.cache.real_tokens import RowSpans
 from hf_xattn.importers import import_checkpoint
-from hf_xattn.real_tokens import RowSpans
-from hf_xattn.row_groups import CallCost, RowGroup, group_rows
+from hf_xattn.layers import row_groups
+from hf_xattn.layers.row_groups import CallCost, RowGroup, group_rows
 
 
 COUNTS = (1, 3, 0, 2)

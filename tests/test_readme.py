@@ -13,8 +13,8 @@ import pytest
 from known_checkpoints import QWEN, TEXTS, make_siglip, make_text
 from PIL import Image
 
-from hf_xattn.architectures import architecture, causal_model_types, markdown_table
 from hf_xattn.commands.main import _parser, main
+from hf_xattn.utils.architectures import architecture, causal_model_types, markdown_table
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
@@ -59,7 +59,7 @@ def test_four_steps_in_the_shell(desk, monkeypatch, capsys, name):
     if name != QWEN:
         return
     pytest.importorskip("openai")
-    from hf_xattn import serving
+    from hf_xattn.serving import serving
 
     servers, ready = [], threading.Event()
 

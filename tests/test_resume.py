@@ -19,8 +19,8 @@ from template_models import save_chat_model
 from test_train_command import MIXED, write
 
 from hf_xattn import last_complete_checkpoint
-from hf_xattn.complete_checkpoints import find_checkpoints
-from hf_xattn.training_run import CHECKPOINTS, OPTIONS_FILE, UNFINISHED
+from hf_xattn.training.complete_checkpoints import find_checkpoints
+from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE, UNFINISHED
 
 
 KILLED = -signal.SIGKILL
@@ -237,7 +237,7 @@ def test_incomplete(spoil, reason, tmp_path, monkeypatch):
     assert last_complete_checkpoint(str(tmp_path)) == str(last)
     spoil(last)
     warnings = []
-    monkeypatch.setattr(logging.getLogger("hf_xattn.complete_checkpoints"), "warning", warnings.append)
+    monkeypatch.setattr(logging.getLogger("hf_xattn.training.complete_checkpoints"), "warning", warnings.append)
     assert last_complete_checkpoint(tmp_path) == str(good)
     assert warnings == [f"{last} is skipped: it is not complete ({reason})."]
     shutil.rmtree(good)

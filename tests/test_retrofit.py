@@ -28,9 +28,10 @@ from transformers import (
     ViTConfig,
 )
 
-from hf_xattn import CrossAttentionConfig, XAttnConfig, freeze_base, insertion, retrofit
-from hf_xattn.bases import LOAD_KEYWORDS
+from hf_xattn import CrossAttentionConfig, XAttnConfig, freeze_base, retrofit
+from hf_xattn.checkpoints.bases import LOAD_KEYWORDS
 from hf_xattn.commands.main import _parser
+from hf_xattn.decoders import insertion
 
 
 TOWERS = {

@@ -13,7 +13,7 @@ from quantized_bases import METHODS, folder, quantization, quantized_text
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import XAttnForConditionalGeneration, lora_targets, retrofit
-from hf_xattn.adapters import MANIFEST
+from hf_xattn.checkpoints.adapters import MANIFEST
 
 
 IDS, PIXELS = token_ids(), pixels().bfloat16()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel
-from hf_xattn.saved_names import named_as_in_memory
+from hf_xattn.checkpoints.saved_names import named_as_in_memory
 
 
 AUTO_CLASSES = [

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from hf_xattn.commands.main import _parser
-from hf_xattn.image_limits import LIMITS
-from hf_xattn.image_reading import read_image
 from hf_xattn.importers.blocks import read_state_dict
-from hf_xattn.web.visitors import MAX_BYTES, MAX_PIXELS
+from hf_xattn.processing.image_limits import LIMITS
+from hf_xattn.processing.image_reading import read_image
+from hf_xattn.serving.web.visitors import MAX_BYTES, MAX_PIXELS
 
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -34,7 +34,7 @@ def test_limits_of_pictures():
 
 def test_limits_of_the_server():
     """Another limit in the section on the server than in the server, or a download from the server's own network."""
-    serving = pytest.importorskip("hf_xattn.serving")
+    serving = pytest.importorskip("hf_xattn.serving.serving")
     served = serving.SERVED
     pixels, seconds = served.max_pixels // 10**6, int(served.max_seconds)
     text = f"at most {served.max_bytes // 2**20} MiB (`--max-image-mib`), {pixels} megapixels and {seconds} seconds"

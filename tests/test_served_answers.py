@@ -18,9 +18,9 @@ from fastapi import HTTPException
 from huggingface_hub.utils import httpx
 from test_serving import TEXT, Served, asked, folder  # noqa: F401  # `folder` is a fixture
 
-from hf_xattn import answer_limits
-from hf_xattn.answer_limits import AnswerLimits, check_config
-from hf_xattn.served_stops import UntilStop, place_of_stop
+from hf_xattn.serving import answer_limits
+from hf_xattn.serving.answer_limits import AnswerLimits, check_config
+from hf_xattn.serving.served_stops import UntilStop, place_of_stop
 
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -407,7 +407,7 @@ def test_special_tokens_stop(served):
 
 def test_the_options(folder, monkeypatch, capsys):  # noqa: F811
     """Options without effect, or bounds that no request meets."""
-    from hf_xattn import serving
+    from hf_xattn.serving import serving
 
     for option in ("--max-new-tokens", "--max-beams"):
         assert main(["serve", str(folder), option, "0"]) == 2

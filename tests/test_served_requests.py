@@ -36,7 +36,7 @@ class Inside(http.server.BaseHTTPRequestHandler):
 def client(tmp_path_factory):
     from fastapi.testclient import TestClient
 
-    from hf_xattn.serving import build_app
+    from hf_xattn.serving.serving import build_app
 
     folder = make_chat_model(tmp_path_factory.mktemp("served"))
     processor = load_processor(str(folder))
@@ -112,7 +112,7 @@ def test_no_file_and_no_private_address(client, targets, case):
 def test_an_image_that_nobody_has_looked_for(client, targets, monkeypatch):
     """A way to name images that a later transformers adds, and that this package does not know."""
     places, opened = targets
-    monkeypatch.setattr("hf_xattn.serving.image_parts", lambda *_: ())
+    monkeypatch.setattr("hf_xattn.serving.serving.image_parts", lambda *_: ())
     for where in places:
         answer = _post(client, responses(input=[{"role": "user", "content": [TEXT, image(where)]}]))
         assert opened == [] and answer.status_code == 400 and "place where the server reads none" in answer.text

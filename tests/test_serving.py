@@ -35,8 +35,8 @@ class Served:
     """A server in a thread of this process, its model, and a copy of the model to compare with."""
 
     def __init__(self, folder, name, **limits):
-        from hf_xattn.listening import bind
-        from hf_xattn.serving import Server, build_app
+        from hf_xattn.serving.listening import bind
+        from hf_xattn.serving.serving import Server, build_app
 
         self.name = name
         self.model = AutoModelForImageTextToText.from_pretrained(folder).eval()
@@ -353,7 +353,7 @@ def test_command(folder):
 
 def test_a_server_that_cannot_answer_does_not_start(folder, tmp_path, capsys):
     """An error at the first question, which could have been known at the start."""
-    from hf_xattn.listening import bind
+    from hf_xattn.serving.listening import bind
 
     bare = tmp_path / "bare"
     AutoModelForImageTextToText.from_pretrained(folder).save_pretrained(bare)

@@ -12,7 +12,7 @@ from chat_models import data_url, drawing
 from test_long_runs import STATUS, resident
 
 from hf_xattn.commands.main import main
-from hf_xattn.image_limits import ImageLimits
+from hf_xattn.processing.image_limits import ImageLimits
 
 
 openai = pytest.importorskip("openai")
@@ -21,7 +21,7 @@ from huggingface_hub.utils import httpx  # noqa: E402
 from test_serving import TEXT, Served, asked, folder  # noqa: E402, F401  # `folder` is a fixture
 
 from hf_xattn import request_limits  # noqa: E402
-from hf_xattn.serving import SERVED, room_for_images  # noqa: E402
+from hf_xattn.serving.serving import SERVED, room_for_images  # noqa: E402
 
 
 MOST = 200_000
@@ -149,7 +149,7 @@ def test_the_default_lets_full_pictures_pass():
 
 def test_the_option(folder, monkeypatch, capsys):  # noqa: F811
     """An option without effect, or a limit that no request meets."""
-    from hf_xattn import serving
+    from hf_xattn.serving import serving
 
     assert main(["serve", str(folder), "--max-request-mib", "0"]) == 2
     assert "`--max-request-mib` must be at least 1, got 0" in capsys.readouterr().err

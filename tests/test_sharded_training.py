@@ -17,7 +17,7 @@ from test_train_command import CAPTIONS, run, write
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import retrofit
-from hf_xattn.training_run import CHECKPOINTS, OPTIONS_FILE
+from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
 
 
 slow = pytest.mark.slow  # a launch more of the same kind

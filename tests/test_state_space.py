@@ -12,11 +12,11 @@ from test_architectures import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
 from tiny_architectures import tiny_config
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
-from hf_xattn import decoder
-from hf_xattn.architectures import architecture
-from hf_xattn.decoder import find_cache_argument
-from hf_xattn.image_cache import combine_images, select_images
-from hf_xattn.transformers_api import has
+from hf_xattn.cache.image_cache import combine_images, select_images
+from hf_xattn.decoders import decoder
+from hf_xattn.decoders.decoder import find_cache_argument
+from hf_xattn.utils.architectures import architecture
+from hf_xattn.utils.transformers_api import has
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "mamba2"])

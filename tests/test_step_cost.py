@@ -31,7 +31,7 @@ def test_quiet_softmax_copies_no_keys_and_values(monkeypatch):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_long_text_shares_its_mask_among_heads(monkeypatch, implementation):
     """A mask over long text written out for every head of a group, or read in another order than the queries."""
-    from hf_xattn import later_blocks
+    from hf_xattn.layers import later_blocks
 
     model, ids, states = make_model(vision=False), token_ids(1, 300).remainder(90) + 4, torch.randn(1, 6, 32)
     model.set_attn_implementation(implementation)

@@ -20,7 +20,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, dynamic_mod
 from transformers.dynamic_module_utils import get_imports
 
 import hf_xattn
-from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnForConditionalGeneration, retrofit, stub
+from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, XAttnForConditionalGeneration, retrofit
+from hf_xattn.utils import stub
 from hf_xattn.version import HOW_TO_INSTALL, __version__
 
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from hf_xattn import XAttnProcessor, retrofit
-from hf_xattn.chat_session import ChatSession
 from hf_xattn.commands.main import main
+from hf_xattn.serving.chat_session import ChatSession
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_xattn import retrofit
-from hf_xattn.text_half import composite_class, text_half
+from hf_xattn.decoders.text_half import composite_class, text_half
 
 
 SMALL = {

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
-from hf_xattn.row_checks import ROLES
-from hf_xattn.training_data import FORMS, read_folder
-from hf_xattn.training_run import OPTIONS_FILE
+from hf_xattn.training.row_checks import ROLES
+from hf_xattn.training.training_data import FORMS, read_folder
+from hf_xattn.training.training_run import OPTIONS_FILE
 
 
 COLOURS = ("red", "blue", "green", "black")
@@ -383,7 +383,7 @@ def test_options_of_the_parser(tmp_path):
     import dataclasses
 
     from hf_xattn.commands.main import _parser
-    from hf_xattn.training_run import TrainingOptions
+    from hf_xattn.training.training_run import TrainingOptions
 
     parsed = vars(_parser().parse_args(["train", "a", "--data", "b", "--output", "c"]))
     fields = {field.name: field.default for field in dataclasses.fields(TrainingOptions)}

@@ -14,9 +14,10 @@ from test_commands import run
 from test_train_command import CAPTIONS, COLOURS, FAST, draw, interrupted, write
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
-from hf_xattn import bases, retrofit
-from hf_xattn.training_data import CAPTION_PROMPT
-from hf_xattn.training_run import CHECKPOINTS
+from hf_xattn import retrofit
+from hf_xattn.checkpoints import bases
+from hf_xattn.training.training_data import CAPTION_PROMPT
+from hf_xattn.training.training_run import CHECKPOINTS
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def trained(tmp_path_factory):
     options = ["--batch-size", "4", "--learning-rate", "0.02", "--train-text", "--train-vision", "--device", "cpu"]
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr("hf_xattn.training_run.say", lambda text: printed.append(str(text)))
+        patch.setattr("hf_xattn.training.training_run.say", lambda text: printed.append(str(text)))
         from hf_xattn.commands.main import main
 
         assert main([*map(str, command), *options]) == 0
@@ -161,7 +162,7 @@ def test_tied_weights_of_a_checkpoint(tmp_path, capsys, monkeypatch, caplog):
 def test_unused_weights_are_told_once(tmp_path, capsys, caplog, monkeypatch):
     """SigLIP's table of its text half, again and again: each save without the bases loads them."""
     transformers.logging.enable_propagation()
-    monkeypatch.setattr("hf_xattn.bases._unused_told", set())
+    monkeypatch.setattr("hf_xattn.checkpoints.bases._unused_told", set())
 
     def tables():
         found = {id(record): record.getMessage() for record in caplog.records if "LOAD REPORT" in record.getMessage()}

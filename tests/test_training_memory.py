@@ -18,8 +18,8 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, SiglipCon
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, retrofit
 from hf_xattn.commands.loading import load_shapes, plan_shapes
 from hf_xattn.commands.main import main
-from hf_xattn.training_memory import shown, training_memory, training_memory_table
-from hf_xattn.transformers_api import checkpoint_activations
+from hf_xattn.training.training_memory import shown, training_memory, training_memory_table
+from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

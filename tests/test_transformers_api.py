@@ -12,8 +12,8 @@ import pytest
 import transformers
 
 import hf_xattn
-from hf_xattn import transformers_api
-from hf_xattn.transformers_api import END, OLDEST, PRIVATE, warn_of_version
+from hf_xattn.utils import transformers_api
+from hf_xattn.utils.transformers_api import END, OLDEST, PRIVATE, warn_of_version
 
 
 PACKAGE = Path(hf_xattn.__file__).parent

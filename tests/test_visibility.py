@@ -7,11 +7,11 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from hf_xattn.context import check_cross_attention_mask
-from hf_xattn.folded_mask import EVERYTHING, fold_mask
-from hf_xattn.image_layout import ImageLayout
-from hf_xattn.text_progress import CallersMask, History, TextProgress
-from hf_xattn.visibility import image_order, look, visible_images
+from hf_xattn.cache.image_layout import ImageLayout
+from hf_xattn.cache.text_progress import CallersMask, History, TextProgress
+from hf_xattn.cache.visibility import image_order, look, visible_images
+from hf_xattn.layers.context import check_cross_attention_mask
+from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
 
 
 def booleans(rows) -> torch.Tensor:

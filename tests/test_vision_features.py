@@ -6,8 +6,9 @@ from conftest import make_model, make_text, pixels, token_ids
 from test_importers_mllama import CASES, make_mllama
 from transformers import CLIPVisionConfig, ConvNextConfig
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, attention_maps, freeze
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
 from hf_xattn.importers import import_checkpoint
+from hf_xattn.maps import attention_maps
 
 
 class Runs:

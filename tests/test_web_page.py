@@ -29,11 +29,11 @@ from gradio_client.exceptions import AppError
 from gradio_client.utils import QueueError
 from web_server import nobody_answers, served, slow
 
+from hf_xattn.checkpoints.model_card import write_model_card
 from hf_xattn.commands.main import main
-from hf_xattn.listening import address_of
-from hf_xattn.model_card import write_model_card
-from hf_xattn.web import build_page
-from hf_xattn.web.page import MAX_QUEUE, MAX_REQUEST, STATIC
+from hf_xattn.serving.listening import address_of
+from hf_xattn.serving.web import build_page
+from hf_xattn.serving.web.page import MAX_QUEUE, MAX_REQUEST, STATIC
 
 
 TEXT = "what is in the picture ?"
@@ -261,7 +261,7 @@ def test_addresses_of_hosts():
 
 def test_wrong_command_lines(folder, tmp_path, capsys):
     """A model that is loaded before the command line is read to its end."""
-    from hf_xattn.listening import bind
+    from hf_xattn.serving.listening import bind
 
     with bind("localhost", 0) as taken:
         taken.listen()

@@ -7,11 +7,11 @@ from conftest import make_model, pixels, token_ids, vision_config
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, SiglipImageProcessorPil
 
-from hf_xattn import attention_maps
-from hf_xattn.web import visitors as module
-from hf_xattn.web.drawing import drawing_for
-from hf_xattn.web.gaze import Gaze
-from hf_xattn.web.visitors import Visitors
+from hf_xattn.maps import attention_maps
+from hf_xattn.serving.web import visitors as module
+from hf_xattn.serving.web.drawing import drawing_for
+from hf_xattn.serving.web.gaze import Gaze
+from hf_xattn.serving.web.visitors import Visitors
 
 
 TEXT = "what is in the picture ?"

@@ -14,9 +14,9 @@ from conftest import make_model, pixels, randomize
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hf_xattn import retrofit
+from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
 from hf_xattn.commands.main import main
-from hf_xattn.image_cache import load_image_cache, save_image_cache
-from hf_xattn.whole_folder import WholeFolder, clear_interrupted, finish_interrupted, replace_file, whole_file
+from hf_xattn.utils.whole_folder import WholeFolder, clear_interrupted, finish_interrupted, replace_file, whole_file
 
 
 posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="limits and locks of POSIX")
@@ -319,7 +319,7 @@ def test_files(tmp_path):
 
 def test_without_locks(tmp_path, monkeypatch):
     """A system that cannot lock folders, where a save fails, or removes files of one that is under way."""
-    monkeypatch.setattr("hf_xattn.whole_folder.fcntl", None)
+    monkeypatch.setattr("hf_xattn.utils.whole_folder.fcntl", None)
     for age, remains in ((0, True), (2 * 24 * 3600, False)):
         left = tmp_path / ".hf_xattn-new-0123456789abcdef"
         left.mkdir(exist_ok=True)

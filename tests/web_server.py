@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn.listening import bind
-from hf_xattn.web import build_page
+from hf_xattn.serving.listening import bind
+from hf_xattn.serving.web import build_page
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from peers import repeated_attention, repeated_on_gqa
 from torch import nn
 
-from hf_xattn.attention import fold_queries, unfold_output
+from hf_xattn.layers.attention import fold_queries, unfold_output
 
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

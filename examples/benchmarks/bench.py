@@ -40,11 +40,11 @@ from transformers.cache_utils import DynamicCache
 
 import hf_xattn
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
-from hf_xattn.context import CrossAttentionContext
-from hf_xattn.cross_cache import CrossCache
-from hf_xattn.image_layout import ImageLayout
+from hf_xattn.cache.cross_cache import CrossCache
+from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.importers import import_checkpoint
-from hf_xattn.projection import ImageLinear
+from hf_xattn.layers.context import CrossAttentionContext
+from hf_xattn.utils.projection import ImageLinear
 
 
 def beside_cache(key: torch.Tensor, value: torch.Tensor) -> CrossAttentionContext:

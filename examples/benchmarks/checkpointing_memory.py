@@ -16,7 +16,7 @@ from peers import VOCABULARY, our_model, small_tower
 from timing import DEVICE
 
 from hf_xattn import freeze
-from hf_xattn.transformers_api import checkpoint_activations
+from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 TRAINS = {

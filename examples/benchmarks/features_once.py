@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, SiglipImageProcessor
 
 import hf_xattn
-from hf_xattn.features_encoding import encode_pictures
-from hf_xattn.training_data import pictures_by_content, read_folder
+from hf_xattn.training.features_encoding import encode_pictures
+from hf_xattn.training.training_data import pictures_by_content, read_folder
 
 
 WORDS = "[PAD] [UNK] User Assistant : what is it ? a picture".split()

@@ -5,7 +5,7 @@ python examples/benchmarks/int8_images.py --demo OUTPUT [--count N]          # a
 
 OUTPUT is the folder of a finished `hf-xattn demo`, with or without `--language-model`. Its held-out pictures are read twice, the second
 time with an image store in int8. Times are medians of runs that take turns. Three ways are timed: keys and values in the model's dtype,
-int8 as the package reads it, and int8 that is always dequantised first (`multiplies_few` in `hf_xattn/int8_cache.py` says no).
+int8 as the package reads it, and int8 that is always dequantised first (`multiplies_few` in `hf_xattn/cache/int8_cache.py` says no).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.cache_utils import DynamicCache
 
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
-from hf_xattn import attention as attention_module
-from hf_xattn.context import CrossAttentionContext
-from hf_xattn.cross_cache import CrossCache
-from hf_xattn.image_layout import ImageLayout
-from hf_xattn.int8_cache import quantize
+from hf_xattn.cache.cross_cache import CrossCache
+from hf_xattn.cache.image_layout import ImageLayout
+from hf_xattn.cache.int8_cache import quantize
+from hf_xattn.layers import attention as attention_module
+from hf_xattn.layers.context import CrossAttentionContext
 
 
 WAYS = ("plain", "int8", "dequantised")

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import hf_xattn
-from hf_xattn import attention
 from hf_xattn.demo.canvases import PROMPT, WORDS, DigitPool, picture_of
 from hf_xattn.demo.language_scores import answers, held_out_questions, is_right
+from hf_xattn.layers import attention
 
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)

@@ -9,7 +9,7 @@ import os
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn.web import build_page
+from hf_xattn.serving.web import build_page
 
 
 MODEL = os.environ.get("MODEL", "model")

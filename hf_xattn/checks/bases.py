@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..adapter_saving import equal_bits
-from ..adapters import weights_of, without_ties
-from ..bases import load_text, text_config_of
-from ..decoder import find_decoder
-from ..gguf_files import split_gguf
-from ..insertion import BLOCKS
-from ..quantization import quantization_of_text
-from ..quantized_weights import first_quantized, is_quantized
+from ..checkpoints.adapter_saving import equal_bits
+from ..checkpoints.adapters import weights_of, without_ties
+from ..checkpoints.bases import load_text, text_config_of
+from ..checkpoints.gguf_files import split_gguf
+from ..decoders.decoder import find_decoder
+from ..decoders.insertion import BLOCKS
+from ..decoders.quantization import quantization_of_text
+from ..utils.quantized_weights import first_quantized, is_quantized
 from .inputs import random_text
 from .results import BROKEN, HOLDS, Result, largest_difference, listed, number
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..block import GatedCrossAttentionBlock
+from ..layers.block import GatedCrossAttentionBlock
 from .inputs import SEED, image_of_first_row, mark_images, random_text
 from .results import (
     BROKEN,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..adapter_saving import equal_bits
-from ..peft_layers import first_adapter_layer
+from ..checkpoints.adapter_saving import equal_bits
+from ..checkpoints.peft_layers import first_adapter_layer
 from .results import BROKEN, HOLDS, NOT_CHECKED, Result, listed
 
 

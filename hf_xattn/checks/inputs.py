@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..vision import blank_image
+from ..images.vision import blank_image
 
 
 ROWS, LENGTH = 2, 9

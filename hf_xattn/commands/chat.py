@@ -17,7 +17,7 @@ from .options import add_answers, answer_options
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ..chat_session import ChatSession
+    from ..serving.chat_session import ChatSession
 
 HELP = """\
 /image FILE  adds an image to your next message (a file or a URL)
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, processor, images = load_model_and_images(arguments)
     from transformers import set_seed
 
-    from ..chat_session import ChatSession
+    from ..serving.chat_session import ChatSession
 
     if arguments.seed is not None:
         set_seed(arguments.seed)
@@ -122,7 +122,7 @@ def _read_image(name: str, processor: Any) -> Image:
         raise ValueError("This model was saved without an image processor: it cannot read images.")
     from pathlib import Path
 
-    from ..image_reading import read_image
+    from ..processing.image_reading import read_image
 
     try:
         return read_image(name if "://" in name else Path(name).expanduser(), "/image")

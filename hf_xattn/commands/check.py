@@ -48,14 +48,14 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     device_of(arguments.device)
-    from ..paths import check_source
-    from ..peft_bases import find_peft
+    from ..checkpoints.peft_bases import find_peft
+    from ..utils.paths import check_source
 
     check_source("model", arguments.model)
 
     peft = find_peft(arguments.model, {})
     check_model(arguments.model if peft is None else peft.base, **hub_options(arguments))
-    from ..adapters import Adapter
+    from ..checkpoints.adapters import Adapter
     from ..checks import BROKEN, NOT_CHECKED, run_checks
     from ..checks.bases import load_base
 
@@ -108,7 +108,7 @@ def _saved_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
     """The dtype of the text half before the cast to `--dtype`, also if the folder names its base; None if there is no cast."""
     from transformers import AutoConfig
 
-    from ..peft_bases import find_peft
+    from ..checkpoints.peft_bases import find_peft
 
     peft = find_peft(arguments.model, {})
     name = arguments.model if peft is None else peft.base

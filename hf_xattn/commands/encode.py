@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     model, processor, images = load_model_and_images(arguments)
     import torch
 
-    from ..image_cache import save_image_cache
+    from ..cache.image_cache import save_image_cache
 
     inputs = _of_images(processor)(images=[images])
     with torch.no_grad():
@@ -78,7 +78,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     if output.is_file():
         raise ValueError(f"`--output` ({output}) must be a folder, because of `--features`, but it is a file.")
-    from ..training_data import pictures_by_content, read_folder
+    from ..training.training_data import pictures_by_content, read_folder
 
     device = device_of(arguments.device)
     data = read_folder(arguments.features)
@@ -93,8 +93,8 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     from accelerate.utils import get_cpu_distributed_information
     from transformers import AutoModelForImageTextToText
 
-    from ..features_encoding import encode_pictures
-    from ..vision_features import tower_of
+    from ..training.features_encoding import encode_pictures
+    from ..training.vision_features import tower_of
 
     process = get_cpu_distributed_information()  # what the launcher has set, also for GPUs
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)

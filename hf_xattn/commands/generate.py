@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from ..image_cache import ImageCache
+    from ..cache.image_cache import ImageCache
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     model, processor, images = load_model_and_images(arguments)
     cache = None
     if arguments.image_cache is not None:
-        from ..image_cache import load_image_cache
+        from ..cache.image_cache import load_image_cache
 
         cache = load_image_cache(arguments.image_cache, model)
     num_images = 0 if cache is None else _num_images(cache)

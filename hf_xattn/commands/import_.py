@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         convert_checkpoint(arguments.source, output)
         print_report(load_shapes(str(output)))  # shapes only: the weights may not fit into memory
         return
-    from ..whole_folder import WholeFolder
+    from ..utils.whole_folder import WholeFolder
 
     model = _model_of_a_state_dict(arguments)
     processor = read_processor(arguments.text, arguments.vision, output, image_token_id=arguments.image_token_id)
@@ -60,7 +60,7 @@ def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditional
         raise ValueError(
             f"{arguments.source} is a file with a state dict: --text is required, the language model that the blocks belong to."
         )
-    from ..bases import load_text, load_vision
+    from ..checkpoints.bases import load_text, load_vision
     from ..importers.blocks import read_state_dict
     from ..importers.kempnerforge import import_kempnerforge
     from ..importers.open_flamingo import import_open_flamingo

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.architectures:
         if arguments.training:
             raise ValueError("Expected a model (DIR) with `--training`, got --architectures.")
-        from ..architectures import markdown_table
+        from ..utils.architectures import markdown_table
 
         print(markdown_table())
     elif arguments.training:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print_training(name: str, blocks: dict[str, Any], hub: dict[str, Any], dtype: str = "auto", **given: Any) -> None:
-    from ..training_memory import training_memory, training_memory_table
+    from ..training.training_memory import training_memory, training_memory_table
 
     if has_blocks(name, **hub):
         for option, value in blocks.items():

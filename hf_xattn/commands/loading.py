@@ -61,8 +61,8 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     device = device_of(arguments.device)
     from transformers import AutoModelForImageTextToText
 
-    from ..image_reading import read_image
-    from ..inspection import blindness
+    from ..checkpoints.inspection import blindness
+    from ..processing.image_reading import read_image
 
     hub = hub_options(arguments)
     check_model(arguments.model, **hub)
@@ -99,7 +99,7 @@ def load_processor(name: str, **hub: Any) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
-    from ..base_processors import parts_of_bases
+    from ..processing.base_processors import parts_of_bases
 
     parts = parts_of_bases(name, hub)
     if parts is not None and parts["image_processor"] is None:
@@ -124,8 +124,8 @@ def load_shapes(name: str, dtype: str = "auto", **hub: Any) -> XAttnForCondition
     import torch
 
     from ..configuration_xattn import XAttnConfig
-    from ..custom_code import trusting
     from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..utils.custom_code import trusting
 
     with trusting(name, hub), torch.device("meta"):
         config = XAttnConfig.from_pretrained(name)
@@ -147,11 +147,11 @@ def plan_shapes(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ..bases import text_config_of, vision_config_of
-    from ..custom_code import trusting
-    from ..gguf_files import split_gguf
+    from ..checkpoints.bases import text_config_of, vision_config_of
+    from ..checkpoints.gguf_files import split_gguf
+    from ..images.vision import build_tower
     from ..retrofit import retrofit
-    from ..vision import build_tower
+    from ..utils.custom_code import trusting
 
     text_config = text_config_of(*split_gguf("text", text, hub), reads_weights=False)
     vision_config = None if vision is None else vision_config_of(vision, hub, reads_weights=False)
@@ -166,7 +166,7 @@ def plan_shapes(
 
 def has_blocks(name: str, **hub: Any) -> bool:
     """Whether a folder or a Hub id is a model with blocks. Reads only the configuration."""
-    from ..gguf_files import is_gguf_path
+    from ..checkpoints.gguf_files import is_gguf_path
 
     return not is_gguf_path(name) and _config_of(name, **hub).model_type == "xattn"
 
@@ -179,7 +179,7 @@ def _config_of(name: str, **hub: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    from ..paths import both_readings, check_source
+    from ..utils.paths import both_readings, check_source
 
     check_source("model", name)
     with both_readings(name):
@@ -190,8 +190,8 @@ def quantization_of(name: str, **hub: Any) -> str | None:
     """The method that the weights of a checkpoint are quantized with, or None. Reads only the configuration."""
     from transformers import AutoConfig
 
-    from ..adapters import Adapter
-    from ..gguf_files import is_gguf_path
+    from ..checkpoints.adapters import Adapter
+    from ..checkpoints.gguf_files import is_gguf_path
 
     if is_gguf_path(name):
         return None  # a retrofit unpacks it
@@ -211,7 +211,7 @@ def _given_dtype(dtype: str) -> dict[str, Any]:
 
 def check_model(name: str, **hub: Any) -> None:
     """Raises a `ValueError` for a model without blocks, and for a folder that is not there. `hub`: `hub_options`, here and elsewhere."""
-    from ..gguf_files import is_gguf_path
+    from ..checkpoints.gguf_files import is_gguf_path
 
     if is_gguf_path(name):
         raise ValueError(

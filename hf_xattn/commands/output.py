@@ -18,7 +18,7 @@ def new_folder(folder: Path) -> Path:
     Raises:
         ValueError: if `folder` is a file or a folder that is not empty.
     """
-    from ..whole_folder import clear_interrupted
+    from ..utils.whole_folder import clear_interrupted
 
     clear_interrupted(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -51,9 +51,9 @@ def read_processor(
     """
     from transformers import AutoTokenizer
 
-    from ..gguf_files import split_gguf
+    from ..checkpoints.gguf_files import split_gguf
     from ..processing_xattn import XAttnProcessor
-    from ..transformers_api import AutoImageProcessor
+    from ..utils.transformers_api import AutoImageProcessor
 
     source, text_kwargs = split_gguf("text", text, load_kwargs)
     load_kwargs.pop("gguf_file", None)
@@ -94,7 +94,7 @@ def _token(tokenizer: Any, token_id: int | None) -> str | None:
 
 def print_report(model: XAttnForConditionalGeneration) -> None:
     """Prints what the model's blocks add, one figure a line."""
-    from ..inspection import describe
+    from ..checkpoints.inspection import describe
 
     for name, value in describe(model).items():
         print(f"{name:<34} {value}")

@@ -31,12 +31,12 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
-    from ..bases import text_config_of, vision_config_of
-    from ..gguf_files import split_gguf
-    from ..inspection import blindness
+    from ..checkpoints.bases import text_config_of, vision_config_of
+    from ..checkpoints.gguf_files import split_gguf
+    from ..checkpoints.inspection import blindness
     from ..retrofit import retrofit
-    from ..sizes import text_num_hidden_layers
-    from ..whole_folder import WholeFolder
+    from ..utils.sizes import text_num_hidden_layers
+    from ..utils.whole_folder import WholeFolder
 
     hub = hub_options(arguments)
     if arguments.revision is not None:

@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'transformers[serving]'`.")
-    from ..answer_limits import AnswerLimits
-    from ..listening import address_of, bind
-    from ..serving import SERVED, Server, build_app, check_answers
+    from ..serving.answer_limits import AnswerLimits
+    from ..serving.listening import address_of, bind
+    from ..serving.serving import SERVED, Server, build_app, check_answers
 
     limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)
     answers = AnswerLimits(arguments.max_new_tokens, arguments.max_beams)

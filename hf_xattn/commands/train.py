@@ -104,12 +104,12 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..launch import is_first_process, say
+    from ..training.launch import is_first_process, say
 
     # The first process makes the folder, perhaps before the others come here.
     if not arguments.resume and is_first_process():
         new_folder(arguments.output)
-    from ..training_run import OPTIONS_FILE, TrainingOptions, train
+    from ..training.training_run import OPTIONS_FILE, TrainingOptions, train
 
     options = {name: value for name, value in vars(arguments).items() if name not in ("command", "run", "resume")}
     checked = TrainingOptions(**options)

@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     options = answer_options(arguments)
     from transformers import set_seed
 
-    from ..listening import address_of, bind
-    from ..web.page import build_page, load_gradio
+    from ..serving.listening import address_of, bind
+    from ..serving.web.page import build_page, load_gradio
 
     load_gradio()
     # Gradio binds the port itself, after the model is loaded. Until then this one holds it, and on Linux until Gradio has it too: there a

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..attention_maps import AttentionMaps, attention_maps
+from ..maps.attention_maps import AttentionMaps, attention_maps
 from .canvases import HEIGHT, PATCH, PROMPT, WIDTH, WORDS, Canvas
 
 

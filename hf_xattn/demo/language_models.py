@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ..bases import BaseSource, load_text, text_config_of
-from ..file_digests import sha256_of
-from ..gguf_files import KINDS, gguf_path, split_gguf
-from ..paths import check_source
+from ..checkpoints.bases import BaseSource, load_text, text_config_of
+from ..checkpoints.gguf_files import KINDS, gguf_path, split_gguf
+from ..utils.file_digests import sha256_of
+from ..utils.paths import check_source
 
 
 SMOLLM2 = "smollm2"

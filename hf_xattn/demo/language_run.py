@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from .. import XAttnProcessor, freeze_base, retrofit
-from ..model_card import write_model_card
-from ..transformers_api import AutoImageProcessor
+from ..checkpoints.model_card import write_model_card
+from ..utils.transformers_api import AutoImageProcessor
 from .canvases import DigitPool, picture_of
 from .checkpoints import make_vision_checkpoint
 from .connector_start import start_connector

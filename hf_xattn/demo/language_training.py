@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..collator import XAttnDataCollator
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
-from ..projection import multiplies_natively
+from ..training.collator import XAttnDataCollator
+from ..utils.projection import multiplies_natively
 from .canvases import DigitPool, picture_of, to_pixel_values
 from .checkpoints import optimize
 from .questions import ask, kinds_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..answer_words import Word, words_of
-from ..attention_maps import attention_maps
+from ..maps.answer_words import Word, words_of
+from ..maps.attention_maps import attention_maps
 from ..processing_xattn import XAttnProcessor
 from .canvases import HEIGHT, WIDTH, WORDS, picture_of
 from .language_scores import ANSWER_TOKENS, is_right

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from .. import XAttnProcessor, freeze_base, retrofit
-from ..model_card import write_model_card
-from ..transformers_api import AutoImageProcessor
+from ..checkpoints.model_card import write_model_card
+from ..utils.transformers_api import AutoImageProcessor
 from .attention import attention_on_digits, draw_attention
 from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, DigitPool, picture_of, sentence
 from .checkpoints import make_text_checkpoint, make_vision_checkpoint

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..block import GatedCrossAttentionBlock
-from ..checkpoint_files import read_headers, short
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
-from ..connector import XAttnConnector
-from ..decoder import find_decoder
+from ..decoders.decoder import find_decoder
+from ..images.connector import XAttnConnector
+from ..layers.block import GatedCrossAttentionBlock
 from ..modeling_xattn import XAttnForConditionalGeneration
+from ..utils.checkpoint_files import read_headers, short
 from .recipe import block_name, fits
 
 

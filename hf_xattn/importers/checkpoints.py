@@ -12,14 +12,14 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..checkpoint_files import INTEGERS
-from ..config_sizes import check_layer_count
+from ..checkpoints.loading_checks import check_config_file
+from ..checkpoints.model_card import write_model_card
 from ..configuration_xattn import XAttnConfig
-from ..loading_checks import check_config_file
-from ..model_card import write_model_card
 from ..modeling_xattn import XAttnForConditionalGeneration
-from ..paths import check_source
-from ..whole_folder import WholeFolder
+from ..utils.checkpoint_files import INTEGERS
+from ..utils.config_sizes import check_layer_count
+from ..utils.paths import check_source
+from ..utils.whole_folder import WholeFolder
 from . import idefics, mllama
 from .mllama_processor import write_processor
 from .mllama_shape import missing_rows, mllama_config, parts_of, with_rows

@@ -36,7 +36,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
-from ..insertion import check_insertable
+from ..decoders.insertion import check_insertable
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .blocks import block_options, check_parts, language_weights, load_parts, shape_of, stack_of, unwrapped
 from .recipe import block_name, renamed

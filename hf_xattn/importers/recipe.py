@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..block_places import blocks_at
 from ..configuration_xattn import XAttnConfig
-from ..insertion import BLOCKS
+from ..decoders.insertion import BLOCKS
+from ..utils.block_places import blocks_at
 
 
 # Fields that are copied to the configuration of a Llama decoder.

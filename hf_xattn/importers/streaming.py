@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..checkpoint_files import INDEX, Stored, check_inside, read_index, refuse_pickled, short
-from ..checkpoint_files import read_headers as checked_headers
-from ..paths import check_path
-from ..stub import is_own_file
-from ..whole_folder import clear_interrupted, finish_interrupted
+from ..utils.checkpoint_files import INDEX, Stored, check_inside, read_index, refuse_pickled, short
+from ..utils.checkpoint_files import read_headers as checked_headers
+from ..utils.paths import check_path
+from ..utils.stub import is_own_file
+from ..utils.whole_folder import clear_interrupted, finish_interrupted
 
 
 # Files that are written anew (weights, index, configuration), and files that are not needed.

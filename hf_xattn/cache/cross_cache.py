@@ -1,0 +1,282 @@
+"""The cross-attention half of an `EncoderDecoderCache`: keys and values of images, projected once.
+
+A row of this cache is an image row, not a text row. Beams, return sequences and many questions about one image share an image row,
+and attention folds them into one query axis. The length of this cache is the number of image tokens. It depends neither on the length
+of the text nor on a sliding window of the decoder.
+
+The cache holds keys and values for all blocks and their layout, or nothing. Only [`CrossCache.fill`] adds images, for all blocks at
+once. Tensors are replaced and never written into, so several caches can share the keys and values of an image. Keys and values are in
+the dtype that the model computed them in, or in int8 with scales (see `cache/int8_cache.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from ..utils.pytrees import Note
+from .image_layout import ImageLayout
+from .int8_cache import INT8, Int8States, States, concatenate, map_states
+from .kept_tokens import KeptTokens
+
+
+KeyValue = tuple[States, States]
+
+
+class CrossAttentionLayer(DynamicLayer):
+    """Keys and values of one block.
+
+    Attributes:
+        keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With `quiet_softmax` the null
+            key is in front of the image tokens. In an int8 cache the steps of [`Int8States`]. A block after the first may hold fewer
+            tokens, see [`KeptTokens`].
+        key_scales, value_scales (`torch.FloatTensor`, *optional*): the scales of an int8 cache.
+        dtype (`torch.dtype`): of the keys and values that attention gets.
+        device (`torch.device`): where the block runs.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    is_compileable = True
+
+    def __init__(self, key: States, value: States):
+        super().__init__()
+        self.dtype, self.device = key.dtype, key.device
+        self.keys, self.key_scales = _tensors_of(key)
+        self.values, self.value_scales = _tensors_of(value)
+        self.is_initialized = True
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """`"int8"`, or None for the dtype that the model computed in."""
+        return None if self.key_scales is None else INT8
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of this layer."""
+        every = (self.keys, self.values, self.key_scales, self.value_scales)
+        return [tensor for tensor in every if tensor is not None]
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.keys, self.values = change(self.keys), change(self.values)
+        if self.key_scales is not None and self.value_scales is not None:
+            self.key_scales, self.value_scales = change(self.key_scales), change(self.value_scales)
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError(
+            "Images cannot be added to one layer. The model adds them to all blocks at once, with `CrossCache.fill`."
+        )
+
+    def stored(self) -> KeyValue:
+        """Returns keys and values where they are stored."""
+        if self.key_scales is None or self.value_scales is None:
+            return self.keys, self.values
+        return Int8States(self.keys, self.key_scales, self.dtype), Int8States(
+            self.values, self.value_scales, self.dtype
+        )
+
+    def read(self) -> KeyValue:
+        """Returns keys and values on the block's device. Offloaded ones are copied and stay offloaded."""
+        if self.keys.device == self.device:
+            return self.stored()
+        key, value = (map_states(states, self._to_block) for states in self.stored())
+        return key, value
+
+    def select(self, rows: torch.Tensor) -> CrossAttentionLayer:
+        """Returns the image rows `rows`, in that order."""
+        chosen = copy.copy(self)
+        chosen._change(lambda tensor: tensor[rows.to(tensor.device)])
+        return chosen
+
+    def offload(self) -> None:
+        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._change(self._to_block)
+
+    def _to_block(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+class CrossCache(DynamicCache):
+    """Images of a batch, for all blocks.
+
+    Args:
+        cache_dtype (`str`, *optional*): `"int8"` for keys and values that are kept in int8; None for the dtype that the model computes in.
+
+    Attributes:
+        layers (`list[CrossAttentionLayer]`): one for each block; empty if there are no images.
+        layout ([`ImageLayout`], *optional*): describes the image tokens; None if there are no images.
+        made_by (`str`, *optional*): identity of the model and the weights that encoded the images, see `checkpoints/model_identity.py`.
+        read_by (`str`, *optional*): mark of the set of blocks that the images and the text belong to, see `checkpoints/block_sets.py`.
+    """
+
+    def __init__(self, cache_dtype: str | None = None):
+        super().__init__()
+        self._dtype_of_first = cache_dtype
+        self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # transformers lists every kind of layer
+        self.layout: ImageLayout | None = None
+        self._maker: Note[str | None] = Note(None)
+        self._reader: Note[str | None] = Note(None)
+
+    @property
+    def made_by(self) -> str | None:
+        return None if self._maker.is_lost else self._maker.value
+
+    @made_by.setter
+    def made_by(self, identity: str | None) -> None:
+        self._maker = Note(identity)
+
+    @property
+    def read_by(self) -> str | None:
+        return None if self._reader.is_lost else self._reader.value
+
+    @read_by.setter
+    def read_by(self, mark: str | None) -> None:
+        self._reader = Note(mark)
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """`"int8"` if keys and values are in int8, or will be; None for the dtype that the model computes in."""
+        return self.layers[0].cache_dtype if self.layers else self._dtype_of_first
+
+    def expect(self, cache_dtype: str | None) -> None:
+        """Sets the dtype of the first images, where a forward adds them later."""
+        self._dtype_of_first = cache_dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, with their scales."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+
+    @property
+    def rows(self) -> int:
+        """Number of image rows; 0 if there are no images."""
+        return self.layers[0].keys.shape[0] if self.layers else 0
+
+    def fill(self, layout: ImageLayout, keys_values: list[KeyValue], made_by: str | None = None) -> None:
+        """Appends images, for all blocks.
+
+        Args:
+            layout ([`ImageLayout`]): of the new images.
+            keys_values (`list[tuple]`): one tuple for each block, in order: keys and values of all images, cached ones first.
+            made_by (`str`, *optional*): identity of the model and the weights.
+        """
+        layers = [CrossAttentionLayer(key, value) for key, value in keys_values]
+        appended = layout if self.layout is None else self.layout.append(layout)
+        if self.layers:
+            made_by = self.made_by
+        else:
+            self.read_by = None
+        self.layers, self.layout, self.made_by = layers, appended, made_by
+
+    def state(self) -> tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]:
+        """Returns the present state for [`restore`]. Copies nothing, because tensors are never written into."""
+        return self.layers, self.layout, self.made_by
+
+    def restore(self, state: tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]) -> None:
+        """Returns to a `state`: images added since then are gone."""
+        self.layers, self.layout, self.made_by = state
+
+    def shared(self) -> CrossCache:
+        """Returns a cache with the same images for another conversation. Nothing is copied."""
+        other = CrossCache()
+        other.layers = [copy.copy(layer) for layer in self.layers]
+        other.layout, other.made_by, other.read_by = self.layout, self.made_by, self.read_by
+        return other
+
+    def show(self, layout: ImageLayout) -> None:
+        """Replaces the layout, for this conversation only. The image tokens stay the same."""
+        self.layout = layout
+
+    def keep_tokens(self, kept: KeptTokens, keys_values: dict[int, KeyValue]) -> None:
+        """Replaces keys and values by those of fewer tokens. Other caches that share the images keep all.
+
+        Args:
+            kept ([`KeptTokens`]): the tokens that blocks after the first keep.
+            keys_values (`dict`): keys and values of the blocks that change, by index.
+        """
+        assert self.layout is not None
+        self.layers = [
+            CrossAttentionLayer(*keys_values[index]) if index in keys_values else layer
+            for index, layer in enumerate(self.layers)
+        ]
+        self.layout = replace(self.layout, kept=kept)
+
+    @property
+    def dropped_tokens(self) -> bool:
+        """Whether a text has dropped image tokens, so that no other text may use these keys and values."""
+        return self.layout is not None and self.layout.kept is not None
+
+    def select(self, rows: torch.Tensor, layout: ImageLayout) -> None:
+        """Keeps the image rows `rows`, in that order. `layout` describes them."""
+        self.layers = [layer.select(rows) for layer in self.layers]
+        self.layout = layout
+
+    def reset(self) -> None:
+        # Drop the tensors and do not zero them: other caches may share them.
+        self.layers, self.layout, self.made_by, self._dtype_of_first = [], None, None, None
+
+    def offload_all(self) -> None:
+        """Moves keys and values to the host. Each block copies its own back while it runs."""
+        for layer in self.layers:
+            layer.offload()
+
+    def mark_static(self) -> None:
+        """Tells `torch.compile` that the addresses of keys and values do not change, as a CUDA graph requires."""
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                torch._dynamo.mark_static_address(tensor)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        raise _needs_text_rows("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise _needs_text_rows("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise _needs_text_rows("batch_select_indices")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("Images cannot be cropped. To crop the text, call `crop` of the whole cache.")
+
+
+def _needs_text_rows(method: str) -> RuntimeError:
+    return RuntimeError(
+        f"The image half of a cache does not know which text row looks at which image row. Call `{method}` of the whole cache."
+    )
+
+
+def append(cached: KeyValue | None, new: KeyValue) -> KeyValue:
+    """Returns cached keys and values of a block, and new ones in the same dtype behind them."""
+    if cached is None:
+        return new
+    return concatenate([cached[0], new[0]], dim=2), concatenate([cached[1], new[1]], dim=2)
+
+
+def _tensors_of(states: States) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (states.steps, states.scales) if isinstance(states, Int8States) else (states, None)
+
+
+def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, head_dim: int) -> None:
+    """Raises a `ValueError` if cached images do not fit the model."""
+    if len(cache.layers) != num_blocks:
+        raise ValueError(
+            f"Expected images for {num_blocks} cross-attention blocks in `past_key_values`, got {len(cache.layers)}. "
+            "Another model encoded them."
+        )
+    _, heads, _, width = cache.layers[0].keys.shape
+    if heads != num_key_value_heads or width != head_dim:
+        raise ValueError(
+            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `past_key_values`, got {heads} of width {width}. "
+            "Another model encoded the images."
+        )
+
+
+def is_empty(cache: Cache) -> bool:
+    """Whether a cache of any kind is empty."""
+    return not any(getattr(layer, "is_initialized", False) for layer in cache.layers)

@@ -1,0 +1,196 @@
+"""Describes the image tokens of a batch: the image of each token, padding, and digests of the content.
+
+A layout never changes, because caches and conversations share it. A conversation that adds or hides images gets a new layout. What the
+text has seen of the images is in `cache/text_progress.py`. The dataclass is not frozen, because transformers' exporters set attributes to move
+the tensors of a cache to the model's device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..utils.pytrees import Note, dataclass_node
+from .digests import Digests
+from .kept_tokens import KeptTokens
+
+
+@dataclass_node
+@dataclass(eq=False)
+class ImageLayout:
+    """The images of `R` rows. A mask may have a multiple of `R` rows, if text rows that share an image row see different images.
+
+    Attributes:
+        sizes (`tuple[int, ...]`): number of tokens of each image, including padding images.
+        image_of_token (`torch.LongTensor`): `(N,)`, index of each token's image.
+        token_mask (`torch.BoolTensor`, *optional*): `(R, N)`, False = padding; None if there is no padding.
+        image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding image.
+        digests (`tuple[Digests, ...]`, *optional*): one entry for pixels and one for features; None if the content was
+            not recorded.
+        kept ([`KeptTokens`], *optional*): the tokens that blocks after the first keep; None if they keep all.
+    """
+
+    sizes: tuple[int, ...]
+    image_of_token: torch.Tensor
+    token_mask: torch.Tensor | None = None
+    image_mask: torch.Tensor | None = None
+    digests: tuple[Digests, ...] | None = None
+    kept: KeptTokens | None = None
+
+    def __post_init__(self) -> None:
+        # What `cache/real_tokens.py` has read of the masks, in a tuple; None if it has not yet.
+        self.real_tokens: Note[Any] = Note(None)
+        self.row_spans: Note[Any] = Note(None)
+
+    @classmethod
+    def of(
+        cls,
+        sizes: tuple[int, ...],
+        device: torch.device,
+        token_mask: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+        digests: tuple[Digests, ...] | None = None,
+    ) -> ImageLayout:
+        """Makes the layout of images with `sizes` tokens."""
+        counts = torch.tensor(sizes, device=device)
+        image_of_token = torch.arange(len(sizes), device=device).repeat_interleave(counts, output_size=sum(sizes))
+        return cls(sizes, image_of_token, token_mask, image_mask, digests)
+
+    @property
+    def num_images(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.image_of_token.shape[0]
+
+    @property
+    def mask_rows(self) -> int:
+        """Number of rows of the masks; 1 if there is no mask."""
+        return max((mask.shape[0] for mask in (self.token_mask, self.image_mask) if mask is not None), default=1)
+
+    def append(self, later: ImageLayout) -> ImageLayout:
+        """Returns the layout of these images, followed by `later` images of the same rows."""
+        return ImageLayout(
+            sizes=(*self.sizes, *later.sizes),
+            image_of_token=torch.cat([self.image_of_token, later.image_of_token + self.num_images]),
+            token_mask=_append_masks(self.token_mask, self.num_tokens, later.token_mask, later.num_tokens),
+            image_mask=_append_masks(self.image_mask, self.num_images, later.image_mask, later.num_images),
+            digests=_append_digests(self.digests, later.digests),
+            kept=self._append_kept(later),
+        )
+
+    def _append_kept(self, later: ImageLayout) -> KeptTokens | None:
+        if self.kept is None:
+            return None  # a text decides about new images when it has looked at them
+        assert later.kept is None
+        return self.kept.append(KeptTokens.all_of(later.sizes, self.kept.index), self.num_tokens)
+
+    def first_tokens(self, count: int) -> ImageLayout:
+        """Returns the layout of the first `count` tokens, which must be whole images."""
+        if count == self.num_tokens:
+            return self
+        images = next(index for index in range(len(self.sizes) + 1) if sum(self.sizes[:index]) == count)
+        return replace(
+            self,
+            sizes=self.sizes[:images],
+            image_of_token=self.image_of_token[:count],
+            token_mask=None if self.token_mask is None else self.token_mask[:, :count],
+            image_mask=None if self.image_mask is None else self.image_mask[:, :images],
+            kept=None,  # not of interest for what a text has seen
+        )
+
+    def select(self, rows: torch.Tensor, count: int) -> ImageLayout:
+        """Returns the image rows `rows` (of `count`), one for each text row."""
+
+        def take(mask: torch.Tensor | None) -> torch.Tensor | None:
+            if mask is None:
+                return None
+            first = rows.to(mask.device) * (mask.shape[0] // count)
+            return mask[first]
+
+        digests = None if self.digests is None else tuple(part.select(rows) for part in self.digests)
+        kept = None if self.kept is None else self.kept.select(rows)
+        return replace(
+            self, token_mask=take(self.token_mask), image_mask=take(self.image_mask), digests=digests, kept=kept
+        )
+
+    def select_text_rows(self, text_rows: torch.Tensor, batch_size: int, count: int) -> ImageLayout:
+        """Returns the image rows that the text rows `text_rows` look at, one image row for each text row.
+
+        Args:
+            text_rows (`torch.LongTensor`): indices of text rows.
+            batch_size (`int`), count (`int`): number of text rows and of image rows before the selection.
+        """
+
+        def take(mask: torch.Tensor | None) -> torch.Tensor | None:
+            if mask is None:
+                return None
+            return mask[text_rows.to(mask.device) // (batch_size // mask.shape[0])]
+
+        return replace(
+            self.select(text_rows // (batch_size // count), count),
+            token_mask=take(self.token_mask),
+            image_mask=take(self.image_mask),
+        )
+
+    def narrowed(self, image_mask: torch.Tensor | None, token_mask: torch.Tensor | None) -> ImageLayout:
+        """Hides what a caller's masks exclude: images `(rows, num_images)` and tokens `(rows, N)`."""
+        images, tokens = self.image_mask, self.token_mask
+        if image_mask is not None:
+            images = _both(images, image_mask)
+            tokens = _both(tokens, image_mask[:, self.image_of_token])
+        if token_mask is not None:
+            tokens = _both(tokens, token_mask)
+        return replace(self, image_mask=images, token_mask=tokens, digests=self._hidden(image_mask))
+
+    def _hidden(self, image_mask: torch.Tensor | None) -> tuple[Digests, ...] | None:
+        """Hides images in the digests too, if the mask has one row for each image row."""
+        if self.digests is None or image_mask is None or image_mask.shape[0] != self.digests[0].values.shape[0]:
+            return self.digests
+        hidden, first = [], 0
+        for part in self.digests:
+            # If all images are of one kind, digests and layout have the images in the same order.
+            sizes = torch.tensor(part.sizes, device=part.values.device)
+            mask = image_mask[:, first : first + len(part.sizes)].to(part.values.device).repeat_interleave(sizes, dim=1)
+            hidden.append(replace(part, real=part.real_or_all() & mask))
+            first += len(part.sizes)
+        return tuple(hidden) if len(hidden) == 1 else None
+
+
+def rows_to(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Repeats the rows of a tensor, so that each of `rows` text rows has its own."""
+    return tensor if tensor.shape[0] == rows else tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
+
+
+def _both(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
+    if first is None:
+        return second
+    rows = max(first.shape[0], second.shape[0])
+    return rows_to(first, rows) & rows_to(second, rows)
+
+
+def _append_masks(
+    first: torch.Tensor | None, first_size: int, second: torch.Tensor | None, second_size: int
+) -> torch.Tensor | None:
+    if first is not None and second is not None:
+        rows = max(first.shape[0], second.shape[0])
+        return torch.cat([rows_to(first, rows), rows_to(second, rows)], dim=1)
+    if first is not None:
+        return torch.cat([first, first.new_ones(first.shape[0], second_size)], dim=1)
+    if second is not None:
+        return torch.cat([second.new_ones(second.shape[0], first_size), second], dim=1)
+    return None
+
+
+def _append_digests(
+    first: tuple[Digests, ...] | None, second: tuple[Digests, ...] | None
+) -> tuple[Digests, ...] | None:
+    if first is None or second is None:
+        return None
+    merged = {part.of: part for part in first}
+    for part in second:
+        merged[part.of] = merged[part.of].append(part) if part.of in merged else part
+    return tuple(merged.values())

@@ -1,0 +1,123 @@
+"""Which image tokens of a padded batch are real, read on the host: what is padding then costs nothing.
+
+Rows with fewer images than the widest, and images with fewer tiles than others, are padded, and masks tell where. The shapes of the work
+that is left depend on values of these masks. A GPU waits once for them, where images come in; a layout remembers the answer, so no decode
+step waits. Compiled, exported and captured code has no values to read: there, everything here answers None, and the padding is computed
+and masked.
+
+Letters: R image rows, N image tokens of a row, M real image tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..utils.tensor_checks import has_values
+from .image_layout import ImageLayout, rows_to
+
+
+class RealTokens(NamedTuple):
+    """Where the real tokens of a batch stand.
+
+    Attributes:
+        places (`torch.LongTensor`): `(2, M)`, row and column of each.
+        shape (`tuple[int, int]`): R and N.
+    """
+
+    places: torch.Tensor
+    shape: tuple[int, int]
+
+    def take(self, states: torch.Tensor) -> torch.Tensor:
+        """`(R, N, width)` to `(1, M, width)`."""
+        rows, columns = self.places.to(states.device)
+        return states[rows, columns][None]
+
+    def spread(self, states: torch.Tensor, null_token: bool) -> torch.Tensor:
+        """`(1, M, heads, width)` to a contiguous `(R, heads, N, width)`. Padding is zeros, and so is the null token in front, if wanted."""
+        (rows, columns), (num_rows, num_tokens) = self.places.to(states.device), self.shape
+        _, _, heads, width = states.shape
+        padded = states.new_zeros(num_rows, heads, num_tokens + null_token, width)
+        padded[rows, :, columns + int(null_token)] = states[0]
+        return padded
+
+
+Span = tuple[int, int]
+
+
+class RowSpans(NamedTuple):
+    """Which tokens of each image row are real.
+
+    Attributes:
+        spans (`tuple`): for each row, the first token and the end of each run of real tokens; empty for a row without any.
+        shared (`tuple[bool, ...]`): whether all text rows that look at the row have the same padding.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    shared: tuple[bool, ...]
+
+
+def real_places(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
+    """The (row, image) of each real image.
+
+    Args:
+        real (`torch.BoolTensor`, *optional*): `(R, n)`.
+
+    Returns:
+        `list`, or None if all are real.
+    """
+    if real is None or not has_values(real):
+        return None
+    places = [(row, image) for row, image in real.nonzero().tolist()]
+    return None if len(places) == real.numel() else places
+
+
+def real_tokens(layout: ImageLayout, rows: int) -> RealTokens | None:
+    """The real tokens of a layout.
+
+    Args:
+        layout ([`ImageLayout`]): of the images.
+        rows (`int`): R.
+
+    Returns:
+        [`RealTokens`], or None if all tokens are real, or none is.
+    """
+    mask = layout.token_mask
+    if mask is None or not has_values(mask):
+        return None
+    if layout.real_tokens.is_lost or layout.real_tokens.value is None:
+        real = _by_image_row(mask, rows).any(dim=1)
+        places = torch.stack(real.nonzero(as_tuple=True))
+        some = 0 < places.shape[1] < real.numel()
+        layout.real_tokens.value = (RealTokens(places, (real.shape[0], real.shape[1])) if some else None,)
+    return layout.real_tokens.value[0]
+
+
+def row_spans(layout: ImageLayout, rows: int) -> RowSpans | None:
+    """Which tokens attention has to read in each image row; None if all of every row.
+
+    Args:
+        layout ([`ImageLayout`]): of all images.
+        rows (`int`): R.
+    """
+    mask = layout.token_mask
+    if mask is None or not has_values(mask):
+        return None
+    if layout.row_spans.is_lost or layout.row_spans.value is None:
+        by_row = _by_image_row(mask, rows)
+        real = by_row.any(dim=1)
+        ends = torch.nn.functional.pad(real, (1, 1))
+        places: list[list[int]] = [[] for _ in range(rows)]
+        for row, place in (ends[:, 1:] != ends[:, :-1]).nonzero().tolist():
+            places[row].append(place)
+        spans = tuple(tuple(zip(row[::2], row[1::2])) for row in places)
+        shared = tuple((by_row == real[:, None]).flatten(1).all(dim=1).tolist())
+        all_read = all(shared) and set(spans) == {((0, mask.shape[1]),)}
+        layout.row_spans.value = (None if all_read else RowSpans(spans, shared),)
+    return layout.row_spans.value[0]
+
+
+def _by_image_row(mask: torch.Tensor, rows: int) -> torch.Tensor:
+    """`(R * r, N)`, a row for each text row, to `(R, r, N)`."""
+    return rows_to(mask, max(rows, mask.shape[0])).unflatten(0, (rows, -1))

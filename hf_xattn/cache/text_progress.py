@@ -1,0 +1,282 @@
+"""What the text has seen of the images.
+
+Later text needs three things from earlier calls: the number of image markers, the row of a caller's mask that still applies, and the rows
+of a caller's mask for text that has not come yet. All three belong to text rows, so they follow beams, selection and repetition. A
+progress never changes: a call makes a new one, and the cache stores it when the call has succeeded.
+
+Text can be cropped (rejected candidates of assisted decoding, a turn that is undone). The history then gives the progress at any earlier
+position.
+
+No dataclass here is frozen, because transformers' exporters set attributes to move the tensors of a cache to the model's device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ..utils.pytrees import Unexported, dataclass_node
+from .image_layout import rows_to
+
+
+@dataclass(eq=False)
+class MarkerCounts:
+    """Image markers of the text so far.
+
+    Attributes:
+        state (`torch.LongTensor`): `(B, 3)`: number of counted markers, number of those before the latest run of markers, and
+            whether the text ends with a counted marker.
+    """
+
+    state: torch.Tensor
+
+    @classmethod
+    def none(cls, markers: torch.Tensor) -> MarkerCounts:
+        """Returns counts of zero for the rows of `markers`."""
+        return cls(torch.zeros(markers.shape[0], 3, dtype=torch.long, device=markers.device))
+
+    def rows_to(self, rows: int) -> MarkerCounts:
+        return MarkerCounts(rows_to(self.state, rows))
+
+    def count_on(
+        self, markers: torch.Tensor, total: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Continues counting over new text.
+
+        Args:
+            markers (`torch.BoolTensor`): `(B, T)`, True where the new text holds a marker.
+            total (`torch.LongTensor`, *optional*): `(B or 1, 1)`, number of images; None if every marker has an image.
+
+        Returns:
+            three tensors `(B, T)`: the markers that count, the number of markers up to and including each token, and the number of
+            markers before the latest run of markers.
+        """
+        counts = markers.cumsum(dim=-1) + self.state[:, :1]
+        counted = markers
+        if total is not None:
+            # An extra marker, for example a generated one, must not count for an image that comes later.
+            counted = markers & (counts <= total)
+            counts = torch.minimum(counts, torch.maximum(total, self.state[:, :1]))
+        follows = torch.cat([self.state[:, 2:] > 0, counted[:, :-1]], dim=-1)
+        starts = torch.where(counted & ~follows, counts - 1, self.state[:, 1:2])
+        return counted, counts, starts.cummax(dim=-1).values
+
+
+@dataclass_node
+@dataclass(eq=False)
+class CallersMask:
+    """Rows of a caller's mask.
+
+    Attributes:
+        rows (`torch.BoolTensor`): `(rows, text_len, columns)`, where `rows` divides the batch.
+        first (`int`): index of the image token in the first column. Image tokens outside of the mask follow `image_visibility`.
+        over (`torch.BoolTensor`, *optional*): `(B,)`, for a row that applies to later text: whether a marker has ended it.
+    """
+
+    rows: torch.Tensor
+    first: int = 0
+    over: torch.Tensor | None = None
+
+    @property
+    def text_len(self) -> int:
+        return self.rows.shape[1]
+
+    def decides(self, text_len: int, num_image_tokens: int) -> bool:
+        """Whether the mask covers the next `text_len` text tokens and all image tokens."""
+        return self.text_len >= text_len and self.first == 0 and self.rows.shape[2] == num_image_tokens
+
+    def split(self, text_len: int) -> tuple[CallersMask | None, CallersMask | None]:
+        """Returns the part for the next `text_len` text tokens, and the rest."""
+        if self.text_len <= text_len:
+            return self, None
+        return replace(self, rows=self.rows[:, :text_len]), replace(self, rows=self.rows[:, text_len:])
+
+    def last_row(self) -> CallersMask:
+        return replace(self, rows=self.rows[:, -1:])
+
+    def until(self, over: torch.Tensor) -> CallersMask:
+        return replace(self, over=over)
+
+    def take(self, indices: torch.Tensor, batch_size: int) -> CallersMask:
+        """Selects the text rows `indices` (of `batch_size`)."""
+        return CallersMask(
+            _take_shared(self.rows, indices, batch_size),
+            self.first,
+            None if self.over is None else _take_shared(self.over, indices, batch_size),
+        )
+
+
+class Segment(NamedTuple):
+    """Text of one call: start, end, number of image tokens at that time, and the caller's mask for the first text tokens."""
+
+    start: int
+    stop: int
+    num_image_tokens: int
+    mask: CallersMask | None
+
+
+@dataclass(eq=False)
+class History(Unexported):
+    """Gives the progress at earlier positions of the text.
+
+    Attributes:
+        counted (`torch.BoolTensor`, *optional*): `(B, length)`, True for markers that count.
+        segments (`tuple[Segment, ...]`): in the order of the text.
+        length (`int`): number of text tokens.
+    """
+
+    __slots__ = ("counted", "segments", "length")
+
+    counted: torch.Tensor | None
+    segments: tuple[Segment, ...]
+    length: int
+
+    @classmethod
+    def empty(cls) -> History:
+        """Returns the history before the first text."""
+        return cls(None, (), 0)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the history is lost, because an exported program has continued the text."""
+        return not hasattr(self, "length")
+
+    def add(self, counted: torch.Tensor | None, mask: CallersMask | None, num_tokens: int, text_len: int) -> History:
+        segment = Segment(self.length, self.length + text_len, num_tokens, mask)
+        segments = self.segments
+        last = segments[-1] if segments else None
+        if last is not None and mask is None and last.mask is None and last.num_image_tokens == num_tokens:
+            segments = (*segments[:-1], last._replace(stop=segment.stop))
+        else:
+            segments = (*segments, segment)
+        if counted is not None:
+            before = self.counted
+            if before is None:
+                before = counted.new_zeros(counted.shape[0], self.length)
+            counted = torch.cat([rows_to(before, counted.shape[0]), counted], dim=1)
+        return History(counted, segments, segment.stop)
+
+    def until(self, length: int) -> History:
+        """Returns the history of the first `length` tokens. If it is shorter, text without markers and masks is added."""
+        if length >= self.length:
+            counted = self.counted
+            if counted is not None:
+                counted = torch.nn.functional.pad(counted, (0, length - self.length))
+            return History(counted, self.segments, length)
+        segments = []
+        for segment in self.segments:
+            if segment.start >= length:
+                break
+            mask = segment.mask
+            if mask is not None:
+                mask, _ = mask.split(length - segment.start)
+            segments.append(segment._replace(stop=min(segment.stop, length), mask=mask))
+        counted = None if self.counted is None else self.counted[:, :length]
+        return History(counted, tuple(segments), length)
+
+    def progress(self) -> TextProgress:
+        """Returns the progress at the end of this history."""
+        counts = held = None
+        if self.counted is not None:
+            counts = MarkerCounts.none(self.counted)
+            if self.length:
+                counted, seen, before_group = counts.count_on(self.counted, None)
+                counts = MarkerCounts(torch.stack([seen[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1))
+        masked = [(segment.start, segment.mask) for segment in self.segments if segment.mask is not None]
+        if masked:
+            start, mask = masked[-1]
+            held = mask.last_row()
+            if self.counted is not None:
+                held = held.until(self.counted[:, start + mask.text_len :].any(dim=-1))
+        return TextProgress(counts, held, None, self)
+
+    def take(self, indices: torch.Tensor, batch_size: int) -> History:
+        segments = tuple(
+            segment if segment.mask is None else segment._replace(mask=segment.mask.take(indices, batch_size))
+            for segment in self.segments
+        )
+        counted = None if self.counted is None else _take_shared(self.counted, indices, batch_size)
+        return History(counted, segments, self.length)
+
+
+@dataclass(eq=False)
+class TextProgress:
+    """What later text needs to know of earlier text.
+
+    Attributes:
+        counts ([`MarkerCounts`], *optional*): None if no call has looked for markers.
+        held ([`CallersMask`], *optional*): the last row of a caller's mask. It applies until the next marker.
+        coming ([`CallersMask`], *optional*): rows of a caller's mask for later text, from `generate`.
+        history ([`History`], *optional*): None if the text cannot be cropped; lost if an exported program has continued the text.
+    """
+
+    counts: MarkerCounts | None = None
+    held: CallersMask | None = None
+    coming: CallersMask | None = None
+    history: History | None = None
+
+    @property
+    def known_history(self) -> History | None:
+        """The history, or None if the progress at earlier positions is unknown."""
+        return None if self.history is None or self.history.is_lost else self.history
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether the progress is the same at every position, because there were neither markers nor masks."""
+        return self.counts is None and self.held is None
+
+    def at(self, length: int) -> TextProgress:
+        """Returns the progress for `length` tokens in the text half of the cache, also after a crop."""
+        history = self.history
+        if history is None or history.is_lost or history.length == length:
+            return self
+        earlier = history.until(length).progress()
+        return replace(earlier, coming=self.coming if length > history.length else None)
+
+    def with_coming(self, mask: CallersMask | None) -> TextProgress:
+        return replace(self, coming=mask)
+
+    def without_history(self) -> TextProgress:
+        return replace(self, history=None)
+
+    def after(
+        self,
+        counts: MarkerCounts | None,
+        counted: torch.Tensor | None,
+        covered: CallersMask | None,
+        coming: CallersMask | None,
+        held: CallersMask | None,
+        num_image_tokens: int,
+        batch_size: int,
+        text_len: int,
+    ) -> TextProgress:
+        """Returns the progress after `text_len` more tokens."""
+        history = self.history
+        if history is not None and not history.is_lost:
+            history = history.add(counted, covered, num_image_tokens, text_len)
+        return TextProgress(counts if counts is not None else self.counts, held, coming, history)
+
+    def take(self, indices: torch.Tensor, batch_size: int) -> TextProgress:
+        """Selects the text rows `indices` (of `batch_size`)."""
+        return TextProgress(
+            None if self.counts is None else MarkerCounts(_take_shared(self.counts.state, indices, batch_size)),
+            None if self.held is None else self.held.take(indices, batch_size),
+            None if self.coming is None else self.coming.take(indices, batch_size),
+            self.history if self.history is None or self.history.is_lost else self.history.take(indices, batch_size),
+        )
+
+
+def _take_shared(tensor: torch.Tensor, indices: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Selects the text rows `indices` from a tensor whose rows are shared by text rows. Returns the same tensor if nothing moves."""
+    rows = tensor.shape[0]
+    wanted = indices.to(tensor.device) // (batch_size // rows)
+    count = wanted.shape[0]
+    if rows == 1 and count == batch_size:
+        return tensor
+    if count == batch_size and rows < batch_size:
+        kept = torch.arange(rows, device=tensor.device).repeat_interleave(count // rows)
+        if torch.equal(wanted, kept):
+            return tensor
+    return tensor[wanted]

@@ -1,0 +1,253 @@
+"""The cache of a conversation: text in one half, images in the other half.
+
+The cache is transformers' `EncoderDecoderCache` with three additions, because text rows and image rows differ. It knows the number of
+text rows. It keeps what the text has seen of the images (`cache/text_progress.py`). If text rows are reordered or selected, their images
+follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+from ..utils.pytrees import Note
+from ..utils.tensor_checks import type_name
+from ..utils.transformers_api import empty_dynamic_layers
+from .cross_cache import CrossCache, is_empty
+from .text_progress import History, TextProgress
+
+
+DROPPED = (
+    "Expected `past_key_values` with the text that has chosen the image tokens to keep (`keep_image_tokens`), but {}. The other tokens are "
+    "gone, and another text may need them. Start from an empty cache, or from one of `encode_images`."
+)
+
+
+class XAttnCache(EncoderDecoderCache):
+    """An `EncoderDecoderCache` whose cross half holds images.
+
+    Args:
+        self_attention_cache (`Cache`): the text half, of any kind.
+        cross_attention_cache ([`CrossCache`], *optional*): the images; empty by default.
+
+    Attributes:
+        progress ([`TextProgress`]): what the text has seen of the images.
+        text_rows (`int`, *optional*): batch of the cached text; None if there is no text yet.
+        text_length (`torch.LongTensor`, *optional*): number of cached text tokens, for decoders whose cache does not know it.
+        text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many of them are padding; with `position_bias` only.
+        broken (`str`, *optional*): why the text half can no longer be used.
+        chosen_by (`int`): length of the text that has chosen the image tokens to keep; 0 if no token was dropped.
+    """
+
+    cross_attention_cache: CrossCache
+
+    def __init__(self, self_attention_cache: Cache, cross_attention_cache: CrossCache | None = None):
+        super().__init__(self_attention_cache, CrossCache() if cross_attention_cache is None else cross_attention_cache)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.progress = TextProgress(history=History.empty())
+        self._rows: Note[int | None] = Note(None)
+        self.text_length: torch.Tensor | None = None
+        self.text_padding: torch.Tensor | None = None
+        self.broken: str | None = None
+        self._chosen: Note[int] = Note(0)
+
+    @classmethod
+    def adopt(cls, cache: EncoderDecoderCache) -> XAttnCache:
+        """Turns a caller's `EncoderDecoderCache` into an [`XAttnCache`], in place, because the caller passes the same object again.
+
+        The cross half becomes a [`CrossCache`]. The caller's would follow beams, or have the length of the text or of a sliding window.
+
+        Raises:
+            TypeError: for anything but an `EncoderDecoderCache`.
+            ValueError: for an unknown subclass, or if another model filled the cross half.
+        """
+        if isinstance(cache, XAttnCache):
+            return cache
+        if not isinstance(cache, EncoderDecoderCache):
+            raise TypeError(
+                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got {type_name(cache)}. Pass "
+                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+            )
+        if type(cache) is not EncoderDecoderCache:
+            raise ValueError(
+                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}. Pass "
+                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+            )
+        cross = cache.cross_attention_cache
+        if not is_empty(cross):
+            raise ValueError(
+                "Expected `past_key_values.cross_attention_cache` to be empty or filled by this model, got "
+                f"{len(cross.layers)} layers of {type(cross.layers[0]).__name__}."
+            )
+        vars(cache).update(vars(cls(cache.self_attention_cache)))
+        cache.__class__ = cls  # last: Ctrl-C leaves no cache of this class without its state
+        assert isinstance(cache, XAttnCache)
+        return cache
+
+    @property
+    def text_rows(self) -> int | None:
+        return _rows_of_text(self.self_attention_cache) if self._rows.is_lost else self._rows.value
+
+    @text_rows.setter
+    def text_rows(self, rows: int | None) -> None:
+        self._rows = Note(rows)
+
+    @property
+    def chosen_by(self) -> int:
+        return 0 if self._chosen.is_lost else self._chosen.value
+
+    @chosen_by.setter
+    def chosen_by(self, length: int) -> None:
+        self._chosen = Note(length)
+
+    def check_usable(self, batch_size: int) -> None:
+        """Raises a `ValueError` if an earlier call broke the cache, the text has another batch than the cached text, or the text is gone
+        that has chosen the image tokens."""
+        if self.broken is not None:
+            raise ValueError(self.broken)
+        if self.cross_attention_cache.dropped_tokens:
+            if self.text_rows is None:
+                raise ValueError(DROPPED.format("the text half is empty"))
+            self._check_chosen(self.get_seq_length() if self.can_be_cropped else None)
+        if self.text_rows is not None and batch_size != self.text_rows:
+            raise ValueError(
+                f"Expected text of batch {self.text_rows}, as in `past_key_values`, got {batch_size}. To continue with other rows, "
+                "call `batch_select_indices` or `batch_repeat_interleave` of the cache."
+            )
+
+    def _check_chosen(self, length: int | None) -> None:
+        """Raises a `ValueError` if a text of `length` tokens lacks some of the text that has chosen the image tokens."""
+        if length is not None and length < self.chosen_by:
+            raise ValueError(DROPPED.format(f"{length} of its {self.chosen_by} tokens are left"))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether keys and values are offloaded to the host."""
+        return bool(getattr(self.self_attention_cache, "offloading", False))
+
+    def is_stateful(self) -> bool:
+        """Whether the text half holds only states, as for state-space decoders. Such a cache does not know the length of the text."""
+        layers = self.self_attention_cache.layers
+        return bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        if self.is_stateful():
+            return 0 if self.text_length is None else self.text_length
+        return super().get_seq_length(layer_idx)
+
+    def count_text(self, text_len: int, device: torch.device, positions: torch.Tensor | None) -> None:
+        """Counts text tokens if the text half does not. The count is a tensor, because compiled code would guard on an integer.
+
+        Such decoders get no mask after the prompt, so its padding is remembered here, if blocks read the text's `positions`.
+        """
+        if not self.is_stateful():
+            return
+        if self.text_length is None:
+            self.text_length = torch.zeros((), dtype=torch.long, device=device)
+        self.text_length = self.text_length + text_len
+        if positions is not None:
+            self.text_padding = self.text_length - 1 - positions[:, -1:]
+
+    @property
+    def can_be_cropped(self) -> bool:
+        return isinstance(self.self_attention_cache, DynamicCache) and not self.is_stateful()
+
+    def current_progress(self) -> TextProgress:
+        """Returns the progress for the present length of the text half, which may be shorter than after the last call (`crop`)."""
+        if not self.can_be_cropped:
+            return self.progress if self.progress.history is None else self.progress.without_history()
+        return self.progress.at(self.get_seq_length())
+
+    def mark_updated(self, num_blocks: int) -> None:
+        """Sets the flags by which transformers knows that the cross half is filled."""
+        for index in range(num_blocks):
+            self.is_updated[index] = True
+
+    def _take_text_rows(self, indices: torch.Tensor, may_share: bool) -> None:
+        """Selects images and progress for the new text rows.
+
+        Args:
+            indices (`torch.LongTensor`): the text rows to keep, in their new order.
+            may_share (`bool`): whether text rows may continue to share image rows.
+        """
+        rows = self.cross_attention_cache.rows
+        batch_size = self.text_rows or rows
+        if not batch_size:
+            return
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self.progress = self.progress.take(indices, batch_size)
+        if self.text_padding is not None:
+            self.text_padding = self.text_padding.expand(batch_size, 1)[indices]
+        self.text_rows = indices.shape[0]
+        if not rows:
+            return
+        cross, count = self.cross_attention_cache, indices.shape[0]
+        wanted = indices // (batch_size // rows)
+        assert cross.layout is not None
+        if may_share and cross.layout.mask_rows <= rows and count % rows == 0:
+            kept = torch.arange(rows, device=wanted.device).repeat_interleave(count // rows)
+            if rows == 1 or torch.equal(wanted, kept):  # beams stay within their sample
+                return
+        cross.select(wanted, cross.layout.select_text_rows(indices, batch_size, rows))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders text rows for beam search. Images follow, without a copy if the beams stay within their sample."""
+        self.self_attention_cache.reorder_cache(beam_idx)
+        self._take_text_rows(beam_idx, may_share=True)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats text rows. The copies share the image rows."""
+        self.check_dynamic_cache(self.batch_repeat_interleave.__name__)
+        self.self_attention_cache.batch_repeat_interleave(repeats)
+        batch_size = self.text_rows or self.cross_attention_cache.rows
+        if batch_size:
+            self.text_rows = batch_size * repeats
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the text rows `indices`. Each gets its own image row."""
+        self.check_dynamic_cache(self.batch_select_indices.__name__)
+        self.self_attention_cache.batch_select_indices(indices)
+        self._take_text_rows(indices, may_share=False)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes text from the end (a negative number), and returns to what the remaining text has seen of the images.
+
+        Raises:
+            ValueError: if the cache comes from an exported program, which does not keep what earlier text has seen; or if the text has
+                chosen the image tokens to keep (`keep_image_tokens`).
+        """
+        if self.can_be_cropped and self.cross_attention_cache.dropped_tokens:
+            if self._chosen.is_lost:
+                raise ValueError(
+                    DROPPED.format("the cache comes from an exported program, which does not know how much")
+                )
+            past = int(self.get_seq_length())
+            self._check_chosen(past + tokens_to_remove if tokens_to_remove <= 0 else min(past, tokens_to_remove))
+        if self.can_be_cropped and self.progress.known_history is None and not self.progress.is_blank:
+            raise ValueError(
+                "The text in `past_key_values` cannot be cropped: the cache comes from an exported program, which does not keep what "
+                "earlier text has seen of the images. Start from an empty cache."
+            )
+        super().crop(tokens_to_remove)
+        if self.can_be_cropped:
+            self.progress = self.current_progress()
+
+    def reset(self) -> None:
+        super().reset()
+        empty_dynamic_layers(self.self_attention_cache)
+        self._begin()
+
+
+def _rows_of_text(cache: Cache) -> int | None:
+    """Returns the batch of the text in a cache, or None if the cache holds no text."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                    return tensor.shape[0]
+    return None

@@ -1,0 +1,274 @@
+"""Saves what the bases of a model do not hold: `save_pretrained(folder, adapter_only=True)`. See `checkpoints/adapters.py` for what the folder holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
+
+from ..decoders.quantization import check_requantizable, quantization_of_text
+from ..utils.file_digests import sha256_of
+from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
+from ..utils.whole_folder import WholeFolder
+from ..version import __version__
+from .adapter_manifest import FORMAT
+from .adapters import MANIFEST, PARTS, WEIGHTS, fingerprint, shapes_of, weight_files_of, weights_of, without_ties
+from .bases import BaseSource, base_of, named_base
+from .model_card import FILE as CARD
+from .peft_layers import refuse_adapter_layers
+
+
+PEFT_FILE = "adapter_config.json"
+SAVE_OR_MERGE = (
+    "Save the adapter by itself, with `save_pretrained` of the `PeftModel`, or merge it first: `merge_and_unload()`."
+)
+
+
+def save_adapter(
+    model: Any,
+    folder: str | os.PathLike[str],
+    save: Callable[[Path, dict[str, torch.Tensor], bool], None],
+    bases: dict[str, Any],
+    state_dict: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Saves what the bases of a model do not hold. The folder is whole, or it is not taken.
+
+    Args:
+        model ([`XAttnPreTrainedModel`]): the model.
+        folder (`str`): where it goes.
+        save (`Callable`): saves configuration, code and the given weights into a folder. The third argument says whether the
+            configuration names the quantization.
+        bases (`dict`): `text_base` and `vision_base`, where the caller names them.
+        state_dict (`dict`, *optional*): all weights of the model, where they are gathered already.
+
+    Raises:
+        TypeError: for a `text_base` or `vision_base` that is no name.
+        ValueError: for a base without a name or a checkpoint, a base whose quantization cannot be repeated, a model with LoRA
+            layers, a `state_dict` with gaps, and a folder that holds a whole model, a base or an adapter (PEFT).
+    """
+    target = Path(folder)
+    check_target(target)
+    sources = check_bases(model, bases)
+    for source in sources.values():
+        if (
+            source.gguf_file is None
+            and os.path.isdir(target)
+            and os.path.realpath(source.folder) == os.path.realpath(target)
+        ):
+            raise ValueError(
+                f"`adapter_only=True`: {target} is the folder of the base, whose configuration would be lost. Choose another folder."
+            )
+    if state_dict is not None:
+        _check_complete(model, state_dict)
+    state = without_ties(model.state_dict() if state_dict is None else state_dict, model)
+    records: dict[str, Any] = {}
+    requantized = False
+    for name, argument, load in PARTS:
+        if name in sources:
+            comparison = _Comparison(model, name, sources[name].resolved(), load)
+            records[argument] = comparison.take_out_of(state)
+            requantized = requantized or comparison.requantized
+    if requantized:
+        config = model.hf_quantizer.quantization_config
+        records["quantization_config"] = json.loads(config.to_json_string(use_diff=False))
+    added = {name: _whole(model, name, tensor) for name, tensor in state.items()}
+    with WholeFolder(target, weight_files_of) as fresh:
+        if (target / CARD).is_file():  # written anew only if no person has changed it
+            shutil.copy2(target / CARD, fresh / CARD)
+        save(fresh, added, not requantized)
+        for path in sorted(fresh.glob("model*")):
+            if path.suffix == ".safetensors":
+                path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
+            else:
+                path.unlink()  # the index of shards: the manifest names the files
+        files = {
+            str(path.relative_to(fresh)): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+            for path in sorted(fresh.rglob("*"))
+            if path.is_file() and path.name != CARD  # a person may edit the card
+        }
+        manifest = {"format": FORMAT, "hf_xattn": __version__, **records, "files": files}
+        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def check_target(target: Path, adapter_only: bool = True) -> None:
+    """Raises a `ValueError` where a folder holds something that would be loaded in place of what is saved, or on top of it."""
+    if target.is_file():
+        raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file.")
+    if adapter_only and (whole := sorted(path.name for path in target.glob("model*.safetensors"))):
+        raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
+    if (target / PEFT_FILE).is_file():
+        raise ValueError(
+            f"{target} holds an adapter of PEFT ({PEFT_FILE}), which `from_pretrained` would put on top of the model. Choose another "
+            "folder."
+        )
+
+
+def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
+    """Finds the bases of a model, before work is lost on a model that cannot be saved without them.
+
+    Raises:
+        TypeError, ValueError: as [`save_adapter`].
+    """
+    bases = bases or {}
+    body, sources = model.base_model, {}
+    refuse_adapter_layers(body, "`adapter_only=True` cannot save", SAVE_OR_MERGE)
+    check_requantizable(model)
+    for name, argument, _ in PARTS:
+        part = getattr(body, name)
+        named = named_base(argument, bases.get(argument))
+        if part is None:
+            if named is not None:
+                raise ValueError(f"`{argument}` ({named}): this model has no {name}.")
+            continue
+        source = base_of(part.config) if named is None else named
+        if source is None:
+            raise ValueError(
+                f"`adapter_only=True`: the {name} was not loaded from a checkpoint, so it cannot be fetched again. Save it to a "
+                f"folder and pass `{argument}=`, the Hub id or folder of its weights."
+            )
+        if source.is_gone():
+            raise ValueError(
+                f"`adapter_only=True`: the {name} was loaded from {source}, where there is no {source.kind} now. Pass `{argument}=`, "
+                "its Hub id or folder."
+            )
+        sources[name] = source
+    return sources
+
+
+def files_of_adapter(folder: Path) -> Iterator[Path]:
+    """What an earlier `adapter_only=True` left in a folder: its manifest and its weights."""
+    if (folder / MANIFEST).is_file():
+        yield folder / MANIFEST
+        yield from weight_files_of(folder)
+
+
+class _Comparison:
+    """Compares a part of a model with its base.
+
+    Args:
+        model ([`XAttnPreTrainedModel`]): the model.
+        name (`str`): of the part.
+        source ([`BaseSource`]): where the base is.
+        load (`Callable`): [`load_text`] or [`load_vision`].
+    """
+
+    def __init__(self, model: Any, name: str, source: BaseSource, load: Callable[..., PreTrainedModel]):
+        self.model, self.name, self.source = model, name, source
+        self.prefix = ("" if model.base_model is model else f"{model.base_model_prefix}.") + f"{name}."
+        self.part: PreTrainedModel = getattr(model.base_model, name)
+        options: dict[str, Any] = {"dtype": self.part.dtype}
+        if self.part.is_remote_code():
+            options["trust_remote_code"] = True
+        base = source.load(load, **options)
+        self.base = weights_of(base)
+        self.theirs = self.base
+        quantized = first_quantized(self.part) is not None
+        # A checkpoint may be quantized itself. Loading quantizes any other base again.
+        self.requantized = quantized and getattr(base, "hf_quantizer", None) is None
+        del base
+        if self.requantized:
+            options["quantization_config"] = quantization_of_text(model.hf_quantizer.quantization_config)
+            self.theirs = weights_of(source.load(load, device_map={"": self.part.device}, **options))
+
+    def take_out_of(self, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Takes the weights that equal the base's out of `state`. Returns what loading must know about the base.
+
+        Raises:
+            ValueError: for a quantized weight that differs.
+        """
+        absent = [name for name in self.base if self.prefix + name not in state]
+        dtypes: dict[str, str] = {}
+        for name, theirs in self.theirs.items():
+            if self.prefix + name not in state:
+                continue
+            ours = _whole(self.model, self.prefix + name, state[self.prefix + name])
+            if equal_bits(ours, theirs):
+                del state[self.prefix + name]
+                if name in self.base and not is_quantized(ours) and ours.dtype != theirs.dtype:
+                    dtypes[name] = str(ours.dtype).removeprefix("torch.")
+        self._take_scales_out_of(state)
+        changed = [
+            name
+            for name, theirs in self.theirs.items()
+            if self.prefix + name in state and (is_quantized(theirs) or name not in self.base)
+        ]
+        if changed:
+            raise ValueError(
+                f"`adapter_only=True`: quantized weights of the {self.name} differ from those of its base {self.source}, such as "
+                f"{changed[0]}; merging an adapter does that. Save the whole model, without `adapter_only`."
+            )
+        return {
+            "name_or_path": self.source.name,
+            "revision": self.source.revision,
+            "subfolder": self.source.subfolder,
+            **({} if self.source.gguf_file is None else {"gguf_file": self.source.gguf_file}),
+            "dtype": str(self.part.dtype).removeprefix("torch."),
+            "prefix": self.prefix,
+            "shapes": shapes_of(self.base),
+            "fingerprint": fingerprint(self.base),
+            "absent": absent,
+            "dtypes": dtypes,
+        }
+
+    def _take_scales_out_of(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes the scales of equal 4-bit weights out of `state`. bitsandbytes rounds and packs them when it computes on a CPU."""
+        for name in [name for name in state if name.startswith(self.prefix) and ".weight." in name]:
+            weight = name[: name.rindex(".weight.") + len(".weight")].removeprefix(self.prefix)
+            if self.prefix + weight in state or not is_quantized(self.theirs.get(weight, torch.empty(0))):
+                continue
+            ours, theirs = state[name], self.theirs.get(name.removeprefix(self.prefix))
+            if theirs is not None and ours.is_floating_point() and theirs.is_floating_point():
+                orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
+                if not any(_close(order, theirs.flatten()) for order in orders):
+                    continue
+            del state[name]
+
+
+def _check_complete(model: Any, state_dict: dict[str, torch.Tensor]) -> None:
+    names = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()}
+    for path, part in model.named_modules():
+        kept = part._buffers.keys() - part._non_persistent_buffers_set
+        names |= {
+            f"{path}.{name}".replace("_fsdp_wrapped_module.", "").lstrip(".")
+            for name in kept
+            if part._buffers[name] is not None
+        }
+    lacking = sorted(name for name in names if name not in state_dict)
+    if lacking:
+        raise ValueError(
+            f"`adapter_only=True`: expected all weights of the model in `state_dict`, but {len(lacking)} are missing, such as "
+            f"{lacking[0]}. What the bases hold is left out by itself."
+        )
+
+
+def _whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight that accelerate has offloaded, as a tensor on a CPU; others as they are."""
+    return load_offloaded_parameter(model, name) if tensor.is_meta else tensor
+
+
+def equal_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Bit for bit, in the dtype of `ours`: -0.0 and 0.0 differ, and NaN equals itself."""
+    if ours.shape != theirs.shape or is_quantized(ours) != is_quantized(theirs):
+        return False
+    mine, others = plain_tensors(ours), plain_tensors(theirs)
+    return len(mine) == len(others) and all(map(_equal_plain, mine, others))
+
+
+def _equal_plain(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    ours, theirs = ours.cpu(), theirs.to(ours.dtype).cpu()
+    if ours.is_floating_point():
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+        ours, theirs = ours.contiguous().view(integers), theirs.contiguous().view(integers)
+    return torch.equal(ours, theirs)
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether scales are equal but for rounding to bfloat16."""
+    return ours.shape == theirs.shape and torch.allclose(ours.float().cpu(), theirs.float().cpu(), rtol=2**-7, atol=0)

@@ -1,0 +1,370 @@
+"""The checkpoints that a model is made of: a text-only causal language model, and a vision tower.
+
+A model that was made from checkpoints remembers their names, so that it can be saved without their weights (see `checkpoints/adapters.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..decoders.insertion import check_kind
+from ..decoders.text_half import composite_class, is_composite, text_half, text_half_config
+from ..images.tower import check_tower_class, check_tower_config
+from ..utils.architectures import architecture
+from ..utils.checkpoint_files import refuse_pickled
+from ..utils.config_sizes import check_against_weights, is_quantized
+from ..utils.first_values import ValuesComeLater
+from ..utils.keywords import refuse_unknown
+from ..utils.missing_weights import incomplete
+from ..utils.paths import both_readings, check_source
+from ..utils.sizes import TILED_VISION_TYPES
+from ..utils.tensor_checks import type_name
+from ..utils.transformers_api import resolve_revision
+from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
+from .loading_checks import check_config_file, check_folder, refuse_pickles
+
+
+_unused_told: set[tuple[str, str]] = set()  # checkpoints and classes whose table of unused weights was logged
+
+# Keywords of `from_pretrained` that locate a checkpoint. The configuration needs them too.
+CONFIG_KEYWORDS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+# All keywords that go to `from_pretrained`. `config`, `state_dict` and `output_loading_info` are not allowed: `retrofit` reads the
+# checkpoint unchanged, and returns only a model.
+LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
+    """adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap distributed_config dtype
+experts_implementation fusion_config generation_config gguf_file ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
+offload_buffers offload_folder quantization_config torch_dtype tp_plan tp_size tqdm_class use_kernels use_safetensors variant
+weights_only""".split()
+)
+
+
+def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
+    """Loads a causal language model, or the text half of a larger model. Arguments and errors are those of [`retrofit`]."""
+    check_load_kwargs(load_text, load_kwargs, text)
+    text, load_kwargs = split_gguf("text", text, load_kwargs)
+    config = text_config_of(text, load_kwargs)
+    if "gguf_file" in load_kwargs:
+        return text_half(load_gguf("text", text, config, load_kwargs))
+    source = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
+    loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
+    whole, lost = _load("text", loader, text, load_kwargs)
+    half = text_half(whole)
+    used = {id(tensor) for tensor in (*half.parameters(), *half.buffers())}
+    _check_whole("text", text, whole, [name for name in lost if id(whole.get_parameter_or_buffer(name)) in used])
+    return half
+
+
+def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
+    """Loads the vision tower of a checkpoint. Arguments and errors are those of [`retrofit`]."""
+    check_load_kwargs(load_vision, load_kwargs, vision)
+    if load_kwargs.get("gguf_file") is not None:
+        raise ValueError("`gguf_file` is for text models, not for vision models.")
+    config = vision_config_of(vision, load_kwargs)
+    tower_class: Any = AutoModel
+    if config.model_type in TILED_VISION_TYPES:
+        from transformers import MllamaVisionModel
+
+        tower_class = MllamaVisionModel  # not registered with AutoModel
+    tower, lost = _load("vision", tower_class, vision, load_kwargs, config)
+    # Checkpoints of a classifier have no pooler, and its output is not used.
+    _check_whole("vision", vision, tower, [name for name in lost if "pooler" not in name.split(".")])
+    return tower
+
+
+@dataclass(frozen=True)
+class BaseSource:
+    """The place of a base.
+
+    Attributes:
+        name (`str`): a Hub id, or the absolute path of a folder.
+        revision, subfolder, gguf_file (`str`, *optional*): as for `from_pretrained`.
+    """
+
+    name: str
+    revision: str | None = None
+    subfolder: str | None = None
+    gguf_file: str | None = None
+
+    def load(self, load: Callable[..., PreTrainedModel], **load_kwargs: Any) -> PreTrainedModel:
+        """Loads the base with [`load_text`] or [`load_vision`]."""
+        where = {"revision": self.revision, "subfolder": self.subfolder, "gguf_file": self.gguf_file}
+        return load(self.name, **{key: value for key, value in where.items() if value is not None}, **load_kwargs)
+
+    @property
+    def kind(self) -> str:
+        return "folder" if self.gguf_file is None else "file"
+
+    @property
+    def folder(self) -> str:
+        """Where its files are, if it is on this machine."""
+        return os.path.join(self.name, self.subfolder or "")
+
+    def __str__(self) -> str:
+        return self.name if self.gguf_file is None else os.path.join(self.name, self.subfolder or "", self.gguf_file)
+
+    def is_gone(self) -> bool:
+        """Whether it is a folder or a file on this machine that is no longer there. A Hub id with one slash is none."""
+        is_path = os.path.isabs(self.name) or self.name.count("/") > 1 or os.path.isdir(self.name)
+        return is_path and not (os.path.isdir(self.name) if self.gguf_file is None else os.path.isfile(str(self)))
+
+    def resolved(self, **hub: Any) -> BaseSource:
+        """The same place, with the commit that the revision means now. A folder has no commits."""
+        revision = resolve_revision(self.name, self.revision, **hub)
+        return replace(self, revision=None if revision is None else getattr(revision, "resolved", str(revision)))
+
+
+def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> None:
+    """Writes into the configuration of a part which checkpoint it came from.
+
+    Args:
+        config (`PreTrainedConfig`): the part's.
+        source (`str`, `Path` or `PreTrainedModel`): the checkpoint, or the loaded model that is the part or contains it.
+        load_kwargs (`dict`): keyword arguments for loading `source`. Those of another part say nothing of a loaded model.
+    """
+    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else str(source)
+    if not name:
+        return
+    note: Any = config
+    note.name_or_path = os.path.abspath(name) if os.path.isdir(name) else name
+    for key in ("revision", "subfolder"):
+        if load_kwargs.get(key) and not isinstance(source, PreTrainedModel):
+            setattr(note, f"base_{key}", str(load_kwargs[key]))
+    note.base_gguf_file = gguf_file_of(source) if isinstance(source, PreTrainedModel) else load_kwargs.get("gguf_file")
+    if note.base_gguf_file is None:
+        del note.base_gguf_file
+
+
+def base_of(config: PreTrainedConfig) -> BaseSource | None:
+    """The checkpoint of a part. None for a part that was built from a configuration."""
+    name = config.name_or_path
+    if not name:
+        return None
+    name = os.path.abspath(name) if os.path.isdir(name) else name
+    return BaseSource(name, *(getattr(config, f"base_{key}", None) for key in ("revision", "subfolder", "gguf_file")))
+
+
+def named_base(argument: str, named: Any) -> BaseSource | None:
+    """Checks a base that the caller names. None if the caller names none.
+
+    Raises:
+        TypeError: for anything but a name.
+        ValueError: for a path without a folder.
+    """
+    if named is None:
+        return None
+    if not isinstance(named, (str, os.PathLike)):
+        raise TypeError(f"Expected `{argument}` to be a Hub id or a folder, got {type_name(named)}.")
+    name = os.fspath(named)
+    if argument == "text_base" and is_gguf_path(name):
+        folder, where = split_gguf(argument, name, {})
+        return BaseSource(folder, **where)
+    is_folder = os.path.isdir(name)
+    if not is_folder and (isinstance(named, os.PathLike) or name.startswith((".", "~", os.sep)) or name.count("/") > 1):
+        raise ValueError(f"Expected `{argument}` to be a folder or a Hub id, got {name!r}, where there is no folder.")
+    return BaseSource(os.path.abspath(name) if is_folder else name)
+
+
+def text_config_of(
+    text: str | Path | PreTrainedModel, load_kwargs: dict[str, Any], reads_weights: bool = True
+) -> PreTrainedConfig:
+    """The configuration of the decoder in a checkpoint or a model. Errors are those of `retrofit`.
+
+    Args:
+        reads_weights (`bool`): whether the weights will be read too, and must be safetensors.
+    """
+    if isinstance(text, PreTrainedModel):
+        check_kind(text)  # before a tower is loaded; the new model checks the layers
+        return text.config
+    if not isinstance(text, (str, Path)):
+        raise TypeError(
+            f"Expected `text` to be a Hub id, a folder, a GGUF file or a PreTrainedModel, got {type(text).__name__}."
+        )
+    if "gguf_file" in load_kwargs:
+        config = gguf_config("text", gguf_path("text", text, load_kwargs))
+    else:
+        check_source("text", text, KINDS)
+        config = _read_config("text", text, load_kwargs)
+    if config.model_type == "xattn":
+        raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"`text` ({text}) is an encoder-decoder model ({config.model_type}), which already has cross-attention. Use a "
+            "decoder-only checkpoint."
+        )
+    if is_composite(config):
+        composite_class(config)
+        config = text_half_config(config)
+    if (reason := architecture(config.model_type).refused) is not None:
+        raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, which cannot take blocks: {reason}.")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not load_kwargs.get("trust_remote_code"):
+        raise ValueError(f"`text` ({text}) is a {config.model_type!r} model, not a causal language model.")
+    if reads_weights and "gguf_file" not in load_kwargs:
+        _check_checkpoint("text", text, load_kwargs)
+    return config
+
+
+def vision_config_of(
+    vision: str | Path | PreTrainedModel, load_kwargs: dict[str, Any], reads_weights: bool = True
+) -> PreTrainedConfig:
+    """The configuration of the vision tower in a checkpoint or a model. Errors are those of `retrofit`.
+
+    Args:
+        reads_weights (`bool`): whether the weights will be read too, and must be safetensors.
+    """
+    if isinstance(vision, PreTrainedModel):
+        config = vision.config
+        if getattr(config, "vision_config", None) is not None:
+            raise ValueError(
+                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which contains more than a vision model. "
+                "Pass its vision part, or its folder."
+            )
+        if config.model_type not in TILED_VISION_TYPES:
+            check_tower_class("vision", type(vision))
+        return config
+    if not isinstance(vision, (str, Path)):
+        raise TypeError(
+            f"Expected `vision` to be a Hub id, a folder or a PreTrainedModel, got {type(vision).__name__}."
+        )
+    if is_gguf_path(vision):
+        raise ValueError(
+            f"Expected `vision` to be a folder or a Hub id, got {str(vision)!r}. GGUF files are read for text models alone."
+        )
+    check_source("vision", vision)
+    config = _read_config("vision", vision, load_kwargs)
+    config = getattr(config, "vision_config", None) or config
+    if hasattr(config, "vision_use_head"):
+        config.vision_use_head = False  # the pooled output is not used, so this head would never get a gradient
+    check_tower_config("vision", config)
+    if reads_weights:
+        _check_checkpoint("vision", vision, load_kwargs)
+    return config
+
+
+def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *sources: Any) -> None:
+    """Raises an error for a keyword that `from_pretrained` does not take, or that no checkpoint would use."""
+    refuse_unknown(caller, load_kwargs, LOAD_KEYWORDS)
+    if load_kwargs and all(source is None or isinstance(source, PreTrainedModel) for source in sources):
+        raise ValueError(
+            f"`{next(iter(load_kwargs))}` is an argument for loading a checkpoint, but the models are already loaded. Pass it to "
+            "their `from_pretrained`."
+        )
+    refuse_pickles(load_kwargs)
+
+
+def config_kwargs(load_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: load_kwargs[name] for name in CONFIG_KEYWORDS if name in load_kwargs}
+
+
+def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """Reads the configuration of a checkpoint. Checks it before transformers builds anything from it.
+
+    Raises:
+        ValueError: for a configuration that no model has, or that transformers cannot read.
+    """
+    try:
+        with both_readings(source):
+            check_config_file(source, load_kwargs)
+            return AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs))
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # whatever its class stumbles over
+        raise ValueError(f"`{name}` ({source}): {error if str(error) else type(error).__name__}") from error
+
+
+def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> None:
+    """Checks the files of a folder (see `checkpoints/loading_checks.py`).
+
+    Raises:
+        ValueError: for a folder with anything but whole safetensors files. Pickled weights are never read.
+    """
+    load_kwargs = {key: value for key, value in load_kwargs.items() if key != "gguf_file"}  # the other part's
+    try:
+        checked = check_folder(source, load_kwargs)
+    except ValueError as error:
+        raise ValueError(f"`{name}` ({source}): {error}") from error
+    if checked is not None and not checked.headers:
+        folder = Path(source) / (load_kwargs.get("subfolder") or "")
+        refuse_pickled(folder, f"`{name}` ({source})")
+
+
+def _load(
+    name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
+) -> tuple[PreTrainedModel, set[str]]:
+    """Loads a base, if its configuration and its weights are of one size. Otherwise transformers would take memory for the difference.
+
+    Returns:
+        `tuple`: the base, and the names of weights that its checkpoint lacks.
+    """
+    checked = check_folder(source, load_kwargs)
+    if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
+        shapes = _shapes(auto_class, config or AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs)))
+        if shapes is not None:
+            quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
+            check_against_weights(shapes, checked.headers, quantized, f"`{name}` ({source})")
+    options = {} if config is None else {"config": config}
+    options |= {"output_loading_info": True}
+    with _unused_told_once(source):
+        model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    return model, found["missing_keys"]
+
+
+def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: list[str]) -> None:
+    """Raises a `ValueError` for a base that did not get all of its weights. What a quantizer makes of them, it checks itself."""
+    if lost and getattr(model, "hf_quantizer", None) is None:
+        raise ValueError(
+            f"{incomplete(f'`{name}` ({source})', lost, ())} If they may start anew, load the model with transformers, and pass it in place "
+            "of its name."
+        )
+
+
+@contextmanager
+def _unused_told_once(source: str | Path) -> Iterator[None]:
+    """Drops transformers' table of weights that are not used, if it was logged for this checkpoint: a base is loaded again where a model
+    is saved without it."""
+    where = os.path.abspath(source) if os.path.isdir(source) else str(source)
+
+    def is_new(record: logging.LogRecord) -> bool:
+        model, report, table = record.getMessage().partition(" LOAD REPORT")
+        if not report or any(status in table for status in ("MISSING", "MISMATCH", "CONVERSION")):
+            return True
+        known = (where, model) in _unused_told
+        _unused_told.add((where, model))
+        return not known
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
+
+
+def _shapes(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The model without values. None if it cannot be built so: loading it says why."""
+    build = auto_class._from_config if issubclass(auto_class, PreTrainedModel) else auto_class.from_config
+    try:
+        with torch.device("meta"), ValuesComeLater():
+            return build(copy.deepcopy(config))
+    except Exception:
+        return None

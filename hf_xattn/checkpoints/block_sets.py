@@ -1,0 +1,337 @@
+"""Several sets of blocks on one loaded base. One of them is active, or none.
+
+A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, connector, and their settings. All sets share the text model.
+They share the vision tower if they were trained with the same tower weights. The active set is part of the model: it is trained and saved.
+The others are not submodules of the model. They move to the model's device when they are activated.
+
+Switching copies no weights. A set refuses images that another set has encoded, and conversations about them: their keys, values and hidden
+states are noise for it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..cache.cross_cache import CrossCache
+from ..configuration_xattn import XAttnConfig
+from ..decoders.block_stack import Blocks, BlockStack, make_blocks
+from ..decoders.decoder import find_decoder
+from ..decoders.insertion import BLOCKS
+from ..images.connector import XAttnConnector, new_connector
+from ..layers.block import GatedCrossAttentionBlock
+from ..utils.config_checks import check_choice
+from ..utils.keywords import refuse_unknown
+from ..utils.paths import check_path, check_source
+from ..utils.quantized_weights import first_quantized, shape_before
+from ..utils.whole_folder import finish_interrupted
+from .adapters import Adapter, digest_of_shapes, fingerprint, shapes_of, weights_of, without_ties
+from .bases import CONFIG_KEYWORDS, base_of, load_vision
+from .peft_layers import refuse_adapter_layers
+
+
+logger = logging.get_logger(__name__)
+
+WITHOUT_ADAPTER = "Merge the adapter first (`merge_and_unload()`), or load the model without it."
+FIRST = "default"  # name of the set that a model was made or loaded with
+
+# Settings of a set. The others belong to the text model.
+FIELDS = (
+    "vision_config",
+    "cross_attention_config",
+    "cross_attention_layers",
+    "image_token_id",
+    "image_visibility",
+    "connector_type",
+    "connector_hidden_act",
+    "connector_bias",
+    "vision_feature_select_strategy",
+    "perceiver_config",
+)
+
+
+@dataclass(eq=False)
+class BlockSet:
+    """One set.
+
+    Attributes:
+        blocks (`dict`): for the index of a layer and the name of its blocks in it, the block or blocks.
+        connector ([`XAttnConnector`], *optional*), vision_tower (`PreTrainedModel`, *optional*): None without pixels.
+        fields (`dict`): values of `FIELDS`.
+        mark (`str`): identifies caches of this set.
+    """
+
+    blocks: dict[tuple[int, str], Blocks]
+    connector: XAttnConnector | None
+    vision_tower: PreTrainedModel | None
+    fields: dict[str, Any]
+    mark: str
+
+
+class XAttnSetsMixin:
+    """What [`XAttnModel`] does with several sets of blocks."""
+
+    config: XAttnConfig
+    text_model: PreTrainedModel
+    vision_tower: PreTrainedModel | None
+    connector: XAttnConnector | None
+    training: bool
+    _mark: str = ""
+    _inserted: str = ""  # mark of the insertion of this model's blocks into its text model
+    _active: str | None = FIRST
+    _sets: dict[str, BlockSet] | None = None  # all sets, once there is more than the first
+
+    @property
+    def cross_attention_names(self) -> list[str]:
+        """Names of the sets of blocks, the first one first."""
+        self._check_inserted()
+        return [FIRST] if self._sets is None else list(self._sets)
+
+    @property
+    def active_cross_attention(self) -> str | None:
+        """Name of the active set. None if no set is active."""
+        self._check_inserted()
+        return self._active
+
+    def load_cross_attention(self, folder: str | Path, name: str, **load_kwargs: Any) -> None:
+        """Loads a set of blocks beside those that the model has, and activates it.
+
+        Args:
+            folder (`str` or `Path`): folder or Hub id of `save_pretrained(folder, adapter_only=True)`.
+            name (`str`): name of the set in this model.
+            load_kwargs: keyword arguments of `from_pretrained` that locate files: `revision`, `token`, `local_files_only`, ...
+
+        Raises:
+            TypeError: for a `folder` that is no path, a `name` that is no text, or an unknown keyword.
+            ValueError: for a name that exists already, a folder that is damaged or was saved otherwise, a model with LoRA layers, and
+                blocks that do not fit this model: their base has another shape, they were trained together with its text model, or
+                they have another number of added tokens.
+        """
+        check_path("folder", folder)
+        check_source("folder", os.fspath(folder))
+        if not isinstance(name, str):
+            raise TypeError(f"Expected `name` to be a text, got {type(name).__name__}.")
+        if not name or name in self.cross_attention_names:
+            raise ValueError(f"Expected `name` to be new, got {name!r}. The model has {self.cross_attention_names}.")
+        refuse_unknown(self.load_cross_attention, load_kwargs, frozenset(CONFIG_KEYWORDS))
+        refuse_adapter_layers(self.text_model, "`load_cross_attention` cannot add blocks to", WITHOUT_ADAPTER)
+        finish_interrupted(Path(folder, load_kwargs.get("subfolder") or ""))
+        adapter = Adapter.find(folder, load_kwargs)
+        if adapter is None:
+            raise ValueError(f"Expected `folder` to be saved with `adapter_only=True`, got {folder}, which is not.")
+        adapter.check_settings()
+        config = XAttnConfig.from_pretrained(adapter.name, **adapter.hub)
+        self._check_text(adapter, config)
+        loaded = self._build(adapter, config, load_kwargs)
+        if self._sets is None:
+            self._sets = {FIRST: self._taken()}
+        self._sets[name] = loaded
+        self.set_cross_attention(name)
+
+    def set_cross_attention(self, name: str | None) -> None:
+        """Activates a set of blocks. With None no set is active: the model gives the logits of its base, and takes text alone.
+
+        Raises:
+            ValueError: for an unknown name, and for a model with LoRA layers.
+        """
+        names = self.cross_attention_names
+        if name is not None:
+            check_choice("name", name, tuple(names))
+        if name == self._active:
+            return
+        refuse_adapter_layers(self.text_model, "`set_cross_attention` cannot change the blocks of", WITHOUT_ADAPTER)
+        if self._sets is None:
+            self._sets = {FIRST: self._taken()}
+        elif self._active is not None:
+            self._sets[self._active] = self._taken()  # with settings that the caller has changed meanwhile
+        _, layers = find_decoder(self.text_model)
+        for layer in layers:
+            for place in BLOCKS:
+                layer._modules.pop(place, None)
+        self._active = name
+        self._mark = "none"
+        if name is None:
+            self.config.image_token_id, self.config.image_visibility = None, "all"  # to the base, a marker is a word
+            return
+        chosen = self._sets[name]
+        block: Any
+        part: Any
+        for (index, place), block in chosen.blocks.items():
+            block.to(next(layers[index].parameters()).device).train(self.training)
+            setattr(layers[index], place, block)
+        device = self.text_model.device if self.vision_tower is None else self.vision_tower.device
+        for part in (chosen.vision_tower, chosen.connector):
+            if part is not None and not part.device.type == "meta":
+                part.to(device).train(self.training)
+        self.vision_tower, self.connector = chosen.vision_tower, chosen.connector
+        for field, value in chosen.fields.items():
+            setattr(self.config, field, value)
+        self._mark = chosen.mark
+        if self.training:
+            model: Any = self
+            model.train()  # what is frozen goes back to evaluation mode, see `parallel/frozen_modes.py`
+
+    def delete_cross_attention(self, name: str) -> None:
+        """Removes a set of blocks. If it was active, no set is active afterwards.
+
+        Raises:
+            ValueError: for an unknown name, and for the active set of a model with LoRA layers.
+        """
+        check_choice("name", name, tuple(self.cross_attention_names))
+        if name == self._active:
+            self.set_cross_attention(None)
+        assert self._sets is not None or name == FIRST
+        if self._sets is None:
+            self._sets = {FIRST: self._taken()}
+        del self._sets[name]
+
+    def _check_set(self, cross: CrossCache) -> None:
+        """Raises a `ValueError` if a cache holds images that another set of blocks has encoded."""
+        if not cross.layers or torch.compiler.is_compiling():
+            return
+        if self._active is None or cross.read_by not in (None, self._mark):
+            active = "none is active" if self._active is None else f"{self._active!r} is active"
+            raise ValueError(
+                f"`past_key_values` holds images that another set of blocks has encoded, but {active}. Activate that set with "
+                "`set_cross_attention`, or start from an empty cache."
+            )
+        cross.read_by = self._mark
+
+    def _check_inserted(self) -> None:
+        """Raises a `ValueError` if the text model does not hold the blocks of this model any more (see `checkpoints/removal.py`)."""
+        insertion: Any = getattr(self.text_model, "_insertion", None)
+        if insertion is None or insertion.mark != self._inserted:
+            raise ValueError(
+                "The text model of this model does not hold its blocks any more, because `remove_blocks` took them out. Use the text model "
+                "alone, or call `retrofit` with it."
+            )
+
+    def _check_active(self) -> None:
+        """Raises a `ValueError` if no set is active. Called for a call with images."""
+        self._check_inserted()
+        if self._active is None:
+            raise ValueError(
+                f"No cross-attention is active, so images would change nothing. Call `set_cross_attention` with one of "
+                f"{self.cross_attention_names}."
+            )
+
+    def _taken(self) -> BlockSet:
+        """Returns the blocks that are in the layers now, as a set."""
+        _, layers = find_decoder(self.text_model)
+        blocks = {
+            (index, place): layer._modules[place]
+            for index, layer in enumerate(layers)
+            for place in BLOCKS
+            if isinstance(layer._modules.get(place), (GatedCrossAttentionBlock, BlockStack))
+        }
+        fields = {field: getattr(self.config, field) for field in FIELDS}
+        return BlockSet(blocks, self.connector, self.vision_tower, fields, self._mark)  # type: ignore[arg-type]
+
+    def _check_text(self, adapter: Adapter, config: XAttnConfig) -> None:
+        """Compares the text model with the base of a set."""
+        parts = [part for part in (self.text_model, self.vision_tower) if part is not None]
+        if any(weight.is_meta for part in parts for weight in part.parameters()):
+            raise ValueError("`load_cross_attention` cannot add blocks to a model with weights offloaded to a disk.")
+        if config.additional_vocab_size != self.config.additional_vocab_size:
+            raise ValueError(
+                f"`folder` ({adapter.name}) has {config.additional_vocab_size} tokens behind its vocabulary, this model "
+                f"{self.config.additional_vocab_size}. Load it as a model of its own."
+            )
+        record = adapter.manifest["text_base"]
+        weights = {
+            name: tensor
+            for name, tensor in self.text_model.state_dict().items()
+            if not any(place in name.split(".") for place in (*BLOCKS, "additional"))
+        }
+        weights = without_ties(weights, self.text_model)
+        quantized = first_quantized(self.text_model) is not None
+        if record["shapes"] not in (shapes_of(weights), self._shapes_before(weights) if quantized else None):
+            raise ValueError(
+                f"`folder` ({adapter.name}) was trained on {record['name_or_path']}, and the text model of this model has another shape."
+            )
+        if quantized:
+            base = base_of(self.text_model.config)
+            if base is None or (base.name, base.revision) != (record["name_or_path"], record["revision"]):
+                logger.warning(
+                    f"This text model is quantized, so whether its weights are those of the base {record['name_or_path']} of {adapter.name} "
+                    "was not checked."
+                )
+        elif record["dtype"] != str(self.text_model.dtype).removeprefix("torch."):
+            logger.warning(
+                f"{adapter.name} was saved in {record['dtype']}, this model is in {self.text_model.dtype}, so whether its text model is "
+                f"the base {record['name_or_path']} was not checked."
+            )
+        elif fingerprint(weights) != record["fingerprint"]:
+            logger.warning(
+                f"The weights of this text model are not those of the base that {adapter.name} was saved with "
+                f"({record['name_or_path']}, revision {record['revision']})."
+            )
+
+    def _shapes_before(self, weights: dict[str, torch.Tensor]) -> str:
+        """What `shapes_of` gave before the text model was quantized."""
+        own: dict[str, torch.Tensor] = dict(self.text_model.named_parameters(remove_duplicate=False))
+        own.update(self.text_model.named_buffers(remove_duplicate=False))
+        return digest_of_shapes({name: shape_before(own[name]) for name in weights if name in own})
+
+    def _build(self, adapter: Adapter, config: XAttnConfig, load_kwargs: dict[str, Any]) -> BlockSet:
+        """Builds a set of the weights in a checkpoint."""
+        added = adapter.added()
+        start = adapter.manifest["text_base"]["prefix"].removesuffix("text_model.")
+        added = {name.removeprefix(start): tensor for name, tensor in added.items()}
+        _, layers = find_decoder(self.text_model)
+        paths = {id(module): name for name, module in self.text_model.named_modules()}
+        blocks: dict[tuple[int, str], Any] = {}
+        for place in sorted(set(config.cross_attention_layers)):
+            index = min(place, len(layers) - 1)
+            part = BLOCKS[place - index]
+            made: Any = make_blocks(config, place, next(layers[index].parameters()), self.text_model.dtype)
+            _load(made, added, f"text_model.{paths[id(layers[index])]}.{part}.")
+            blocks[index, part] = made.train(self.training)
+        connector = tower = None
+        if config.vision_config is not None:
+            tower = self._tower(adapter, added, load_kwargs)
+            connector = new_connector(config, tower)
+            _load(connector, added, "connector.")
+        for name in [name for name in added if "additional" in name.split(".")]:
+            if torch.equal(self.text_model.get_parameter(name.removeprefix("text_model.")).cpu(), added[name]):
+                del added[name]
+        if added:
+            raise ValueError(
+                f"`folder` ({adapter.name}) changes weights of the text model, which all sets share: {sorted(added)[:3]} and "
+                f"{max(0, len(added) - 3)} more. Load it as a model of its own."
+            )
+        if tower is not None:
+            config.vision_config = tower.config
+        config.cross_attention_config._attn_implementation = self.config.cross_attention_config._attn_implementation
+        return BlockSet(blocks, connector, tower, {field: getattr(config, field) for field in FIELDS}, uuid.uuid4().hex)
+
+    def _tower(self, adapter: Adapter, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]) -> PreTrainedModel:
+        """Returns this model's tower if the set was trained with its weights, and otherwise a tower of its own."""
+        record, mine = adapter.manifest["vision_base"], self.vision_tower
+        changed = {name: added.pop(name) for name in tuple(added) if name.startswith("vision_tower.")}
+        is_whole = mine is not None and first_quantized(mine) is None
+        if mine is not None and is_whole and not changed and fingerprint(weights_of(mine)) == record["fingerprint"]:
+            return mine
+        hub = {name: value for name, value in load_kwargs.items() if name not in ("revision", "subfolder")}
+        tower: Any = adapter.base("vision_base", load_vision, None, hub)
+        note = tower.config  # for the next time that it is saved
+        note.name_or_path, note.base_revision, note.base_subfolder = (
+            record[key] for key in ("name_or_path", "revision", "subfolder")
+        )
+        weights = {name.removeprefix("vision_tower."): tensor for name, tensor in changed.items()}
+        tower.load_state_dict(weights, strict=False)
+        return tower if mine is None else tower.to(device=mine.device, dtype=mine.dtype)
+
+
+def _load(module: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> None:
+    """Loads the weights under a prefix, and removes them from `weights`. Raises an error if one is missing."""
+    own = {name.removeprefix(prefix): weights.pop(name) for name in tuple(weights) if name.startswith(prefix)}
+    module.load_state_dict(own)

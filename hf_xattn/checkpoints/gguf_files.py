@@ -1,0 +1,204 @@
+"""GGUF files as sources of text models: one file holds configuration, weights, tokenizer and chat template.
+
+transformers reads such a file with `from_pretrained(folder, gguf_file=name)`. Here a path to the file is enough, and its weights are
+unpacked: the model is an ordinary one, so it trains, it can be saved, and its weights can be compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+from transformers.utils.import_utils import is_gguf_available
+
+from ..utils.config_sizes import check_against_weights, check_fields
+from ..utils.tensor_checks import type_name
+from .gguf_head import read_gguf_head
+
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+KINDS = "a folder, a GGUF file or a Hub id"  # of text models
+CUT_OFF = "If the file is cut off, download it again."
+WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def is_gguf_path(source: Any) -> bool:
+    """Whether a source is a path that ends in `.gguf`. A folder is none."""
+    return (
+        isinstance(source, (str, os.PathLike))
+        and os.fspath(source).lower().endswith(SUFFIX)
+        and not os.path.isdir(source)
+    )
+
+
+def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Turns the path of a GGUF file into a folder and the keyword `gguf_file`, as transformers takes them. Other sources stay.
+
+    Args:
+        name (`str`): the argument that the source came in.
+        source: a Hub id, a path, or a loaded model.
+        load_kwargs (`dict`): keyword arguments of `from_pretrained`. Not changed.
+
+    Raises:
+        TypeError: for a `gguf_file` that is no name.
+        ValueError: for a `gguf_file` beside a path of a GGUF file, or beside a loaded model.
+    """
+    file = load_kwargs.get("gguf_file")
+    if file is None:
+        load_kwargs = {key: value for key, value in load_kwargs.items() if key != "gguf_file"}
+        if not is_gguf_path(source):
+            return source, load_kwargs
+        folder, file = os.path.split(os.path.abspath(source))
+        rest = {key: value for key, value in load_kwargs.items() if key != "subfolder"}
+        return folder, {**rest, "gguf_file": file}
+    if not isinstance(file, (str, os.PathLike)):
+        raise TypeError(f"Expected `gguf_file` to be the name of a file, got {type_name(file)}.")
+    if isinstance(source, PreTrainedModel):
+        raise ValueError(f"`gguf_file` ({file}) names a file to load, but `{name}` is loaded already.")
+    if is_gguf_path(source):
+        raise ValueError(
+            f"`{name}` ({source}) is the path of a GGUF file, and `gguf_file` ({file}) names one too. Pass the path alone, or a folder "
+            "or Hub id with `gguf_file`."
+        )
+    return source, {**load_kwargs, "gguf_file": os.fspath(file)}
+
+
+def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Path:
+    """Finds the GGUF file of a source, fetches it where it must be, and looks at its head.
+
+    Args:
+        name, source, load_kwargs: from [`split_gguf`], with `gguf_file`.
+
+    Raises:
+        ImportError: if transformers needs the package `gguf` for this file.
+        OSError: if the Hub does not have it.
+        ValueError: if there is no such file, or no whole GGUF file.
+    """
+    if os.path.isdir(source):
+        path = Path(source, load_kwargs.get("subfolder") or "", load_kwargs["gguf_file"])
+        if not path.is_file():
+            raise ValueError(
+                f"Expected `{name}` to be a GGUF file, got {str(path)!r}, where there is no file. For a file on the Hub pass "
+                "the repository's id, and the file's name as `gguf_file=`."
+            )
+    elif isinstance(source, Path) or os.path.isabs(source):
+        raise ValueError(f"Expected `{name}` to be a GGUF file, got one in {str(source)!r}, where there is no folder.")
+    else:
+        where = {key: load_kwargs[key] for key in WHERE if load_kwargs.get(key) is not None}
+        try:
+            found: Any = cached_file(source, load_kwargs["gguf_file"], **where)
+        except OSError as error:
+            raise OSError(f"`{name}`: {load_kwargs['gguf_file']} of {source} cannot be fetched: {error}") from error
+        path = Path(found)
+    check_gguf_file(name, path)
+    return path.absolute()
+
+
+def check_gguf_file(name: str, path: Path) -> None:
+    """Looks at the head of a GGUF file. Errors are those of [`gguf_path`]."""
+    from transformers.integrations.gguf import is_gguf_arch_supported, read_gguf_metadata
+
+    with open(path, "rb") as file:
+        start = file.read(len(MAGIC))
+    if start != MAGIC:
+        raise ValueError(
+            f"Expected `{name}` to be a GGUF file, got {str(path)!r}, which starts with {start!r} instead of {MAGIC!r}."
+        )
+    try:
+        read_gguf_head(path)
+        metadata, _ = read_gguf_metadata(str(path))
+    except Exception as error:  # whatever the reader stumbles over
+        raise ValueError(f"`{name}` ({path}) cannot be read: {error}. {CUT_OFF}") from error
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise ValueError(
+            f"`{name}` ({path}) is one of {parts} parts of a model. Put them together: `llama-gguf-split --merge`."
+        )
+    if not is_gguf_arch_supported(metadata["general.architecture"]) and not is_gguf_available():
+        raise ImportError(
+            f"`{name}` ({path}) is a GGUF file, and transformers reads it with the package gguf: pip install gguf"
+        )
+
+
+def gguf_config(name: str, path: Path) -> PreTrainedConfig:
+    """The configuration in a GGUF file. It takes transformers seconds to read a vocabulary, so the last one is kept.
+
+    Raises:
+        ValueError: if transformers cannot read it, for example for an architecture that it does not know.
+    """
+    facts = path.stat()
+    try:
+        config = copy.deepcopy(_read_config(path, facts.st_size, facts.st_mtime_ns))
+        check_fields(config.to_dict(), "its settings")
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # whatever the configuration's class stumbles over
+        raise ValueError(
+            f"`{name}` ({path}) is a GGUF file that transformers cannot read: {error} {CUT_OFF} Otherwise use the model's safetensors."
+        ) from error
+    return config
+
+
+@functools.lru_cache(maxsize=1)
+def _read_config(path: Path, size: int, time: int) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Loads the causal language model in a GGUF file.
+
+    Without a `quantization_config` its weights are unpacked. By default transformers keeps them packed where it has kernels for them, and
+    even where it has unpacked them it leaves the model marked as quantized: such a model cannot be saved.
+
+    Args:
+        name, source, load_kwargs: from [`split_gguf`], with `gguf_file`.
+        config (`PreTrainedConfig`): the file's.
+
+    Raises:
+        ValueError: if the file does not hold all weights.
+    """
+    from transformers import GgufConfig
+
+    path = gguf_path(name, source, load_kwargs)
+    # The whole path: of a file's name, transformers would take the file in the current folder.
+    options = {**load_kwargs, "gguf_file": str(path), "config": config, "output_loading_info": True}
+    if options.get("quantization_config") is None:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    _check_size(config, path, f"`{name}` ({path})")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # tensors of other shapes, among others
+        raise ValueError(f"`{name}` ({path}) cannot be loaded: {error} {CUT_OFF}") from error
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"`{name}` ({path}) holds no whole model: {len(missing)} weights are missing ({', '.join(missing[:3])}). It may be an adapter "
+            "or a vocabulary."
+        )
+    model._gguf_file = load_kwargs["gguf_file"]
+    return model
+
+
+def _check_size(config: PreTrainedConfig, path: Path, what: str) -> None:
+    """Raises a `ValueError` for a model that would be far larger than the file's tensors."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except Exception:  # loading it says why
+        return
+    _, tensors = read_gguf_head(path)
+    check_against_weights(model, tensors, False, what)
+
+
+def gguf_file_of(model: PreTrainedModel) -> str | None:
+    """Name of the GGUF file that a model was loaded from, as it was given; None for other models."""
+    quantization: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    return getattr(model, "_gguf_file", None) or getattr(quantization, "gguf_file", None)

@@ -1,0 +1,301 @@
+"""The model card (`README.md`) of a saved model, as the Hub reads it: what the model is, how it loads, what was added, how it was trained.
+
+A card holds only what is known: from the configuration, from the cards of the checkpoints that went in, and from the run that trained the
+model. It names a local checkpoint by its folder's name, without the path. A card that a person wrote or changed is never overwritten.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers.utils import logging
+
+from ..configuration_xattn import XAttnConfig
+from ..utils.paths import check_path
+from ..utils.tensor_checks import type_name
+from ..utils.whole_folder import whole_file
+from ..version import HOW_TO_INSTALL
+from .inspection import describe, is_fresh
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+logger = logging.get_logger(__name__)
+
+FILE = "README.md"
+MARK = "<!-- Written by hf_xattn, and written anew by a later save. A card that was changed is kept. sha256: {} -->"
+BLANK = "model that has been pushed on the Hub. This model card has been automatically generated."  # transformers' own
+LICENCE_KEYS = ("license", "license_name", "license_link")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# A model is asked as it was trained: in the form of its chat template.
+ASKING = """\
+question = [{"type": "image", "image": Image.open("picture.png")}, {"type": "text", "text": "..."}]
+chat = [{"role": "user", "content": question}]
+inputs = processor.apply_chat_template(
+    chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+)  # text without a chat template: processor(text="...", images=Image.open("picture.png"))
+tokens = model.generate(**inputs, max_new_tokens=64)
+print(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+ASKING_OF_FEATURES = """\
+text, features = "...", ...  # features: (batch, num_tokens, context_size)
+if tokenizer.chat_template:
+    text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
+tokens = model.generate(**inputs, cross_attention_states=features, max_new_tokens=64)
+print(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+
+
+def write_model_card(
+    model: Any,
+    folder: str | os.PathLike[str],
+    trainer: Trainer | None = None,
+    training: dict[str, Any] | None = None,
+    results: dict[str, Any] | None = None,
+    base: list[str] | None = None,
+    questions: list[str] | None = None,
+) -> bool:
+    """Writes the model card of a saved model.
+
+    `save_pretrained` calls this. Call it again to add what only the training run knows. `Trainer.create_model_card` writes a draft of its
+    own, which this function replaces if `trainer` is given.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): what was saved.
+        folder (`str`): where it was saved.
+        trainer (`Trainer`, *optional*): the trainer of the model, for the facts of the run and its losses.
+        training (`dict`, *optional*): further facts of the training, by name.
+        results (`dict`, *optional*): what was measured, by name.
+        base (`list[str]`, *optional*): checkpoints that the model was made of, if its configuration does not name them.
+        questions (`list[str]`, *optional*): example questions. They become the card's `widget`, which `hf-xattn web` offers.
+
+    Returns:
+        `bool`: whether the card was written. A card that a person wrote or changed is kept.
+
+    Raises:
+        TypeError: for arguments of another kind.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(config, XAttnConfig):
+        raise TypeError(f"Expected `model` to be a model of this package, got {type_name(model)}.")
+    check_path("folder", folder)
+    for name, given, kind in (
+        ("training", training, dict),
+        ("results", results, dict),
+        ("base", base, list),
+        ("questions", questions, list),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"Expected `{name}` to be a {kind.__name__}, got {type_name(given)}.")
+    if trainer is not None and not hasattr(trainer, "state"):
+        raise TypeError(f"Expected `trainer` to be a Trainer, got {type_name(trainer)}.")
+    path = Path(folder) / FILE
+    if path.exists() and not _may_be_replaced(path.read_text(encoding="utf-8", errors="replace"), trainer is not None):
+        logger.info(f"{path} is kept: a person wrote or changed it.")
+        return False
+    if trainer is not None:
+        training = {**training_facts(trainer), **(training or {})}
+        results = {**_losses(trainer), **(results or {})}
+    text = _card(config, model, training or {}, results or {}, base, questions or [])
+    with whole_file(path) as file:
+        file.write_text(text, encoding="utf-8")
+    return True
+
+
+def is_blank(text: str) -> bool:
+    """Whether a card is the empty form that transformers uploads to a repository without a card."""
+    return BLANK in text
+
+
+def _may_be_replaced(text: str, by_trainer: bool) -> bool:
+    """Whether no person wrote or changed a card. The digest in a card of this package tells whether it was changed."""
+    found = re.search(MARK.format("([0-9a-f]{64})"), text)
+    if found is None:
+        if not by_trainer:
+            return is_blank(text)
+        from transformers.modelcard import (
+            AUTOGENERATED_TRAINER_COMMENT,  # here: it imports Trainer's arguments and peft
+        )
+
+        return is_blank(text) or AUTOGENERATED_TRAINER_COMMENT.strip() in text
+    return found[1] == _digest(text.replace(found[1], ""))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def example_questions(name: str | None) -> list[str]:
+    """The questions in the card (`widget`) of a folder, or of a Hub id that was downloaded. At most 16 of at most 500 characters."""
+    given = _front_matter(name).get("widget")
+    texts = [each.get("text") for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    return [text for text in texts if isinstance(text, str) and 0 < len(text) <= 500][:16]
+
+
+def _card(
+    config: XAttnConfig, model: Any, training: dict[str, Any], results: dict[str, Any], base: Any, questions: list[str]
+) -> str:
+    text, vision = config.text_config, config.vision_config
+    earlier = _front_matter(config.name_or_path)  # of the folder that the model was loaded from
+    sources = base or [part.name_or_path for part in (text, vision) if part is not None and part.name_or_path]
+    hub = [name for name in sources if _is_on_hub(name)] or _as_list(earlier.get("base_model"))
+    licence = {key: earlier[key] for key in LICENCE_KEYS if key in earlier} or _common_licence(sources)
+    front: dict[str, Any] = {
+        "base_model": hub,
+        "library_name": "transformers",
+        **licence,
+        "pipeline_tag": "text-generation" if vision is None else "image-text-to-text",
+        "tags": ["hf_xattn", "gated-cross-attention"],
+        "widget": [{"text": question} for question in questions],
+    }
+    names = [f"`{_shown(name)}`" for name in sources]
+    made_of = f" It was made of {' and '.join(names)}." if names else ""
+    tower = "" if vision is None else f" and a `{vision.model_type}` vision tower"
+    title = f"{_shown(sources[0]).rpartition('/')[2] or text.model_type if sources else text.model_type} with cross-attention"
+    sections = [
+        f"# {title}",
+        f"A `{text.model_type}` text decoder with gated cross-attention blocks{tower}.{made_of} "
+        "The blocks come from `hf_xattn`, a plug-in for transformers."
+        + (
+            " They are as initialised: images do not change the answers until the model is trained."
+            if is_fresh(model)
+            else ""
+        ),
+        "## How to load",
+        HOW_TO_INSTALL,
+        _loading(vision is not None),
+        "## What was added",
+        _table(_figures(config, model)),
+    ]
+    if training:
+        sections += ["## Training", _table(training)]
+    if results:
+        sections += ["## Results", _table(results)]
+    whole = "\n\n".join(["---\n" + _yaml(front) + "---", MARK.format(""), *sections]) + "\n"
+    return whole.replace(MARK.format(""), MARK.format(_digest(whole)))
+
+
+def _loading(sees: bool) -> str:
+    lines = [
+        *(["from PIL import Image"] if sees else []),
+        f"from transformers import AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}, {'AutoProcessor' if sees else 'AutoTokenizer'}",
+        "",
+        "import hf_xattn  # or pass trust_remote_code=True below",
+        "",
+        'name = "..."  # this folder or repository',
+        f"model = AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}.from_pretrained(name)",
+        f"{'processor' if sees else 'tokenizer'} = {'AutoProcessor' if sees else 'AutoTokenizer'}.from_pretrained(name)",
+        ASKING if sees else ASKING_OF_FEATURES,
+    ]
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
+    """The figures of [`describe`]. They come from a copy without weights, because the model may be sharded or quantized."""
+    try:
+        with torch.device("meta"):
+            skeleton = model._from_config(copy.deepcopy(config), dtype=model.dtype)
+        figures = describe(skeleton)
+    except (RuntimeError, TypeError, ValueError) as error:  # the code of a custom part may not run here
+        logger.info(f"The model card has no figures: {error}")
+        return {"blocks in front of layers": ", ".join(map(str, config.cross_attention_layers))}
+    return {name.removesuffix(", frozen"): value for name, value in figures.items()}
+
+
+def training_facts(trainer: Trainer) -> dict[str, Any]:
+    """How a `Trainer` has trained its model, by name."""
+    args, state = trainer.args, trainer.state
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    facts = {
+        "parameters trained": f"{trained:,} of {sum(parameter.numel() for parameter in model.parameters()):,}",
+        "optimizer steps": f"{state.global_step:,}",
+        "epochs": None if state.epoch is None else f"{state.epoch:.4g}",
+        "examples a step": args.per_device_train_batch_size
+        * args.gradient_accumulation_steps
+        * args.world_size
+        * max(1, args.n_gpu),
+        "learning rate": f"{args.learning_rate:g}, {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}",
+        "optimizer": getattr(args.optim, "value", args.optim),
+        "weight decay": args.weight_decay or None,
+        "seed": args.seed,
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _losses(trainer: Trainer) -> dict[str, Any]:
+    """The last losses that a `Trainer` has logged: of all steps, and of the evaluation."""
+    found: dict[str, Any] = {}
+    before = getattr(trainer, "_initial_global_step", 0)  # of the checkpoint that the run was resumed from
+    steps = f"the steps {before + 1} to {trainer.state.global_step}" if before else "all steps"
+    for entry in trainer.state.log_history:
+        for key, name in (("train_loss", f"training loss, mean of {steps}"), ("eval_loss", "evaluation loss")):
+            if key in entry:
+                found[name] = f"{entry[key]:.4f}" + (
+                    f" (step {entry['step']})" if key == "eval_loss" and "step" in entry else ""
+                )
+    return found
+
+
+def _is_on_hub(name: str) -> bool:
+    """Whether a name is one of the Hub's. `retrofit` writes local folders with a leading `./`."""
+    if REPOSITORY.fullmatch(name) is None or Path(name).is_dir():
+        return False
+    return "/" in name or isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _shown(name: str) -> str:
+    """A Hub id as it is, or the last part of a path."""
+    return name if _is_on_hub(name) else os.path.basename(os.path.normpath(name.replace("\\", "/")))
+
+
+def _front_matter(name: str | None) -> dict[str, Any]:
+    """The front matter of a checkpoint's card. Empty if there is no card on this machine."""
+    if not name:
+        return {}
+    file: Any = Path(name) / FILE if Path(name).is_dir() else None
+    if file is None and _is_on_hub(name):
+        file = try_to_load_from_cache(name, FILE)
+    if not isinstance(file, (str, Path)) or not Path(file).is_file():
+        return {}
+    import yaml
+
+    found = re.match(r"\s*---\r?\n(.*?)\n---", Path(file).read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        head = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        return {}
+    return head if isinstance(head, dict) else {}
+
+
+def _common_licence(sources: list[str]) -> dict[str, Any]:
+    """The licence of all checkpoints, from their cards. Empty if the licences differ, or one is not known."""
+    licences = [{key: head[key] for key in LICENCE_KEYS if key in head} for head in map(_front_matter, sources)]
+    return (
+        licences[0] if licences and "license" in licences[0] and all(each == licences[0] for each in licences) else {}
+    )
+
+
+def _as_list(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def _yaml(front: dict[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump({name: value for name, value in front.items() if value}, sort_keys=False)
+
+
+def _table(rows: dict[str, Any]) -> str:
+    cells = ((str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows.items())
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
+
+
+__all__ = ["example_questions", "training_facts", "write_model_card"]

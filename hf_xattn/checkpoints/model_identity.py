@@ -1,0 +1,175 @@
+"""Identifies the model and the weights that encoded images.
+
+Keys and values of another model, or of this model before further training, may have the right shape, but they are noise for this model.
+So encoded images carry an identity: a hash of the configuration and of the weights between the pixels and the keys and values. The
+weights of the text decoder are not included.
+
+Reading all these weights is limited by memory bandwidth (about 0.2 s for a tower of 400 MB on two CPU cores). So the sum of each weight is
+cached while its storage, its version counter and a few sample values stay the same. An optimizer step, a loaded checkpoint or a conversion
+changes at least one of them. Not noticed are writes that torch does not count, through `.data` or a NumPy view of a weight, where they
+leave the sample values as they are; and hooks on the modules, which change what the weights compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.accelerate import load_offloaded_parameter
+
+from ..configuration_xattn import XAttnConfig
+
+
+SAMPLES = 4  # number of sample values of each weight
+CHUNK = 1 << 20  # number of words that are summed at once
+
+# Fields of the configurations that change keys and values without changing the shape of a weight.
+BLOCK_FIELDS = ("num_key_value_heads", "head_dim", "qk_norm", "norm_eps", "quiet_softmax")
+MODEL_FIELDS = ("connector_type", "connector_hidden_act", "vision_feature_select_strategy")
+
+
+class ModelIdentity:
+    """Computes the identity of the image side of a model.
+
+    Args:
+        config ([`XAttnConfig`]): the model's configuration.
+    """
+
+    def __init__(self, config: XAttnConfig):
+        self._config = config
+        self._sums: dict[str, tuple[Any, int]] = {}
+
+    def current(self, parts: dict[str, nn.Module]) -> str:
+        """Returns the SHA-256 of the configuration, and of the present weights: names, dtypes, shapes and sums.
+
+        Args:
+            parts (`dict[str, nn.Module]`): the modules between the pixels and the keys and values, by name.
+        """
+        digest = hashlib.sha256(json.dumps(self._facts(parts), sort_keys=True, default=str).encode())
+        tensors = list(_tensors(parts))
+        samples = _samples([tensor for _, tensor, _ in tensors])
+        for (name, tensor, offloaded), sample in zip(tensors, samples):
+            counts = not tensor.is_inference()  # a tensor of `torch.inference_mode()` does not count its versions
+            key = (tensor.data_ptr(), tensor._version if counts else None, sample, offloaded)
+            known = self._sums.get(name)
+            if known is None or known[0] != key or not counts:
+                known = self._sums[name] = (key, checksum(tensor))
+            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{known[1]}".encode())
+        return digest.hexdigest()
+
+    def _facts(self, parts: dict[str, nn.Module]) -> dict[str, Any]:
+        config, block = self._config, self._config.cross_attention_config
+        facts: dict[str, Any] = {name: getattr(block, name) for name in BLOCK_FIELDS}
+        if (
+            block.qk_norm_eps != block.norm_eps
+        ):  # left out where it is the usual one, so that files written without it stay valid
+            facts["qk_norm_eps"] = block.qk_norm_eps
+        facts.update((name, getattr(config, name)) for name in MODEL_FIELDS)
+        for name in ("vision_config", "perceiver_config"):
+            part = getattr(config, name)
+            facts[name] = None if part is None else _shape_of(part.to_dict())
+        if facts["perceiver_config"] is not None and not facts["perceiver_config"]["num_image_positions"]:
+            del facts["perceiver_config"]["num_image_positions"]  # likewise
+        # Adapters (PEFT) change the output of a layer without changing its weights. So do modules of `modules_to_save`, of which one
+        # copy runs. Both have this attribute, unlike a `PreTrainedModel`, which has the others too.
+        facts["adapters"] = _adapters_of(parts)
+        return facts
+
+
+def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
+    """Returns the SHA-256 of the configuration and the weights of a vision tower. Connector and blocks do not change it."""
+    assert config.vision_config is not None
+    parts = {"vision_tower": tower}
+    facts = {"vision_config": _shape_of(config.vision_config.to_dict()), "adapters": _adapters_of(parts)}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    for name, tensor, _ in _tensors(parts):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{checksum(tensor)}".encode())
+    return digest.hexdigest()
+
+
+def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
+    """Returns which adapters are active in which layers."""
+    return {
+        f"{name}.{inner}": [
+            str(module.active_adapters),
+            bool(module.disable_adapters),
+            str(getattr(module, "scaling", None)),
+        ]
+        for name, part in parts.items()
+        for inner, module in part.named_modules()
+        if isinstance(getattr(module, "_disable_adapters", None), bool)
+    }
+
+
+def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yields the name and the values of each weight, and whether accelerate has offloaded it."""
+    for name, part in sorted(parts.items()):
+        for inner, tensor in sorted(part.state_dict(keep_vars=True).items()):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            offloaded = tensor.is_meta
+            if offloaded:
+                tensor = load_offloaded_parameter(part, inner)  # type: ignore[arg-type]  # reads the hooks of any module
+            tensor = getattr(tensor, "_local_tensor", tensor).detach()
+            if hasattr(tensor, "__tensor_flatten__"):  # quantized by torchao: integers and their scales
+                for field in tensor.__tensor_flatten__()[0]:
+                    yield f"{name}.{inner}.{field}", getattr(tensor, field), offloaded
+            else:
+                yield f"{name}.{inner}", tensor, offloaded
+
+
+def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without its origin, its dtype and its attention kernel."""
+    dropped = (
+        "_name_or_path",
+        "base_revision",
+        "base_subfolder",
+        "base_gguf_file",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "architectures",
+    )
+    return {name: value for name, value in config.items() if name not in dropped and not name.startswith("_attn")}
+
+
+def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
+    """Returns a few values of each tensor, with one copy to the host for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() and tensor.is_contiguous() and not tensor.is_meta:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    samples: list[tuple[float, ...]] = [()] * len(tensors)
+    for indices in groups.values():
+        parts = [_few(tensors[index].view(-1)) for index in indices]
+        values = torch.cat(parts).to(torch.float64).tolist()
+        start = 0
+        for index, part in zip(indices, parts):
+            samples[index] = tuple(values[start : start + part.shape[0]])
+            start += part.shape[0]
+    return samples
+
+
+def _few(flat: torch.Tensor) -> torch.Tensor:
+    return flat[:: max(1, flat.shape[0] // SAMPLES)][:SAMPLES]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Returns the sum of the words of a tensor modulo 2^64. Each word is multiplied by a different odd number."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    if data.shape[0] % 8:
+        data = nn.functional.pad(data, (0, -data.shape[0] % 8))
+    words = data.view(torch.int64)
+    count = min(CHUNK, words.shape[0])
+    weights = torch.arange(1, count + 1, device=words.device) * 6364136223846793005 + 1442695040888963407
+    weights = (weights ^ (weights >> 29)) | 1
+    total = 0
+    for index, chunk in enumerate(words.split(CHUNK)):
+        mixed = (chunk ^ (chunk >> 32)) * weights[: chunk.shape[0]]
+        part = int((mixed ^ (mixed >> 29)).sum())
+        total = (total + part * (2 * index + 1)) % 2**64
+    return total

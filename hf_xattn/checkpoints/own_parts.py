@@ -1,0 +1,144 @@
+"""Refuses to save parts of a user's own.
+
+A saved folder has no names for such parts. It would load with the parts of this package or of transformers, and answer otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils import logging
+
+from ..decoders.block_stack import BlockStack
+from ..decoders.decoder import find_decoder
+from ..decoders.insertion import BLOCKS
+from ..images.connector import XAttnConnector
+from ..images.vision import is_tiled
+from ..layers.block import GatedCrossAttentionBlock
+from ..utils.block_places import blocks_at
+from ..utils.first_values import ValuesComeLater
+from .peft_layers import first_adapter_layer
+
+
+logger = logging.get_logger(__name__)
+
+PACKAGE = __name__.removesuffix(".checkpoints.own_parts")
+# FSDP and activation checkpointing wrap modules, and leave the names of weights as they are. `torch.compile` does not.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+COMPILED = "_orig_mod"
+
+
+def refuse_own_parts(model: Any) -> None:
+    """Raises a `ValueError` for a model with a part of another class than loading would build, or with a part that was compiled.
+
+    A model with layers of an adapter (PEFT) is left to the checks for those.
+    """
+    body = model.base_model
+    if first_adapter_layer(body) is not None:
+        return
+    for path, _ in body.named_modules():
+        if path.endswith(COMPILED):
+            path = path.removesuffix(COMPILED).rstrip(".")
+            raise ValueError(
+                f"`save_pretrained` cannot save what `torch.compile` returned ({path}): it has renamed the weights, so loading would not find "
+                "them. Use `part.compile()`, which compiles a module in its place."
+            )
+    found = next(chain(_wrong_parts(model), _wrong_modules(body)), None) if _is_built_by_us(model) else None
+    if found is not None:
+        raise ValueError(
+            f"`save_pretrained` cannot save a part of your own: {found}. A folder names no such parts, so it would load with the expected one, "
+            "and answer otherwise. Save the weights of this part by themselves (`torch.save(part.state_dict(), file)`), and the model with "
+            "the expected part in its place. Or make the part in `__init__` of a subclass of the model, which then loads what it saves."
+        )
+
+
+def warn_of_own_parts(model: Any) -> None:
+    """Warns once where training begins, before the first save is refused. Looks at whole parts alone, because it is called at each step."""
+    if _is_built_by_us(model) and (found := next(_wrong_parts(model), None)) is not None:
+        logger.warning_once(f"`save_pretrained` will refuse this model, because of a part of your own: {found}.")
+
+
+def class_of(module: nn.Module | None) -> type:
+    """The class of a module, without what FSDP2 derives from it and what wraps it."""
+    while module is not None and (inner := next(filter(module._modules.get, WRAPPERS), None)) is not None:
+        module = module._modules[inner]
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
+
+
+def is_ours(kind: Any) -> bool:
+    """Whether a class or function is of this package."""
+    return f"{kind.__module__}.".startswith(f"{PACKAGE}.")
+
+
+def _is_built_by_us(model: Any) -> bool:
+    """Whether loading builds the parts. A subclass with an `__init__` of its own may build others, when it is loaded too."""
+    kind: Any = class_of(model)
+    return is_ours(kind.__init__)
+
+
+def _wrong_parts(model: Any) -> Iterator[str]:
+    body, config = model.base_model, model.config
+    if body is not model and not is_ours(class_of(body)):
+        yield _words("model", class_of(body), "XAttnModel")
+    tower: Any = MODEL_MAPPING
+    if config.vision_config is not None and is_tiled(config.vision_config):
+        from transformers import MllamaVisionModel
+
+        tower = {type(config.vision_config): MllamaVisionModel}  # not registered with AutoModel
+    for name, part, mapping in (
+        ("text_model", config.text_config, MODEL_FOR_CAUSAL_LM_MAPPING),
+        ("vision_tower", config.vision_config, tower),
+        ("connector", config.vision_config, {type(config.vision_config): XAttnConnector}),
+    ):
+        found, expected = class_of(getattr(body, name)), mapping.get(type(part), None)
+        if part is None or expected is None or found.__module__.startswith("peft."):
+            continue
+        if issubclass(found, PreTrainedModel) and (found.is_remote_code() or _is_of_the_same_type(found, part)):
+            continue  # custom code is saved beside the weights
+        kinds = expected if isinstance(expected, (tuple, list)) else (expected,)
+        if found not in kinds:
+            yield _words(name, found, kinds[0].__name__)
+
+
+def _is_of_the_same_type(found: type[PreTrainedModel], config: Any) -> bool:
+    """Whether transformers itself has the class, such as a tower with a projection, which loads without it."""
+    return found.__module__.startswith("transformers.") and found.config_class is type(config)
+
+
+def _wrong_modules(body: Any) -> Iterator[str]:
+    """Modules of connector and blocks that differ from those of new ones."""
+    config = copy.deepcopy(body.config)
+    found, expected = {}, {}
+    with torch.device("meta"), ValuesComeLater():
+        block = GatedCrossAttentionBlock(config.cross_attention_config)
+        if config.vision_config is not None:
+            found, expected = _classes("connector", body.connector), _classes("connector", XAttnConnector(config))
+    _, layers = find_decoder(body.text_model)
+    paths = {id(module): path for path, module in body.named_modules()}
+    for index, layer in enumerate(layers):
+        for name, place in zip(BLOCKS, [index] if index < len(layers) - 1 else [index, index + 1]):
+            path, count = f"{paths[id(layer)]}.{name}", len(blocks_at(config.cross_attention_layers, place))
+            found |= _classes(path, getattr(layer, name, None))
+            if count:
+                expected |= _classes(path, block if count == 1 else BlockStack(*[block] * count))
+    for path in sorted(found.keys() | expected.keys()):
+        if found.get(path) is not expected.get(path):
+            yield _words(path, found.get(path, type(None)), expected.get(path, type(None)).__name__)
+
+
+def _classes(path: str, module: nn.Module | None) -> dict[str, type]:
+    """The class of each module in a part, by its path without wrappers."""
+    inside = () if module is None else module.named_modules(prefix=path, remove_duplicate=False)
+    names = ((".".join(name for name in each.split(".") if name not in WRAPPERS), part) for each, part in inside)
+    return {name: class_of(part) for name, part in names}
+
+
+def _words(path: str, found: type, expected: str) -> str:
+    return f"`{path}` is a {found.__module__}.{found.__qualname__}, expected a {expected}"

@@ -1,0 +1,129 @@
+"""Adapters of PEFT: which model a folder of one stands on, and checks of its files before layers are added to a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.utils import find_adapter_config_file, is_peft_available
+
+from ..utils.checkpoint_files import PICKLED, check_inside, read_headers, read_json, refuse_pickled, short
+from ..utils.custom_code import HUB_ARGUMENTS
+from ..utils.transformers_api import has, needs
+from ..utils.whole_folder import finish_interrupted
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class PeftFolder(NamedTuple):
+    """A checkpoint with an adapter.
+
+    Attributes:
+        name (`str`): its folder or Hub id.
+        base (`str`): folder or Hub id of the model below it; its own name if it holds both.
+        hub (`dict`): where the adapter's files are. Nothing of it but the token and the cache is said of the base.
+        revision (`str`, *optional*): of the base.
+    """
+
+    name: str
+    base: str
+    hub: dict[str, Any]
+    revision: str | None
+
+    def base_kwargs(self, load_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The caller's keywords for loading the base: its own revision, and no subfolder."""
+        if self.base == self.name:
+            return load_kwargs
+        apart = ("adapter_name", "adapter_kwargs", "revision", "subfolder")
+        kept = {name: value for name, value in load_kwargs.items() if name not in apart}
+        return kept if self.revision is None else {**kept, "revision": self.revision}
+
+
+def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None:
+    """Reads the configuration of an adapter. None for a checkpoint without one.
+
+    Raises:
+        ValueError: for a configuration that is damaged or names no base.
+    """
+    if not isinstance(checkpoint, (str, os.PathLike)) or not is_peft_available():
+        return None
+    hub = {name: load_kwargs[name] for name in (*HUB_ARGUMENTS, "subfolder") if load_kwargs.get(name) is not None}
+    hub.pop("code_revision", None)
+    of_adapter = dict(load_kwargs.get("adapter_kwargs") or {})
+    known = of_adapter.pop("_adapter_model_path", None)  # from an Auto class, which has replaced `checkpoint`
+    name = os.fspath(checkpoint if known is None else known)
+    if known is not None:
+        hub.pop("subfolder", None)
+    hub.update({key: value for key, value in of_adapter.items() if value is not None})
+    file = find_adapter_config_file(name, **hub)
+    if file is None:
+        return None
+    fields = read_json(Path(file))
+    if os.path.isdir(name):
+        check_inside(Path(name), Path(file))
+    own = fields.get("revision")
+    if own is not None and not isinstance(own, str):
+        raise ValueError(f"{file}: expected `revision` to be a text, got {short(own)}.")
+    if known is not None:
+        return PeftFolder(name, os.fspath(checkpoint), hub, own or load_kwargs.get("revision"))
+    if Path(name, hub.get("subfolder", ""), "config.json").is_file():
+        return PeftFolder(name, name, hub, None)
+    base = fields.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{file}: expected `base_model_name_or_path` to be a folder or a Hub id, got {short(base)}.")
+    # A folder has no revisions, so the caller's is the base's.
+    asked = load_kwargs.get("revision") if os.path.isdir(name) else None
+    return PeftFolder(name, base, hub, asked or own)
+
+
+def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
+    """Checks an adapter before layers are added to a model. Finishes a save into its folder that was interrupted.
+
+    Args:
+        name: its folder or Hub id; anything else passes.
+        hub (`dict`): where its files are, as for `PeftFolder`.
+
+    Raises:
+        ValueError: for pickled weights, for a file that is not whole or leads out of the folder, for a rank that no weight has, and for
+            whole modules that the installed transformers would not load.
+    """
+    if not isinstance(name, (str, os.PathLike)):
+        return
+    folder = Path(name) / (hub.get("subfolder") or "")
+    if os.path.isdir(name):
+        finish_interrupted(folder)
+    if not has("modules_to_save") and (file := find_adapter_config_file(os.fspath(name), **hub)) is not None:
+        fields = read_json(Path(file))
+        for field in ("modules_to_save", "trainable_token_indices"):
+            if fields.get(field):
+                raise ValueError(
+                    f"{needs('modules_to_save', f'`{field}` of the adapter {name}')} "
+                    "`peft.PeftModel.from_pretrained(model, adapter)` loads it with this version, too."
+                )
+    if not os.path.isdir(name):
+        return
+    weights, config = folder / WEIGHTS, folder / CONFIG
+    if not weights.is_file():
+        if any(path.stem == "adapter_model" for pattern in PICKLED for path in folder.glob(pattern)):
+            refuse_pickled(folder, str(folder))
+        return
+    check_inside(folder, weights)
+    headers = read_headers([weights], {}, where=str(folder))
+    if not config.is_file():
+        return
+    check_inside(folder, config)
+    fields = read_json(config)
+    most = max((size for stored in headers.values() for size in stored.shape), default=0)
+    pattern = fields.get("rank_pattern")
+    for rank in (fields.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())):
+        if rank is None:
+            continue
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= most:
+            raise ValueError(
+                f"{config}: expected `r` to be the rank of the weights, from 0 to {most}, got {short(rank)}."
+            )
+
+
+__all__ = ["PeftFolder", "check_adapter_folder", "find_peft"]

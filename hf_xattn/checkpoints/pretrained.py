@@ -1,0 +1,301 @@
+"""What both models share with transformers' loading, initialisation and dispatching. Saving is in `checkpoints/saving.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from ..configuration_xattn import XAttnConfig
+from ..decoders.insertion import BLOCKS
+from ..decoders.quantization import finish_quantized, keep_added_precise
+from ..layers.block import GatedCrossAttentionBlock
+from ..parallel.input_gradients import give_gradient_to_inputs
+from ..parallel.lost_updates import warn_of_half_precision
+from ..parallel.no_split import XAttnUnitsMixin, fsdp_plan
+from ..parallel.tensor_parallel import block_plan
+from ..utils.config_checks import check_parts
+from ..utils.custom_code import HUB_ARGUMENTS, trusting
+from ..utils.missing_weights import NotesWhatIsMissing, check_class, check_complete
+from ..utils.stub import NamesItsStub
+from ..utils.tensor_checks import check_flags
+from ..utils.transformers_api import has, needs
+from ..utils.whole_folder import finish_interrupted
+from .adapters import Adapter
+from .loading_checks import check_folder, check_shapes, refuse_other_files, refuse_pickles
+from .own_parts import warn_of_own_parts
+from .peft_bases import check_adapter_folder, find_peft
+from .peft_layers import warn_of_tower
+from .saved_names import named_as_in_memory
+from .saving import XAttnSavingMixin
+
+
+# Weights of blocks that stay in float32, with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
+PRECISE = ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
+PRECISE_WEIGHT = re.compile(rf"\.((?:{'|'.join(BLOCKS)})(?:\.\d+)?\.(?:{'|'.join(map(re.escape, PRECISE))}))(?:\.|$)")
+
+MODELS = ("XAttnModel", "XAttnForConditionalGeneration")  # each opens what the other has saved
+
+
+class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XAttnSavingMixin, PreTrainedModel):
+    """What both models share with transformers' loading, saving and dispatching."""
+
+    config_class = XAttnConfig
+    config: XAttnConfig
+    base_model_prefix = "model"
+    input_modalities = ["image", "text"]
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _input_hooks: tuple[RemovableHandle, ...] = ()
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict: Any = [f"{block}.{name}" for block in BLOCKS for name in PRECISE]
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # the decoder decides, where it has experts
+
+    @torch.no_grad()
+    @init.guard_torch_init_functions()
+    def initialize_weights(self) -> None:
+        """`PreTrainedModel.initialize_weights`, each part by the rule for its own code.
+
+        Custom code may write in place, so transformers spares its modules where no weight is missing. It does so in the whole
+        tree of a custom model, but decoders of transformers need that call: Falcon-H1 fills buffers in modules without weights.
+        """
+        _initialize(self, self)
+
+    def post_init(self) -> None:
+        """`PreTrainedModel.post_init`. The list of what stays in float32 becomes this model's own: it names what its blocks have."""
+        super().post_init()
+        others = {kept for kept in self._keep_in_fp32_modules_strict if not kept.startswith(BLOCKS)}
+        found = (PRECISE_WEIGHT.search(name) for name, _ in self.named_parameters())
+        self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
+
+    def train(self, mode: bool = True) -> Any:
+        """`nn.Module.train`. Warns once of weights that train in half precision, an adapter that trains the tower, parts that cannot be saved."""
+        super().train(mode)
+        if mode:
+            warn_of_tower(self)
+        if mode and self.base_model is self:
+            warn_of_half_precision(self)
+            warn_of_own_parts(self)
+        return self
+
+    def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)
+        if self.training:
+            self.train()  # frozen layers that are checkpointed train, see `parallel/frozen_modes.py`
+
+    def enable_input_require_grads(self) -> None:
+        """`PreTrainedModel.enable_input_require_grads`. The vision tower takes part only while it trains (see `parallel/input_gradients.py`)."""
+        self.disable_input_require_grads()
+        body: Any = self.base_model
+        self._input_hooks = give_gradient_to_inputs(body.text_model, body.vision_tower)
+
+    def disable_input_require_grads(self) -> None:
+        """`PreTrainedModel.disable_input_require_grads`."""
+        for hook in self._input_hooks:
+            hook.remove()
+        self._input_hooks = ()
+
+    def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
+        """transformers' plans, and rows for the blocks in those of tensor parallelism and FSDP."""
+        blocks = (name for name, module in self.named_modules() if isinstance(module, GatedCrossAttentionBlock))
+        places = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in blocks}
+        # A plan that was given has the last word.
+        if distributed_config.tp_size > 1:
+            rows = block_plan(self.config.cross_attention_config, distributed_config.tp_size)
+            added = {f"{place}.{name}": style for place in places for name, style in rows.items()}
+            self._tp_plan = added | (self._tp_plan or {})
+        if distributed_config.dp_size > 1:
+            self._fsdp_plan = fsdp_plan(self, places) | (self._fsdp_plan or {})
+        return super()._resolve_parallel_plans(distributed_config)
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """`PreTrainedModel.set_attn_implementation`.
+
+        Raises:
+            ValueError: for a `dict` that names a part which the model does not have.
+        """
+        check_parts("attn_implementation", attn_implementation, self.config.sub_configs)
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args,
+        config: Any = None,
+        allow_missing_weights: bool = False,
+        **kwargs,
+    ) -> Any:
+        """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or vision tower.
+
+        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names. A warning names a base
+        that has changed since. A text model that was quantized is quantized again.
+
+        Args:
+            quantization_config (*optional*): quantizes the text model alone: blocks, connector and vision tower stay in high
+                precision. For a folder of `adapter_only=True`, None means a text model in full precision, whatever it was.
+            text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, if they have moved.
+            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values, and warn of them. So for
+                a `state_dict` of the caller; an empty one asks for a model of first values.
+
+        Raises:
+            TypeError: for an `allow_missing_weights` that is no bool.
+            ValueError: for such a folder that is half written or damaged, or whose base is gone or of another shape. For any folder with a
+                configuration that no model has, with files that are not whole, lie elsewhere or are pickled, or with weights missing
+                (see `checkpoints/loading_checks.py`, `utils/missing_weights.py`). For one that another class than those of this package has saved, unless it is this class.
+        """
+        _refuse_splitting_of_old(kwargs)
+        check_flags(allow_missing_weights=allow_missing_weights)
+        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
+            finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        refuse_pickles(kwargs)
+        with trusting(pretrained_model_name_or_path, kwargs):
+            if isinstance(config, XAttnConfig):
+                config.read_custom_code()
+            peft = find_peft(pretrained_model_name_or_path, kwargs)
+            source = pretrained_model_name_or_path
+            peft_name = kwargs.get("adapter_name") or "default"
+            if peft is not None:
+                check_adapter_folder(peft.name, peft.hub)
+                source, kwargs = peft.base, peft.base_kwargs(kwargs)
+            checked = check_folder(source, kwargs)
+            adapter = Adapter.find(source, kwargs)
+            if checked is not None:
+                check_class(cls, checked.fields.get("architectures"), source, MODELS)
+            if adapter is not None:
+                loaded: Any = cls._from_adapter(adapter, model_args, config, kwargs, allow_missing_weights)
+                if peft is not None:
+                    (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(
+                        peft.name, peft_name, adapter_kwargs=peft.hub
+                    )
+                return loaded
+            for name in ("text_base", "vision_base"):
+                if kwargs.pop(name, None) is not None:
+                    raise ValueError(
+                        f"`{name}` is for folders of `save_pretrained(folder, adapter_only=True)`, but {source} holds a whole model."
+                    )
+            if kwargs.get("quantization_config") is not None:
+                known = config if isinstance(config, XAttnConfig) else _read_config(source, kwargs)
+                kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
+            info_wanted = kwargs.pop("output_loading_info", False)
+            try:
+                pair: Any = super().from_pretrained(
+                    source, *model_args, config=config, output_loading_info=True, **kwargs
+                )
+            except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:  # of the parts' own classes
+                raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {error}.") from error
+            model, info = pair
+            if checked is None and source is not None:  # a Hub id
+                check_class(cls, model.config.architectures, source, MODELS)
+            if kwargs.get("state_dict") != {}:  # which asks for a new model
+                check_complete(model, "`state_dict`" if source is None else source, allow_missing_weights)
+            finish_quantized(model)
+            if peft is not None and peft.base != peft.name:
+                info = model.load_adapter(peft.name, peft_name, adapter_kwargs=peft.hub).to_dict()
+        return (model, info) if info_wanted else model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    ) -> Any:
+        """transformers' own, which reads the weights. The model has shapes until then, and no values."""
+        if expected_keys is None:  # otherwise the weights are an adapter's (PEFT)
+            check_shapes(model, state_dict, checkpoint_files, load_config)
+        else:
+            refuse_other_files(checkpoint_files)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
+        """`nn.Module.load_state_dict`, which takes the names of a saved folder too: `Trainer` reads its checkpoints in this way."""
+        return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
+
+    def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:
+        """`PreTrainedModel.load_adapter`. Checks the adapter's folder before it adds layers.
+
+        Raises:
+            ValueError: for pickled weights, a file that is damaged, and a rank that the weights do not have.
+        """
+        check_adapter_folder(peft_model_id, kwargs.get("adapter_kwargs") or {})
+        return super().load_adapter(peft_model_id, *args, **kwargs)
+
+    @classmethod
+    def _from_adapter(
+        cls, adapter: Adapter, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any], allowed: bool
+    ) -> Any:
+        """Loads bases and added weights. Returns what `from_pretrained` returns."""
+        load_kwargs.setdefault("quantization_config", adapter.manifest.get("quantization_config"))
+        load_kwargs = adapter.load_kwargs(config, load_kwargs)
+        if load_kwargs["quantization_config"] is not None:
+            load_kwargs["quantization_config"] = keep_added_precise(
+                load_kwargs["quantization_config"], load_kwargs["config"]
+            )
+        info_wanted = load_kwargs.pop("output_loading_info", False)
+        pair: Any = super().from_pretrained(None, *model_args, output_loading_info=True, **load_kwargs)
+        model, info = pair
+        if not os.path.isdir(adapter.name):
+            check_class(cls, model.config.architectures, adapter.name, MODELS)
+        check_complete(model, adapter.name, allowed)
+        finish_quantized(model)
+        model.config.name_or_path = model.name_or_path = adapter.name
+        return (model, info) if info_wanted else model
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        """`PreTrainedModel.resize_token_embeddings`.
+
+        Raises:
+            ValueError: for a model with `additional_vocab_size`: those tokens lie behind the vocabulary and would move.
+        """
+        if self.config.additional_vocab_size:
+            raise ValueError(
+                f"This model has {self.config.additional_vocab_size} tokens behind its vocabulary "
+                "(`additional_vocab_size`): the embeddings cannot be resized."
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
+
+
+def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:
+    """Refuses to split the model over ranks where transformers does not ask it for the plans of its blocks."""
+    for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
+        if load_kwargs.get(name) is not None and not has("_resolve_parallel_plans"):
+            raise ValueError(needs("_resolve_parallel_plans", f"`{name}`"))
+
+
+def _read_config(checkpoint: Any, load_kwargs: dict[str, Any]) -> XAttnConfig:
+    hub = {name: load_kwargs[name] for name in (*HUB_ARGUMENTS, "subfolder") if load_kwargs.get(name) is not None}
+    return XAttnConfig.from_pretrained(checkpoint, **hub)
+
+
+def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
+    """Initialises a tree of modules, children first.
+
+    Args:
+        module (`nn.Module`): the tree.
+        owner (`PreTrainedModel`): the model whose `_init_weights` it gets, which is the nearest one above.
+    """
+    for child in module.children():
+        _initialize(child, child if isinstance(child, PreTrainedModel) else owner)
+    owner._initialize_weights(module, owner.is_custom_code())
+
+
+def keep_weights(model: nn.Module) -> None:
+    """Marks a loaded model as initialised, so that `post_init` of the model around it leaves its weights alone."""
+    part: Any
+    for part in (*model.modules(), *model.parameters(), *model.buffers()):
+        part._is_hf_initialized = True

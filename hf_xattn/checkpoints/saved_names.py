@@ -1,0 +1,149 @@
+"""The names that weights have on disk: those that text model and vision tower have in their own checkpoints.
+
+transformers holds the experts of a layer in one tensor, and renames other weights. It saves a model under the published names, by reversing
+what loading does. Here it does so for the parts of a model. The rules are patterns, such as `.mlp.` for `.block_sparse_moe.`, which would
+hit the blocks inside the layers too, so blocks are kept from them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from ..decoders.insertion import BLOCKS
+from ..utils.memo import memoized
+
+
+class _SparesBlocks:
+    """Part of a rule of transformers that leaves the weights of blocks alone, as does its reverse."""
+
+    __slots__ = ()
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        if not set(BLOCKS).isdisjoint(source_key.split(".")):
+            return source_key, None
+        rule: Any = super()
+        return rule.rename_source_key(source_key)
+
+    def reverse_transform(self) -> WeightTransform:
+        rule: Any = super()
+        return _sparing_blocks(rule.reverse_transform())
+
+
+@memoized
+def _sparing_class(kind: type[WeightTransform]) -> Any:
+    return type(f"{kind.__name__}BesideBlocks", (_SparesBlocks, kind), {"__slots__": ()})
+
+
+def _sparing_blocks(rule: WeightTransform) -> WeightTransform:
+    if not isinstance(rule, _SparesBlocks):
+        rule.__class__ = _sparing_class(type(rule))
+    return rule
+
+
+def rules_of_parts(model: PreTrainedModel) -> list[WeightTransform]:
+    """How loading makes the names that weights have in memory. transformers reverses these rules when it saves the model.
+
+    A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse would add the prefix.
+    """
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    return [_sparing_blocks(rule) for rule in rules if not isinstance(rule, PrefixChange)]
+
+
+class _Rules:
+    """The rules for loading a model, and the weights that it has."""
+
+    def __init__(self, model: PreTrainedModel):
+        rules = rules_of_parts(model)
+        self.own: dict[str, torch.Tensor] = model.state_dict() if rules else {}
+        self._prefix = model.base_model_prefix  # that a checkpoint of the other model has, or lacks
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._of_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+
+    def place(self, name: str) -> tuple[str, WeightConverter | None, str]:
+        """The weight of the model that a weight on disk is, or is a piece of; then the rule that joins pieces, and its pattern."""
+        target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.own)
+        if target not in self.own:
+            return name, None, name
+        return target, None if pattern is None else self._of_pattern[pattern], pattern or name
+
+    def places(self, names: Iterable[str]) -> dict[str, tuple[str, WeightConverter | None, str]]:
+        """`place` of each name, in the order in which transformers reads them. Some rules begin to hold behind the first name that they fit."""
+        return {name: self.place(name) for name in sorted(names, key=dot_natural_key)}
+
+
+def pieces_missing(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
+    """Weights that a checkpoint lacks beside others of the same tensor, such as single experts; and those that have no place in the model.
+
+    Args:
+        model ([`XAttnPreTrainedModel`]): has shapes.
+        names (`Collection[str]`): of the weights in the checkpoint.
+    """
+    rules = _Rules(model)
+    groups: dict[str, set[str]] = {}
+    saved = revert_weight_conversion(model, _shapes(rules.own))
+    for name, (target, converter, _) in rules.places(saved).items():
+        if converter is not None:
+            groups.setdefault(target, set()).add(name)
+    prefix = f"{model.base_model_prefix}."
+    given = {name.removeprefix(prefix) if model.base_model is model else prefix + name for name in names}.union(names)
+    missing = {name for group in groups.values() if not group.isdisjoint(given) for name in group.difference(given)}
+    places = rules.places(names if missing else ())
+    return missing, {name for name, (target, *_) in places.items() if target not in rules.own}
+
+
+def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.items()}
+
+
+def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Weights of a model under the names that they have in memory. `from_pretrained` does the same on its own.
+
+    Args:
+        model ([`XAttnPreTrainedModel`]): the model.
+        weights (`dict`): under these names already, or those of a saved folder, or a part of them, such as one shard.
+    """
+    rules = _Rules(model)
+    own = rules.own
+    if not own or weights.keys() <= own.keys():
+        return weights
+    found = rules.places(weights)
+    joined = {
+        target.replace(rule.target_patterns[0], each): own[target.replace(rule.target_patterns[0], each)]
+        for target, rule, _ in found.values()
+        if rule is not None
+        for each in rule.target_patterns
+    }
+    # A shard may hold a part of the experts of a layer: the model has the others.
+    expected = revert_weight_conversion(model, _shapes(joined))
+    if not expected.keys() <= weights.keys():
+        device = next(iter(weights.values())).device
+        others = revert_weight_conversion(model, {name: tensor.to(device) for name, tensor in joined.items()})
+        weights = {**others, **weights}
+        found = rules.places(weights)
+    named: dict[str, Any] = {}
+    groups: dict[str, WeightConverter] = {}
+    for name, (target, rule, pattern) in found.items():
+        if rule is None:
+            named[target] = weights[name]
+        else:
+            groups.setdefault(target, copy.deepcopy(rule)).add_tensor(target, name, pattern, weights[name])
+    for target, group in groups.items():
+        for name, value in group.convert(target, model=model, config=model.config).items():
+            named[name] = value[0] if isinstance(value, list) else value
+    return named

@@ -1,0 +1,355 @@
+"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code that loads the model."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import glob
+import inspect
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..decoders.quantization import check_savable, without_quantizer
+from ..utils.checkpoint_files import SHARDS, SHARDS_OF_RANKS
+from ..utils.custom_code import save_code
+from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_transformers, saved_by_one
+from ..utils.keywords import refuse_unknown, suggestion
+from ..utils.quantized_weights import first_quantized
+from ..utils.stub import own_code, write_stub
+from ..utils.tensor_checks import check_flags
+from ..utils.whole_folder import WholeFolder
+from .adapter_saving import SAVE_OR_MERGE, check_bases, check_target, files_of_adapter, save_adapter
+from .model_card import FILE, is_blank, write_model_card
+from .own_parts import refuse_own_parts
+from .peft_layers import refuse_adapter_layers
+from .saved_names import rules_of_parts
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as Model  # which it is mixed into
+else:
+    Model = object
+
+# Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself; transformers overlooks what it does not know.
+SAVE_KEYWORDS = frozenset(
+    """is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format
+distributed_checkpoint""".split()
+)
+
+
+class _Save(NamedTuple):
+    """A save that is under way in this thread. Transformers calls the model's own methods in the middle of it."""
+
+    card: bytes | None = None  # that of the folder: transformers writes the repository's over it before it uploads
+    whole: WholeFolder | None = None  # whose files wait for their places
+
+
+_NONE = _Save()
+_save: contextvars.ContextVar[_Save] = contextvars.ContextVar("save", default=_NONE)
+
+
+class XAttnSavingMixin(Model):
+    """What both models share with transformers' saving."""
+
+    _saved_as: str | None = None
+
+    @property
+    def _weight_conversions(self) -> Any:
+        """What transformers reverses when it saves the weights: the rules of the parts (see `checkpoints/saved_names.py`)."""
+        return rules_of_parts(self)
+
+    @_weight_conversions.setter
+    def _weight_conversions(self, used: Any) -> None:
+        """Called by `from_pretrained`. Which rules loading used does not matter: a model is always saved under the same names."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *args,
+        adapter_only: bool = False,
+        text_base: str | os.PathLike[str] | None = None,
+        vision_base: str | os.PathLike[str] | None = None,
+        with_code: bool = False,
+        **kwargs,
+    ) -> None:
+        """`PreTrainedModel.save_pretrained`. Text model and vision tower keep the names of their own checkpoints (see `checkpoints/saved_names.py`).
+
+        The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`. A model
+        card is written too (see `checkpoints/model_card.py`), unless the folder holds one that a person wrote or changed.
+
+        A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers. Where several processes hold
+        parts of the weights (FSDP2), all of them must call this.
+
+        Args:
+            adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added vocabulary, and
+                the weights of text model and vision tower that differ from their bases, which are loaded once more to compare them.
+                `from_pretrained` of the folder fetches the bases.
+            text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by default where
+                the parts were loaded from.
+            with_code (`bool`): save the code of this package too, so that the folder loads with `trust_remote_code=True` where the
+                package is not installed. Without it, the folder has a stub that imports the package.
+
+        Raises:
+            TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
+            ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded instead; for
+                a model whose weights could not be loaded again, such as one with layers of a `PeftModel`; for a part of the caller's own
+                class (see `checkpoints/own_parts.py`); and with `adapter_only` for a base without a name or a checkpoint.
+        """
+        check_flags(adapter_only=adapter_only, with_code=with_code)
+        for name in kwargs:  # transformers takes any name
+            if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
+                raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
+        if self.base_model.active_cross_attention is None:
+            raise ValueError(
+                "No cross-attention is active, so there is nothing to save: call `set_cross_attention` first."
+            )
+        if not self._saves_peft_adapter():
+            refuse_own_parts(self)
+        is_main_process = self.should_save_on_this_rank(is_main_process)
+        target = Path(save_directory)
+        bases = {"text_base": text_base, "vision_base": vision_base}
+        if adapter_only:
+            if args:
+                raise ValueError(f"With `adapter_only=True` pass other arguments by name, got {args!r}.")
+            self._save_adapter(target, is_main_process, bases, with_code, kwargs)
+        else:
+            _refuse_bases(text_base, vision_base)
+            saved: Any = super()
+            names = list(inspect.signature(saved.save_pretrained).parameters)[2:]
+            self._save_whole(target, is_main_process, with_code, dict(zip(names, args), **kwargs))
+
+    def push_to_hub(  # type: ignore[override]  # transformers' decorator hides its own signature
+        self,
+        repo_id: str,
+        *,
+        adapter_only: bool = False,
+        text_base: str | None = None,
+        vision_base: str | None = None,
+        with_code: bool = False,
+        **kwargs,
+    ) -> Any:
+        """`PreTrainedModel.push_to_hub`.
+
+        Args:
+            adapter_only, text_base, vision_base, with_code: as in [`save_pretrained`]. With `adapter_only`, the bases must have Hub
+                ids: others cannot load what is a folder here.
+
+        Raises:
+            TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is created.
+        """
+        check_flags(adapter_only=adapter_only, with_code=with_code)
+        if not self._saves_peft_adapter():
+            refuse_own_parts(self)
+        options: dict[str, Any] = {"with_code": with_code}
+        if adapter_only:
+            for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
+                if os.path.isdir(source.name):
+                    raise ValueError(
+                        f"`push_to_hub(adapter_only=True)`: the base of the {name} is a folder of this machine ({source.name}), where "
+                        "nobody else finds it. Push it first, and pass its Hub id as `text_base` or `vision_base`."
+                    )
+            options.update(adapter_only=True, text_base=text_base, vision_base=vision_base)
+        else:
+            _refuse_bases(text_base, vision_base)
+        pushed: Any = super()
+        # Transformers saves into a folder that it uploads, with arguments of its own choice.
+        vars(self)["save_pretrained"] = functools.partial(self.save_pretrained, **options)
+        before, is_unnamed = self.name_or_path, self._takes_name_of_folder()
+        try:
+            result = pushed.push_to_hub(repo_id, **kwargs)
+            before = before or repo_id
+            return result
+        finally:
+            del vars(self)["save_pretrained"]
+            if is_unnamed:  # not the folder that was uploaded, which is gone
+                self.name_or_path = self.config.name_or_path = before
+                self._saved_as = before or None
+
+    def _save_adapter(
+        self, target: Path, is_main_process: bool, bases: dict[str, Any], with_code: bool, options: dict[str, Any]
+    ) -> None:
+        refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
+        if options.pop("push_to_hub", False):
+            raise ValueError(
+                "`adapter_only=True` does not work together with `push_to_hub=True`. Call `model.push_to_hub(repo_id, adapter_only=True)`."
+            )
+        for name in ("variant", "distributed_checkpoint", "save_original_format"):
+            if options.get(name):
+                raise ValueError(f"`adapter_only=True` does not work together with `{name}`, got {options[name]!r}.")
+        state_dict = options.pop("state_dict", None)
+        if state_dict is None:
+            state_dict = gathered_weights(self)
+        is_unnamed = self._takes_name_of_folder()
+        if is_main_process:
+
+            def save(folder: Path, weights: dict[str, torch.Tensor], keeps_quantization: bool) -> None:
+                with without_quantizer(self, keeps_quantization), saved_by_one(self):
+                    # They are laid over the weights of a base in memory, so they keep the names that they have there.
+                    options.update(state_dict=weights, save_original_format=False)
+                    self._write(folder, with_code, options, target)
+
+            save_adapter(self, target, save, bases, state_dict)
+        if is_unnamed:
+            self._take_name(target)
+
+    def _save_whole(self, target: Path, is_main_process: bool, with_code: bool, options: dict[str, Any]) -> None:
+        given = options.get("state_dict")
+        if self._saves_peft_adapter():
+            if with_code:
+                raise ValueError(
+                    "`with_code=True`: this model has an adapter (PEFT), which is saved alone and needs no code. Save the code with the "
+                    "model below it."
+                )
+            if len(names := self.active_adapters()) > 1:
+                raise ValueError(f"Expected one active adapter to save, got {names}. Call `set_adapter` first.")
+        else:
+            check_target(target, adapter_only=False)
+            refuse_adapter_layers(self.base_model, "`save_pretrained` cannot save", SAVE_OR_MERGE)
+            check_savable(self)
+            if given and first_quantized(self.base_model) is not None:
+                raise ValueError(
+                    "`state_dict` does not work with a quantized model: transformers saves the weights that the model holds. Leave it "
+                    "out."
+                )
+            whole = given is not None or is_sharded_by_transformers(self)
+            gathered = None if whole else gathered_weights(self)
+            if gathered is not None:
+                options = {**options, "state_dict": gathered}
+        if options.get("push_to_hub"):  # the folder that transformers sees has the name of what a link leads to
+            options = {"repo_id": Path(os.path.abspath(target)).name, **options}
+        is_unnamed = self._takes_name_of_folder()
+        if options.get("distributed_checkpoint"):  # all processes write into the folder
+            earlier = [] if self._saves_peft_adapter() else list(_earlier_save(target, options.get("variant")))
+            self._write(target, with_code, options, target, is_main_process)
+            if is_main_process:
+                _remove_weights(earlier)
+            if is_distributed():
+                torch.distributed.barrier()  # behind it, the other processes may load what was saved
+        elif not is_main_process:  # transformers makes a folder in all processes, and writes in one
+            with tempfile.TemporaryDirectory() as nothing:
+                self._write_by_transformers(Path(nothing), options, False, None)
+        else:
+            stale = functools.partial(_earlier_save, variant=options.get("variant"))
+            saved = WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale)
+            with saved as fresh:
+                if (target / FILE).is_file():  # written anew only if no person has changed it
+                    shutil.copy2(target / FILE, fresh / FILE)
+                self._write(fresh, with_code, options, target, True, saved)
+        if is_unnamed:
+            self._take_name(target)
+
+    def _write(
+        self,
+        folder: Path,
+        with_code: bool,
+        options: dict[str, Any],
+        target: Path,
+        is_main_process: bool = True,
+        whole: WholeFolder | None = None,
+    ) -> None:
+        """Writes the files of a model, or of its adapter (PEFT), into a folder that becomes `target`, or `target` itself."""
+        if is_main_process and not self._saves_peft_adapter():
+            body: Any = self.base_model
+            config = self.config
+            parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
+            save_code([(part, own) for part, own in parts if part is not None and own is not None], folder)
+            write_stub(folder, with_code, target)
+        self._write_by_transformers(folder, options, is_main_process, whole)
+        if is_main_process:
+            self._write_card(folder)
+
+    def _write_by_transformers(
+        self, folder: Path, options: dict[str, Any], is_main_process: bool, whole: WholeFolder | None
+    ) -> None:
+        saved: Any = super()
+        card = folder / FILE
+        token = _save.set(_Save(card.read_bytes() if card.is_file() else None, whole))
+        try:
+            saved.save_pretrained(folder, is_main_process, **options)
+        finally:
+            _save.reset(token)
+
+    def _write_card(self, folder: Path) -> None:
+        if not self._saves_peft_adapter() and (folder / "config.json").is_file():
+            write_model_card(self, folder)
+
+    def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> Any:
+        """Called at the end of `save_pretrained`. Behind it, the other processes may load what was saved."""
+        if (whole := _save.get().whole) is not None and whole.is_open:
+            self._write_card(whole.fresh)
+            whole.commit()
+        waiting: Any = super()
+        return waiting.barrier_after_gathered_checkpoint_save(*args, **kwargs)
+
+    def _saves_peft_adapter(self) -> bool:
+        """Whether transformers saves an adapter in place of the model."""
+        return getattr(self, "_hf_peft_config_loaded", False)
+
+    def _takes_name_of_folder(self) -> bool:
+        """Whether saving names the model. Adapters (PEFT) record this name as their base; a retrofit has none before it is saved."""
+        return self.name_or_path in ("", self._saved_as) and not self._saves_peft_adapter()
+
+    def _take_name(self, folder: Path) -> None:
+        self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(folder)
+
+    def _upload_modified_files(
+        self,
+        working_dir: str | os.PathLike[str],
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        *args,
+        **kwargs,
+    ) -> Any:
+        """Called by `save_pretrained` and `push_to_hub`, with transformers' empty card where the repository has none."""
+        save = _save.get()
+        card = Path(working_dir) / FILE
+        if card.is_file() and is_blank(card.read_text(encoding="utf-8", errors="replace")):
+            if save.card is not None:
+                card.write_bytes(save.card)
+            write_model_card(self, working_dir)
+        if save.whole is not None:  # whatever becomes of the upload, the save is complete
+            new = set(os.listdir(working_dir))
+            save.whole.commit()
+            working_dir = save.whole.target
+            files_timestamps = {name: math.inf for name in os.listdir(working_dir) if name not in new}
+        uploading: Any = super()
+        return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
+
+
+def _refuse_bases(text_base: Any, vision_base: Any) -> None:
+    for name, base in (("text_base", text_base), ("vision_base", vision_base)):
+        if base is not None:
+            raise ValueError(f"`{name}` needs `adapter_only=True`, got {base!r}.")
+
+
+def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
+    """Weights, the manifest of an adapter and code in a folder: `from_pretrained` would take some before those of a new save."""
+    suffix = "" if variant is None else f".{glob.escape(variant)}"
+    for shards in ("", SHARDS):
+        yield from folder.glob(f"model{suffix}{shards}.safetensors")
+    yield from folder.glob(f"model.safetensors.index{suffix}.json")
+    yield from folder.glob(SHARDS_OF_RANKS)
+    yield from files_of_adapter(folder)
+    yield from own_code(folder)
+
+
+def _remove_weights(stale: list[Path]) -> None:
+    """Removes the weights of an earlier save, but for the files that this save by all processes has written again."""
+    written = torch.distributed.get_world_size() if is_distributed() else 1
+    for path in stale:
+        of_rank = path.match(SHARDS_OF_RANKS) and int(path.name.split("-")[1]) <= written  # counted from 1
+        if path.suffix != ".py" and not of_rank:
+            path.unlink(missing_ok=True)
+
+
+def _earlier_peft_adapter(folder: Path) -> Iterator[Path]:
+    for shards in ("", SHARDS):
+        yield from folder.glob(f"adapter_model{shards}.safetensors")

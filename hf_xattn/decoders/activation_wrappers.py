@@ -1,0 +1,79 @@
+"""Decoder layers in torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`), which accelerate's FSDP options put around them.
+
+A checkpoint wrapper calls the layer again in the backward pass. transformers does not know of it, so two things are done here:
+
+- The layer must not write into a cache, or it would write twice. [`recomputes_layers`] tells the model.
+- Some decoders do not pass the images to their layers (see `decoders/channel.py`). The wrapper gets the images as an argument and keeps it for
+  the second call. At that time, the channel is empty.
+
+A reentrant wrapper (`CheckpointImpl.REENTRANT`) gives the images no gradients, and some of these would be missing without a word. It is
+refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layers.context import KEYWORD
+from ..utils.transformers_api import checkpoints_activations
+from .channel import carried_context
+from .insertion import is_cross_attending
+
+
+WRAPPED = "_checkpoint_wrapped_module"  # torch's name of the module inside
+_READS = "_reads_cross_attention_context"
+
+
+def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
+    """Whether a backward pass will run the decoder's layers a second time, by transformers' checkpointing or in a wrapper.
+
+    Args:
+        model ([`XAttnModel`]): its layers in wrappers are prepared for that.
+        receives_keywords (`bool`): whether the decoder passes keyword arguments to its layers.
+
+    Raises:
+        ValueError: for a reentrant wrapper.
+    """
+    if model.training and checkpoints_activations(model):
+        return True
+    # Compiled code repeats a layer without what it writes.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    wrapped = [
+        module
+        for module in model.text_model.modules()
+        if WRAPPED in module._modules and is_cross_attending(unwrapped(module))
+    ]
+    if any(getattr(getattr(layer, "checkpoint_impl", None), "name", None) == "REENTRANT" for layer in wrapped):
+        raise ValueError(
+            "Expected checkpoint wrappers around the decoder's layers with `CheckpointImpl.NO_REENTRANT`, got `REENTRANT`, which gives no "
+            'gradients to images. Or call `model.gradient_checkpointing_enable({"use_reentrant": True})`.'
+        )
+    if not receives_keywords:
+        for layer in wrapped:
+            _read_channel_outside(layer)
+    return bool(wrapped)
+
+
+def unwrapped(module: Any) -> nn.Module:
+    """The module inside activation wrappers, or `module`."""
+    while WRAPPED in module._modules:
+        module = module._modules[WRAPPED]
+    return module
+
+
+def _read_channel_outside(wrapper: nn.Module) -> None:
+    """Lets a wrapper read the channel, before it calls its layer."""
+    if not wrapper.__dict__.get(_READS):
+        wrapper.__dict__[_READS] = True
+        wrapper.register_forward_pre_hook(_add_context, with_kwargs=True)
+
+
+def _add_context(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    context = carried_context()  # of this thread and this call
+    if context is None or KEYWORD in kwargs:
+        return None
+    return args, {**kwargs, KEYWORD: context}

@@ -1,0 +1,63 @@
+"""The blocks at one place of a decoder: in most models one block, otherwise several that run one after the other.
+
+Several blocks are one submodule of the layer, so the layer holds the same two names however many blocks it has. A single block keeps
+its names without a number: `cross_attention_block.attn...` of one, `cross_attention_block.0.attn...` of the first of several.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from transformers.modeling_utils import local_torch_dtype
+
+from ..cache.cross_cache import KeyValue
+from ..configuration_xattn import XAttnConfig
+from ..layers.block import GatedCrossAttentionBlock
+from ..layers.context import CrossAttentionContext
+from ..utils.block_places import blocks_at
+from ..utils.quantized_weights import is_quantized
+
+
+class BlockStack(nn.Sequential):
+    """Several blocks at one place, in the order in which they run."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, cross_attention: CrossAttentionContext | None = None
+    ) -> torch.Tensor:
+        """`(batch, text_len, hidden_size)` to the same shape, through every block."""
+        for block in self:
+            hidden_states = block(hidden_states, cross_attention=cross_attention)
+        return hidden_states
+
+    def encode(self, cross_attention: CrossAttentionContext) -> tuple[KeyValue, ...]:
+        """Returns keys and values of new images, of every block."""
+        return tuple(block.encode(cross_attention) for block in self)  # type: ignore[operator]
+
+
+Blocks: TypeAlias = "GatedCrossAttentionBlock | BlockStack"
+
+
+@torch.no_grad()
+def make_blocks(config: XAttnConfig, place: int, like: torch.Tensor, computes_in: torch.dtype) -> Blocks | None:
+    """Makes the blocks in front of layer `place`, with first values, on the device and in the dtype of a layer; None if it has none.
+
+    In half precision, gates and norms are float32.
+
+    Args:
+        config ([`XAttnConfig`]): configuration of the model.
+        place (`int`): a layer, or the number of layers for the blocks after the last one.
+        like (`torch.Tensor`): a weight of the layer. On the meta device, the blocks are as torch's defaults say.
+        computes_in (`torch.dtype`): dtype of the blocks where that weight is quantized: it is stored as integers.
+    """
+    found = blocks_at(config.cross_attention_layers, place)
+    if not found:
+        return None
+    dtype = torch.get_default_dtype() if like.is_meta else computes_in if is_quantized(like) else like.dtype
+    with local_torch_dtype(dtype):
+        blocks = [GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=index) for index in found]
+    for parameter in (parameter for block in blocks for parameter in block.parameters()):
+        if not (like.is_meta or parameter.is_meta):
+            parameter.data = parameter.data.to(like.device)
+    return BlockStack(*blocks) if len(blocks) > 1 else blocks[0]

@@ -1,0 +1,306 @@
+"""Inspects a text decoder: finds its layers, its arguments, and the way images reach its layers.
+
+`decoders/insertion.py` puts the blocks in.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticCache
+from transformers.utils import logging
+
+from ..layers.context import KEYWORD, CrossAttentionContext
+from ..utils.architectures import architecture
+from ..utils.keywords import LOSS, keywords_of, refuse_unknown
+from ..utils.memo import memoized
+from ..utils.sizes import text_num_hidden_layers
+from ..utils.tensor_checks import has_values
+from ..utils.transformers_api import check_recorded, is_before, needs
+from .channel import carrying
+from .packing_decoders import why_not_packed
+
+
+logger = logging.get_logger(__name__)
+
+# Argument names of the cache in causal language models.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+
+# Attribute names of the stack of layers in decoders.
+LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
+
+
+def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
+    """Finds the module that runs the decoder's layers, and the layers.
+
+    Raises:
+        ValueError: if the model has no stack of `num_hidden_layers` layers.
+    """
+    num_layers = text_num_hidden_layers(language_model.config)
+    candidates = []
+    for name, module in language_model.named_modules():
+        for attribute in LAYER_ATTRIBUTES:
+            layers = module._modules.get(attribute)
+            if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
+                candidates.append(
+                    (name.count(".") + bool(name), LAYER_ATTRIBUTES.index(attribute), name, module, layers)
+                )
+    if not candidates:
+        raise ValueError(
+            f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) has no stack of "
+            f"{num_layers} decoder layers under one of {list(LAYER_ATTRIBUTES)}, so there is no place for "
+            "cross-attention blocks."
+        )
+    *_, decoder, layers = min(candidates, key=lambda candidate: candidate[:3])
+    return decoder, layers
+
+
+def may_skip_layers(language_model: PreTrainedModel) -> bool:
+    """Whether a forward may skip layers at random (LayerDrop), as OPT, XGLM and BioGPT do in training."""
+    if not language_model.training or getattr(language_model.config, "layerdrop", None) is None:
+        return False
+    decoder, _ = find_decoder(language_model)
+    return decoder.training and getattr(decoder, "layerdrop", 0.0) > 0.0
+
+
+def find_cache_argument(language_model: PreTrainedModel) -> str:
+    """Returns the argument name of the model's cache. Some state-space models use another name than `past_key_values`.
+
+    Raises:
+        ValueError: if the model takes no `Cache`.
+    """
+    arguments = inspect.signature(language_model.forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in arguments:
+            return name
+    raise ValueError(
+        f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) takes no cache of transformers: "
+        f"expected one of {list(CACHE_ARGUMENTS)} among the arguments of its `forward`."
+    )
+
+
+def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
+    """Whether the `**kwargs` of a model's `forward` reach the layers of its decoder, through every model in between.
+
+    Reads the source code instead of running the model: the model may be too large, or have no weights yet.
+    """
+    decoder, _ = find_decoder(language_model)
+    path = next(name for name, module in language_model.named_modules() if module is decoder)
+    outer: nn.Module = language_model
+    for child in path.split(".") if path else ():
+        if isinstance(outer, PreTrainedModel) and not _hands_keywords_on(type(outer), child):
+            return False
+        outer = getattr(outer, child)
+    return _hands_keywords_on(type(decoder), None)
+
+
+@memoized
+def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
+    """Whether `forward` passes its own `**kwargs` to `self.<child>`. `child=None` stands for the layers: the variables of
+    the `for` loops in `forward`."""
+    forward = inspect.unwrap(model_class.forward)
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return False
+    if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
+        return False
+    keywords = function.args.kwarg.arg
+    looped = {
+        node.id
+        for loop in ast.walk(function)
+        if isinstance(loop, ast.For)
+        for node in ast.walk(loop.target)
+        if isinstance(node, ast.Name)
+    }
+    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        passes = any(
+            keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords
+            for keyword in call.keywords
+        )
+        if child is None:
+            is_called = isinstance(call.func, ast.Name) and call.func.id in looped
+        else:
+            is_called = f"{ast.unparse(call.func)}.".startswith(f"self.{child}.")
+        if passes and is_called:
+            return True
+    return False
+
+
+class DecoderInterface(NamedTuple):
+    """How to call a decoder.
+
+    Attributes:
+        arguments (`frozenset[str]`): argument names of the decoder's `forward`.
+        cache_argument (`str`): argument name of the cache.
+        receives_keywords (`bool`): whether the layers get the keyword arguments of `forward`.
+        keywords, body_keywords (`frozenset[str]`): keyword names that the decoder reads, with its head and without.
+        is_custom_code (`bool`): whether the decoder is custom code, which may read further keyword names.
+        name (`str`): the decoder, for errors.
+        not_packed (`str`, *optional*): why several samples in one row would not be kept apart; None if they are.
+        forgets (`bool`): whether its layers drop their state when they read several tokens after cached text.
+        counts_from_zero (`bool`): whether it numbers text after cached text from 0 where no `position_ids` are given.
+        keeps_state, only_states (`bool`): whether some layers, or all, keep a running state of the text in place of keys and values.
+        not_static (`str`, *optional*): why it cannot have a static cache.
+    """
+
+    arguments: frozenset[str]
+    cache_argument: str
+    receives_keywords: bool
+    keywords: frozenset[str]
+    body_keywords: frozenset[str]
+    is_custom_code: bool
+    name: str
+    not_packed: str | None = None
+    forgets: bool = False
+    counts_from_zero: bool = False
+    keeps_state: bool = False
+    only_states: bool = False
+    not_static: str | None = None
+
+    @classmethod
+    def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
+        decoder, _ = find_decoder(text_model)
+        around = [
+            model
+            for model in text_model.modules()
+            if isinstance(model, PreTrainedModel) and any(inner is decoder for inner in model.modules())
+        ]
+        cache_argument = find_cache_argument(text_model)
+        handled = {"self", "kwargs", cache_argument}
+        body = keywords_of(model for model in around if model is not text_model) - handled
+        model_type = text_model.config.model_type
+        differs, name = architecture(model_type), f"{type(text_model).__name__} (model_type {model_type!r})"
+        kinds = _cache_layers(text_model)
+        states = [isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds]
+        return cls(
+            frozenset(inspect.signature(text_model.forward).parameters),
+            cache_argument,
+            layers_receive_keywords(text_model),
+            (keywords_of(around) | LOSS) - handled,
+            body,
+            text_model.is_custom_code(),
+            name,
+            why_not_packed(text_model, [*around, decoder]),
+            differs.forgets,
+            differs.counts_from_zero,
+            any(states),
+            any(states) and not any(isinstance(kind, CacheLayerMixin) for kind in kinds),
+            needs(differs.static_since, f"A static cache of {name}") if is_before(differs.static_since) else None,
+        )
+
+    def check_continues(self, length: int, cache: Cache | None) -> None:
+        """Raises a `ValueError` for a cache that the decoder cannot have, and for several tokens after text that it would forget."""
+        if cache is None:
+            return
+        check_recorded(cache)
+        if self.not_static is not None and isinstance(cache, StaticCache):
+            raise ValueError(self.not_static)
+        if self.forgets and length > 1 and _holds_state(cache):
+            raise ValueError(
+                f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.name} drops its state when it "
+                "reads several. Pass one token a call, or call `generate` with an `EncoderDecoderCache`, which does so."
+            )
+
+    def check_padding(self, mask: Any, length: int, cache: Cache | None, by_one: bool, generates: bool = False) -> None:
+        """Refuses padding that would get into a running state, or warns of it where transformers' own calls do so.
+
+        Args:
+            mask (`torch.Tensor`, *optional*): `attention_mask`. Masks of more axes are made by a caller or transformers, and not read.
+            length (`int`): number of new tokens.
+            cache (`Cache`, *optional*): of the text before them.
+            by_one (`bool`): whether the new tokens are read one at a time. The layers mask no padding then.
+            generates (`bool`): whether `generate` asks, before its first step.
+
+        Raises:
+            ValueError: for padding in front of text with `by_one`; for padding after text where the call is a later turn, or the prompt
+                of `generate`.
+        """
+        if not self.keeps_state or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not has_values(mask):
+            return
+        if length == 1 and mask.device.type != "cpu":
+            return  # every step would wait for the device
+        real, cached = mask != 0, cache is not None and _holds_state(cache)
+        if cached and mask.shape[1] == length:
+            real = torch.cat([torch.ones_like(real[:, :1]), real], dim=1)  # a mask of the new text alone
+        before = real.cumsum(dim=1)
+        between = (real[:, 1:] & ~real[:, :-1] & (before[:, :-1] > 0)).any(dim=1)
+        unmasked = (before[:, -length:] == 0).any(dim=1) & by_one
+        if not (between | unmasked).any():
+            return
+        rows = (between | unmasked).nonzero().flatten().tolist()
+        blame = f"{self.name} keeps a running state of the text and reads this padding into it, without blocks, too"
+        if unmasked.any():
+            raise ValueError(
+                f"Expected no padding in front of text that is read one token at a time, got it in rows {rows}: {blame}. Pass the text in "
+                "one call, or with a `prefill_chunk_size` of at least 2."
+            )
+        message = f"Expected padding in `attention_mask` in front of all text of a row, got it after text in rows {rows}: {blame}."
+        if length == 1 or not (cached or generates):
+            logger.warning_once(message)
+            return
+        raise ValueError(
+            f"{message} Pass the whole text, padded in front, with an empty cache, or continue each row alone."
+        )
+
+    def check_keywords(self, caller: Callable[..., Any], given: dict[str, Any], body: bool = False) -> None:
+        """Raises a `TypeError` for keyword arguments that the decoder does not read (`body`: without its head)."""
+        refuse_unknown(caller, given, self.body_keywords if body else self.keywords, only_near=self.is_custom_code)
+
+    def call(
+        self,
+        runner: Callable[..., Any],
+        arguments: dict[str, Any],
+        context: CrossAttentionContext | None,
+        cache: Cache | None,
+        use_cache: bool,
+    ) -> Any:
+        """Calls the decoder with the context. `runner` is the decoder with or without its head.
+
+        The context goes in as a keyword argument, or through the channel if the decoder does not pass keywords to its layers.
+        """
+        arguments = {name: value for name, value in arguments.items() if self._passes(name, value)}
+        text = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
+        mask = arguments.get("attention_mask")
+        if self.only_states and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            arguments["attention_mask"] = mask[:, -text.shape[1] :]  # Mamba multiplies new tokens by the mask of all
+        if self.counts_from_zero and cache is not None and "position_ids" not in arguments:
+            arguments["position_ids"] = torch.arange(text.shape[1], device=text.device)[None] + cache.get_seq_length()
+        beside: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if context is not None and self.receives_keywords:
+            arguments[KEYWORD] = context
+        elif context is not None:
+            beside = carrying(context)
+        with beside:
+            return runner(**arguments, **{self.cache_argument: cache}, use_cache=use_cache, return_dict=True)
+
+    def _passes(self, name: str, value: Any) -> bool:
+        """Whether an argument goes to the decoder. `generate` makes some arguments that not every decoder takes."""
+        return value is not None and (name in self.arguments or name not in ("position_ids", "logits_to_keep"))
+
+
+def _cache_layers(text_model: PreTrainedModel) -> list[Any]:
+    """The layers of a new cache; none for a custom decoder with kinds of layers that transformers makes no cache for."""
+    try:
+        return DynamicCache(config=text_model.config).layers
+    except KeyError:
+        return []
+
+
+def _holds_state(cache: Cache) -> bool:
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    return any(any(layer.has_previous_state.values()) for layer in layers)
+
+
+def headless(text_model: PreTrainedModel) -> nn.Module:
+    """Returns the part of a causal language model that computes hidden states, without the head."""
+    base = text_model.base_model
+    return base if base is not text_model else find_decoder(text_model)[0]

@@ -1,0 +1,162 @@
+"""Puts cross-attention blocks into the layers of a decoder.
+
+A layer stays the same Python object. The layer gets one submodule, `cross_attention_block`, and a class that derives from the
+layer's class. The derived `forward` takes one more keyword argument, runs the block (or several, see `decoders/block_stack.py`), and calls
+the layer's own `forward`.
+So no parameter of the decoder changes its name. Everything that treats the layer as one unit (device maps, FSDP, activation
+checkpointing, compile) treats the block as a part of the layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..configuration_xattn import XAttnConfig
+from ..layers.context import KEYWORD, CrossAttentionContext
+from ..utils.architectures import architecture
+from ..utils.memo import memoized
+from .block_stack import make_blocks
+from .channel import carried_context
+from .checkpointing import FUNCTION, checkpointing_function
+from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
+from .derived import derive, is_derived
+
+
+# Prefix of a derived class's name. FSDP policies and device maps find layers by this name.
+PREFIX = "CrossAttending"
+
+# Submodules of a layer: the block (or blocks) in front of the layer and, in the last layer only, those after the layer.
+BLOCKS = ("cross_attention_block", "cross_attention_block_after")
+
+
+def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
+    """Derives the class of a decoder layer with a block in front. The same arguments give the same class.
+
+    Args:
+        layer_class (`type`): class of a decoder layer.
+        receives_keywords (`bool`): whether the decoder passes keyword arguments to the layer. If not, the layer's
+            `__call__` fetches the context (see `decoders/channel.py`).
+    """
+    return _cross_attending_class(layer_class, receives_keywords)
+
+
+@memoized
+def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool) -> type[nn.Module]:
+
+    def forward(self, *args, **kwargs):
+        context: CrossAttentionContext | None = kwargs.pop(KEYWORD, None)
+        block, after = (self._modules.get(name) for name in BLOCKS)
+        if context is None or (block is None and after is None):
+            return layer_class.forward(self, *args, **kwargs)
+        if context.encode_only:
+            # Return the encoded tensors: FSDP reads a layer's outputs to know when its weights are needed again.
+            return tuple(each.encode(context) for each in (block, after) if each is not None)
+        if block is not None and args:
+            args = (block(args[0], cross_attention=context), *args[1:])
+        elif block is not None:
+            kwargs["hidden_states"] = block(kwargs["hidden_states"], cross_attention=context)
+        output = layer_class.forward(self, *args, **kwargs)
+        if after is None:
+            return output
+        if isinstance(output, tuple):
+            return (after(output[0], cross_attention=context), *output[1:])
+        return after(output, cross_attention=context)
+
+    def __call__(self, *args, **kwargs):
+        if KEYWORD not in kwargs:
+            kwargs[KEYWORD] = carried_context()
+        return layer_class.__call__(self, *args, **kwargs)
+
+    members: dict[str, Any] = {"forward": forward, FUNCTION: checkpointing_function}
+    if not receives_keywords:
+        members["__call__"] = __call__
+    return derive(layer_class, PREFIX, members, (cross_attending_class, layer_class, receives_keywords))
+
+
+def is_cross_attending(layer: nn.Module) -> bool:
+    """Whether a decoder layer was prepared by [`insert_blocks`]."""
+    return is_derived(layer, PREFIX)
+
+
+def check_kind(language_model: PreTrainedModel) -> None:
+    """Checks the kind of a model, but not its layers. [`check_insertable`] checks both.
+
+    Raises:
+        ValueError: for an encoder-decoder model, an architecture that is not supported, a model that already has blocks,
+            or a model without a head.
+    """
+    config, name = language_model.config, _name(language_model)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"Expected a decoder-only model, got {name}, an encoder-decoder model with cross-attention of its own."
+        )
+    if reason := architecture(config.model_type).refused:
+        raise ValueError(f"{name} cannot take cross-attention blocks: {reason}.")
+    if config.model_type == "xattn" or any(is_cross_attending(module) for module in language_model.modules()):
+        raise ValueError(f"{name} already has cross-attention blocks. Retrofit its text-only base instead.")
+    if not language_model.can_generate() or language_model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} is not a causal language model with a head. Load the checkpoint with `AutoModelForCausalLM`."
+        )
+
+
+def check_insertable(language_model: PreTrainedModel) -> None:
+    """Checks that blocks can be inserted into a model. Changes nothing.
+
+    Raises:
+        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers, a model
+            without a transformers cache, or a model with accelerate hooks.
+    """
+    check_kind(language_model)
+    config, name = language_model.config, _name(language_model)
+    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+        # BERT-like models attend in both directions unless `is_decoder=True`. GPT-2 has no such switch.
+        decoder, _ = find_decoder(language_model)
+        if type(decoder).__name__.endswith("Encoder"):
+            raise ValueError(
+                f"{name} is an encoder: its text attends in both directions. Use a decoder, or set `is_decoder=True`."
+            )
+    find_cache_argument(language_model)
+    _, layers = find_decoder(language_model)
+    hooked = [index for index, layer in enumerate(layers) if hasattr(layer, "_hf_hook")]
+    if hooked:
+        raise ValueError(
+            f"{name} was dispatched with a device map: layers {hooked} have accelerate hooks. Retrofit the model without a "
+            "device map, save it, and load the saved model with `device_map`."
+        )
+
+
+def _name(language_model: PreTrainedModel) -> str:
+    return f"{type(language_model).__name__} (model_type {language_model.config.model_type!r})"
+
+
+def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
+    """Puts a block in front of each layer of `config.cross_attention_layers`.
+
+    An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers places a block
+    after the last layer. All layers of the stack get a derived class: the original `forward` of a layer without a block would receive a
+    keyword argument that it does not know.
+
+    Args:
+        language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`]; changed in place.
+        config ([`XAttnConfig`]): the layer indices and the configuration of the blocks.
+
+    Returns:
+        `list[str]`: class names of layers that must not be split across devices.
+    """
+    _, layers = find_decoder(language_model)
+    receives_keywords = layers_receive_keywords(language_model)
+    names = {type(layer).__name__ for layer in layers}
+    for index, layer in enumerate(layers):
+        parameter = next(layer.parameters())
+        places = [index] if index < len(layers) - 1 else [index, index + 1]
+        for name, place in zip(BLOCKS, places):
+            blocks = make_blocks(config, place, parameter, language_model.dtype)
+            if blocks is not None:
+                setattr(layer, name, blocks)
+        layer.__class__ = cross_attending_class(type(layer), receives_keywords)
+        names.add(type(layer).__name__)
+    return sorted(names)

@@ -1,0 +1,285 @@
+"""Quantized bases: the text model in 4 or 8 bit, and everything that was added to it in high precision.
+
+A quantizer of transformers converts every linear layer of a model, except those that its configuration names. New blocks would be
+converted too. They could not be trained then, and the image features would lose precision. So this module adds the names of the blocks, the
+connector and the vision tower to that list. The same names go into `config.json`, so a saved model loads in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationMethod
+
+from ..configuration_xattn import XAttnConfig
+from ..layers.active_blocks import cross_attention_blocks
+from ..utils.custom_code import build_part
+from ..utils.quantized_weights import first_quantized, is_quantized
+
+
+logger = logging.get_logger(__name__)
+
+# What stays in high precision, as patterns of transformers' quantizers. `XAttnModel` has no prefix, the model with a head has `model.`.
+KEPT = (r"(?:model\.)?vision_tower", r"(?:model\.)?connector", r".*\.cross_attention_block(?:_after)?")
+
+TEXT = r"(?:model\.)?text_model\."
+
+# Fields of the quantizers' configurations that name the layers to leave alone.
+SKIP_FIELDS = ("modules_to_not_convert", "llm_int8_skip_modules", "skip_modules")
+
+# What a quantizer sets on the model that it has converted. `is_quantized` is left out: see `share_quantizer`.
+MARKS = ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
+
+ADAPTER_ONLY = "Save what was added to it, without the base: `save_pretrained(folder, adapter_only=True)`."
+# Where loading could not quantize alike.
+PRECISE_TEXT = (
+    "Retrofit the text model in full precision, give it these blocks and this connector (`load_state_dict(weights, strict=False)`), and "
+    "save that."
+)
+PRECISE_TOWER = "Put a tower in full precision in its place (`model.base_model.vision_tower = tower`), then save."
+
+
+def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
+    """Returns a quantizer's configuration that also leaves blocks, connector and vision tower in high precision.
+
+    Args:
+        quantization_config (`QuantizationConfigMixin` or `dict`): as given to `from_pretrained`. Not changed.
+        config ([`XAttnConfig`]): the configuration of the model to be loaded.
+    """
+    if isinstance(quantization_config, dict):
+        quantization_config = AutoQuantizationConfig.from_dict(quantization_config)
+    field = _skip_field(quantization_config)
+    if field is None:
+        return quantization_config
+    given = getattr(quantization_config, field)
+    if given is None:
+        # A list replaces the quantizer's own, which names the head and what shares its weights. So take that from the text model.
+        with torch.device("meta"):
+            text_model = build_part(AutoModelForCausalLM, config.text_config)
+        given = [TEXT + re.escape(name) for name in sorted(get_keys_to_not_convert(text_model))]
+    else:  # the names as given, and as names within the text model: "lm_head" means the head of both
+        given = [*given, *(f"{TEXT}(?:{name})" for name in given if not name.startswith(TEXT) and name not in KEPT)]
+    return _with_skips(quantization_config, field, list(dict.fromkeys([*given, *KEPT])))
+
+
+def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
+    """Gives the quantizer of a text model to the model around it, so that the whole model can be saved and loaded.
+
+    Args:
+        model (`PreTrainedModel`): an [`XAttnModel`] that contains `text_model`. Its configuration takes over the quantization (see
+            [`XAttnConfig.to_dict`]).
+    """
+    quantizer = getattr(text_model, "hf_quantizer", None)
+    if quantizer is None:
+        return
+    if _is_gguf(quantizer) and first_quantized(text_model) is None:
+        _forget_quantizer(text_model, model)
+        return
+    quantizer = copy.copy(quantizer)
+    field = _skip_field(quantizer.quantization_config)
+    if field is not None:
+        skipped = [*(TEXT + re.escape(name) for name in _unquantized(text_model)), *KEPT]
+        quantizer.quantization_config = _with_skips(quantizer.quantization_config, field, skipped)
+        quantizer.modules_to_not_convert = skipped
+    config: Any = model.config
+    config.quantization_config = quantizer.quantization_config
+    share_quantizer(text_model, model)
+    model.hf_quantizer = quantizer
+
+
+def return_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
+    """Gives the quantizer of a model to the text model that was built inside: [`adopt_quantizer`], the other way round."""
+    quantizer = copy.copy(getattr(model, "hf_quantizer", None))
+    if quantizer is None:
+        return
+    if _skip_field(quantizer.quantization_config) is not None:
+        quantizer.quantization_config = quantization_of_text(quantizer.quantization_config)
+    config: Any = text_model.config
+    config.quantization_config = quantizer.quantization_config
+    share_quantizer(model, text_model)
+    text_model.hf_quantizer = quantizer
+
+
+def _is_gguf(quantizer: Any) -> bool:
+    return quantizer.quantization_config.quant_method == QuantizationMethod.GGUF
+
+
+def _forget_quantizer(text_model: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Removes the marks of the GGUF loader, which also leaves them on a model whose weights it has unpacked."""
+    text: Any = text_model
+    text.hf_quantizer.remove_quantization_config(text)
+    configs = [model.config, model.config.get_text_config()]
+    configs += [part.config for part in text.modules() if isinstance(part, PreTrainedModel)]
+    for config in configs:
+        for name in ("quantization_config", "_is_quantized"):
+            vars(config).pop(name, None)
+
+
+def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Marks `model` as transformers has marked the model `source`, if that is quantized.
+
+    `is_quantized` stays False: `Trainer` refuses to train such a model without PEFT, but here the blocks can be trained.
+    """
+    for name in MARKS:
+        if name in source.__dict__:
+            setattr(model, name, source.__dict__[name])
+
+
+def finish_quantized(model: PreTrainedModel) -> None:
+    """Corrects the marks of a loaded quantized model, and checks its weights.
+
+    Raises:
+        ValueError: for quantized layers without quantized weights.
+    """
+    if getattr(model, "hf_quantizer", None) is None:
+        return
+    setattr(model, "is_quantized", False)  # noqa: B010  # see `share_quantizer`
+    body: Any = model.base_model
+    if body is not model:
+        share_quantizer(model, body)
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Linear)
+            and "bitsandbytes" in type(module).__module__
+            and not is_quantized(module.weight)
+        ):
+            raise ValueError(
+                f"This folder holds a quantized model that was not saved as one: expected {name} to be quantized, got a weight in "
+                f"{module.weight.dtype}. Save the model again with this version of hf_xattn."
+            )
+    for name, part in _added(body):
+        weight = first_quantized(part)
+        if weight is not None:
+            logger.warning(
+                f"The checkpoint holds {name} in quantized form ({weight}). This part works, but cannot be trained."
+            )
+
+
+def check_savable(model: PreTrainedModel) -> None:
+    """Checks that quantized weights can be saved and loaded again.
+
+    Raises:
+        ValueError: for weights that were quantized by hand, in a vision tower, or by a quantizer that cannot save them.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None and first_quantized(model.base_model) is None:
+        return
+    check_requantizable(model)
+    if not quantizer.is_serializable():
+        raise ValueError(f"A text model quantized with {_method(quantizer)} cannot be saved. {ADAPTER_ONLY}")
+
+
+def check_requantizable(model: PreTrainedModel) -> None:
+    """Checks that loading can quantize the text model in the same way, and that nothing else is quantized.
+
+    Raises:
+        ValueError: for weights that were quantized by hand, in a vision tower, in a block, or by a quantizer that knows no list of
+            layers to leave alone.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    body: Any = model.base_model
+    if body.vision_tower is not None and (name := first_quantized(body.vision_tower)):
+        raise ValueError(
+            f"The vision tower is quantized ({name}), and a saved model has one quantization, that of its text model. {PRECISE_TOWER}"
+        )
+    for part, module in _added(body):
+        if name := first_quantized(module):
+            raise ValueError(
+                f"The weights of {part} are quantized ({name}). Only those of the text model can be saved so. {PRECISE_TEXT}"
+            )
+    quantized = first_quantized(body.text_model)
+    if quantized is None:
+        return
+    if quantizer is None:
+        raise ValueError(
+            f"This model holds weights that were quantized without a quantizer of transformers ({quantized}), so its configuration "
+            f"cannot say how to load them. {PRECISE_TEXT}"
+        )
+    field = _skip_field(quantizer.quantization_config)
+    if _is_gguf(quantizer):
+        raise ValueError(
+            f"This model holds packed weights of a GGUF file ({quantized}), which transformers cannot save. Load the file with "
+            "`retrofit`, or with `quantization_config=GgufConfig(dequantize=True)`: both unpack them."
+        )
+    if field is None:
+        raise ValueError(
+            f"Quantization with {_method(quantizer)} has no list of layers to leave alone, so loading would quantize the blocks too. "
+            f"{PRECISE_TEXT}"
+        )
+    skipped = getattr(quantizer.quantization_config, field) or []
+    for name, weight in body.named_parameters():
+        if is_quantized(weight) and not should_convert_module(name.rpartition(".")[0], skipped):
+            raise ValueError(
+                f"{name} is quantized, but the quantizer's configuration leaves it alone, so loading would too. {PRECISE_TEXT}"
+            )
+
+
+def quantization_of_text(quantization_config: Any) -> Any:
+    """The quantizer's configuration for the text model alone, from that of the model around it."""
+    field: Any = _skip_field(quantization_config)
+    names = getattr(quantization_config, field) or []
+    return _with_skips(quantization_config, field, [name.removeprefix(TEXT) for name in names if name not in KEPT])
+
+
+@contextlib.contextmanager
+def without_quantizer(model: PreTrainedModel, keeps_config: bool) -> Iterator[None]:
+    """Inside, the model is saved like one that is not quantized: transformers writes the weights that it is given.
+
+    Args:
+        keeps_config (`bool`): whether the configuration goes on naming the quantization.
+    """
+    held: Any = model
+    config: Any = model.config
+    quantizer, quantization_config = getattr(model, "hf_quantizer", None), getattr(config, "quantization_config", None)
+    if quantizer is None:
+        yield
+        return
+    held.hf_quantizer = None
+    if not keeps_config:
+        del config.quantization_config
+    try:
+        yield
+    finally:
+        held.hf_quantizer, config.quantization_config = quantizer, quantization_config
+
+
+def _method(quantizer: Any) -> str:
+    method = quantizer.quantization_config.quant_method
+    return getattr(method, "value", method)
+
+
+def _skip_field(quantization_config: Any) -> str | None:
+    return next((name for name in SKIP_FIELDS if hasattr(quantization_config, name)), None)
+
+
+def _with_skips(quantization_config: Any, field: str, skipped: list[str]) -> Any:
+    quantization_config = copy.copy(quantization_config)
+    setattr(quantization_config, field, skipped)
+    return quantization_config
+
+
+def _unquantized(text_model: nn.Module) -> Iterator[str]:
+    """Names of the linear layers that a text model's quantizer has left alone, without those of blocks."""
+    blocks = {id(part) for block in cross_attention_blocks(text_model) for part in block.modules()}
+    for name, module in text_model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D)) and id(module) not in blocks and not is_quantized(module.weight):
+            yield name
+
+
+def _added(body: Any) -> Iterator[tuple[str, nn.Module]]:
+    for block in cross_attention_blocks(body):
+        yield f"block {block.layer_idx}", block
+    if body.connector is not None:
+        yield "the connector", body.connector

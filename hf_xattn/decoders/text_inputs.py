@@ -1,0 +1,176 @@
+"""The text arguments of a call, checked before an image is encoded.
+
+Types, dtypes and shapes are read. The values of ids and labels are read on a CPU alone, as a GPU would have to wait for them: there, ids
+outside the vocabulary end in a device-side assertion of torch, as in transformers. A decode step pays for none of this.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+from transformers.masking_utils import BlockMask
+
+from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, is_fake
+from .vocabulary import vocabulary_size
+
+
+def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[], nn.Module]) -> None:
+    """Checks the text arguments of a forward.
+
+    Args:
+        text (`Mapping`): `input_ids` or `inputs_embeds`, `attention_mask`, `position_ids`, `logits_to_keep`.
+        starts (`bool`): there is no cache, so no earlier text that a mask would cover.
+        find_embedding (`Callable`): gives the decoder's embedding, where it is needed.
+
+    Raises:
+        TypeError: for anything but tensors, or a wrong dtype.
+        ValueError: for none or both of the two, an empty text, a wrong rank or size, or ids outside the vocabulary.
+    """
+    input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError(
+            f"Expected exactly one of `input_ids` and `inputs_embeds`, got {'none' if input_ids is None else 'both'}."
+        )
+    if torch.compiler.is_compiling() or (not starts and _is_decode_step(input_ids)):
+        return
+    if input_ids is not None:
+        check_ids("input_ids", input_ids)
+        rows, length = input_ids.shape
+        if length > 1 or starts:
+            check_in_vocabulary("input_ids", input_ids, find_embedding())
+    else:
+        rows, length = check_embeds(inputs_embeds, find_embedding())
+    if (mask := text.get("attention_mask")) is not None:
+        check_attention_mask(mask, rows, length, starts)
+    if (positions := text.get("position_ids")) is not None:
+        check_tensor("position_ids", positions)
+        check_integers("position_ids", positions)
+        if positions.dim() not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, rows):
+            raise ValueError(
+                f"Expected `position_ids` of shape (batch={rows}, text_len={length}), got {tuple(positions.shape)}."
+            )
+    _check_kept(text.get("logits_to_keep"), length)
+
+
+def _is_decode_step(ids: Any) -> bool:
+    """Whether a call adds one token to text in a cache, which `generate` does thousands of times. Nothing more is asked of it."""
+    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and ids.dtype in INTEGERS
+
+
+def check_ids(name: str, ids: Any) -> None:
+    """Raises where token ids are not integers of shape `(batch, text_len)`, or there are none."""
+    check_tensor(name, ids)
+    check_integers(name, ids)
+    if ids.dim() != 2:
+        raise ValueError(f"Expected `{name}` of shape (batch, text_len), got {tuple(ids.shape)}.")
+    if 0 in ids.shape:
+        raise ValueError(f"`{name}` holds no token: its shape is {tuple(ids.shape)}.")
+
+
+def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, ignored: int | None = None) -> None:
+    """Raises a `ValueError` for ids that an embedding has no row for. On a CPU alone: see the head of this file."""
+    size = vocabulary_size(embedding)
+    if size is None or ids.device.type != "cpu" or is_fake(ids):
+        return
+    outside = (ids < 0) | (ids >= size)
+    if ignored is not None:
+        outside &= ids != ignored
+    if outside.any():
+        found = sorted(set(ids[outside].tolist()))
+        raise ValueError(
+            f"Expected `{name}` from 0 to {size - 1}, the model's vocabulary, got {', '.join(map(str, found[:5]))}."
+        )
+
+
+def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
+    """Batch and length of embeddings that are floating point numbers of shape `(batch, text_len, width)`; raises for others."""
+    check_tensor("inputs_embeds", embeds)
+    check_floating("inputs_embeds", embeds)
+    width = getattr(embedding, "embedding_dim", None)
+    if embeds.dim() != 3 or (width is not None and embeds.shape[2] != width):
+        raise ValueError(
+            f"Expected `inputs_embeds` of shape (batch, text_len, {'hidden_size' if width is None else width}), got "
+            f"{tuple(embeds.shape)}."
+        )
+    if 0 in embeds.shape:
+        raise ValueError(f"`inputs_embeds` holds no token: its shape is {tuple(embeds.shape)}.")
+    return embeds.shape[0], embeds.shape[1]
+
+
+def _check_kept(keep: Any, length: int) -> None:
+    if isinstance(keep, torch.Tensor):
+        check_integers("logits_to_keep", keep)
+        outside = keep.device.type == "cpu" and not is_fake(keep) and ((keep < -length) | (keep >= length)).any()
+        if keep.dim() > 1 or outside:
+            raise ValueError(
+                f"Expected `logits_to_keep` to be an integer, or a tensor (positions,) of positions below text_len={length}, got shape "
+                f"{tuple(keep.shape)}{' and positions outside of the text' if outside else ''}."
+            )
+        return
+    if keep is None:
+        return
+    if not isinstance(keep, SupportsIndex) or operator.index(keep) < 0:
+        raise ValueError(
+            f"Expected `logits_to_keep` to be an integer of at least 0, or a tensor of positions, got {keep!r}."
+        )
+
+
+def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
+    """Raises for a mask that is no tensor, or does not cover the text: that of the call if it `starts`, else also the earlier text."""
+    if isinstance(mask, Mapping) or (not isinstance(mask, torch.Tensor) and isinstance(mask, BlockMask)):
+        return  # made by transformers: one for each kind of layer, or for flex attention
+    check_tensor("attention_mask", mask)
+    shape = tuple(mask.shape)
+    if len(shape) == 2:
+        fits = shape[0] == rows and (shape[1] == length if starts else shape[1] >= length)
+    else:
+        fits = len(shape) == 4 and shape[2] == length
+    if not fits:
+        covered = f"text_len={length}" if starts else f"text so far + text_len={length}"
+        raise ValueError(f"Expected `attention_mask` of shape (batch={rows}, {covered}), got {shape}.")
+
+
+def mask_of_new_text(mask: torch.Tensor, past: int, length: int) -> torch.Tensor:
+    """The columns of `length` new tokens after `past` cached ones in an `attention_mask` `(batch, columns)`.
+
+    It covers all text so far, or the new text alone (Mamba). For a static cache some decoders (Bloom) get one as long as the cache.
+    """
+    first = past if mask.shape[1] >= past + length else mask.shape[1] - length
+    return mask[:, first : first + length]
+
+
+def check_labels(
+    name: str,
+    labels: Any,
+    input_ids: Any,
+    inputs_embeds: Any,
+    logits_to_keep: Any,
+    find_embedding: Callable[[], nn.Module],
+    ignored: int = -100,
+) -> None:
+    """Checks `labels` or `shift_labels` against the text, or against the positions whose logits are kept; `ignored` stands for no label.
+
+    Raises:
+        TypeError: for anything but integers.
+        ValueError: for another shape, or labels outside the vocabulary.
+    """
+    check_tensor(name, labels)
+    check_integers(name, labels, (torch.int64,))
+    text = input_ids if input_ids is not None else inputs_embeds
+    if torch.compiler.is_compiling() or not isinstance(text, torch.Tensor) or text.dim() < 2:
+        return
+    rows, length = text.shape[:2]
+    if isinstance(logits_to_keep, torch.Tensor):
+        length = logits_to_keep.numel()
+    elif logits_to_keep:
+        length = min(length, logits_to_keep)
+    if tuple(labels.shape) != (rows, length):
+        raise ValueError(
+            f"Expected `{name}` of shape {(rows, length)} (batch, text_len), got {tuple(labels.shape)}. A position that has no label "
+            f"takes {ignored}."
+        )
+    check_in_vocabulary(name, labels, find_embedding(), ignored)

@@ -1,0 +1,89 @@
+"""Adds tokens behind the decoder's vocabulary.
+
+Llama-3.2-Vision and Idefics have additional tokens, such as the image marker, without a row in the text decoder's embedding
+and head. The embedding and the head keep their weights and parameter names. Each of them gets a submodule `additional` with
+the rows of the additional tokens. The ids of these tokens start at `vocab_size`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..utils.memo import memoized
+from .derived import derive
+
+
+PREFIX = "Extended"
+
+Part = TypeVar("Part", bound=nn.Module)
+
+
+@memoized
+def extended_embedding_class(embedding_class: type[nn.Embedding]) -> type[nn.Embedding]:
+    """Derives the class of an embedding that also reads the rows of `additional`."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        first = self.num_embeddings
+        known = embedding_class.forward(self, input_ids.clamp(max=first - 1))
+        added = self.additional((input_ids - first).clamp(min=0))
+        return torch.where((input_ids >= first)[..., None], added, known)
+
+    return derive(embedding_class, PREFIX, {"forward": forward}, (extended_embedding_class, embedding_class))
+
+
+@memoized
+def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
+    """Derives the class of a head that appends the logits of `additional`."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.cat([head_class.forward(self, hidden_states), self.additional(hidden_states)], dim=-1)
+
+    return derive(head_class, PREFIX, {"forward": forward}, (extended_head_class, head_class))
+
+
+def vocabulary_size(embedding: nn.Module) -> int | None:
+    """Returns the number of rows of an embedding, including `additional`. Returns None if it is not an `nn.Embedding`."""
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    additional = getattr(embedding, "additional", None)
+    return embedding.num_embeddings + (0 if additional is None else additional.num_embeddings)
+
+
+def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool) -> None:
+    """Adds `size` tokens behind a decoder's vocabulary, in place.
+
+    Args:
+        language_model (`PreTrainedModel`): causal language model.
+        size (`int`): number of tokens.
+        in_head (`bool`): whether the model can also generate the added tokens. If the decoder ties its head to its
+            embedding, the added rows are tied too.
+
+    Raises:
+        ValueError: if the embedding is not an `nn.Embedding`, or the head not an `nn.Linear`.
+    """
+    embedding = _usual(language_model.get_input_embeddings(), nn.Embedding, language_model)
+    head = _usual(language_model.get_output_embeddings(), nn.Linear, language_model)
+    options: dict[str, Any] = {"device": embedding.weight.device, "dtype": embedding.weight.dtype}
+    embedding.additional = nn.Embedding(size, embedding.embedding_dim, **options)
+    embedding.__class__ = extended_embedding_class(type(embedding))
+    if in_head:
+        head.additional = nn.Linear(head.in_features, size, bias=head.bias is not None, **options)
+        head.__class__ = extended_head_class(type(head))
+        if language_model.config.tie_word_embeddings:
+            names = {id(module): name for name, module in language_model.named_modules()}
+            tied = {f"{names[id(head.additional)]}.weight": f"{names[id(embedding.additional)]}.weight"}
+            language_model._tied_weights_keys = {**(language_model._tied_weights_keys or {}), **tied}
+            language_model.all_tied_weights_keys = {**language_model.all_tied_weights_keys, **tied}
+
+
+def _usual(part: nn.Module | None, kind: type[Part], language_model: PreTrainedModel) -> Part:
+    if not isinstance(part, kind):
+        raise ValueError(
+            f"`additional_vocab_size`: expected {type(language_model).__name__} to have an `nn.{kind.__name__}`, got "
+            f"{type(part).__name__}."
+        )
+    return part

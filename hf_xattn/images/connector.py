@@ -1,0 +1,101 @@
+"""Maps the features of the vision tower to image tokens, the input of the K/V projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import local_torch_dtype
+
+from ..configuration_xattn import XAttnConfig
+from ..utils.first_values import ValuesComeLater
+from ..utils.projection import ImageLinear, to_dtype_of
+from ..utils.quantized_weights import is_quantized
+from ..utils.sizes import vision_hidden_size
+from .perceiver import PerceiverResampler
+
+
+class XAttnConnector(PreTrainedModel):
+    """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
+
+    `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
+    `"perceiver"` is a perceiver resampler, which returns fewer tokens.
+
+    The connector is a `PreTrainedModel`, so that its own `_init_weights` initialises it inside any model (see
+    [`GatedCrossAttentionBlock`]).
+
+    Args:
+        config ([`XAttnConfig`]): `connector_type` and sizes.
+    """
+
+    config_class = XAttnConfig
+    main_input_name = "features"
+    # The connector has no such attention, but it gets the configuration of the whole model, which may name any kernel.
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # the connector has no experts, but transformers sets the decoder's choice on every part
+
+    def __init__(self, config: XAttnConfig):
+        super().__init__(config)
+        assert config.vision_config is not None  # a model without a tower has no connector
+        features, context = vision_hidden_size(config.vision_config), config.cross_attention_config.context_size
+        bias = config.connector_bias
+        with ValuesComeLater():
+            if config.connector_type == "identity":
+                self.layers = nn.ModuleList()
+            elif config.connector_type == "perceiver":
+                assert config.perceiver_config is not None
+                self.layers = nn.ModuleList([PerceiverResampler(config.perceiver_config)])
+            elif config.connector_type == "linear":
+                self.layers = nn.ModuleList([ImageLinear(features, context, bias=bias)])
+            else:
+                act = ACT2FN[config.connector_hidden_act]
+                self.layers = nn.ModuleList(
+                    [ImageLinear(features, context, bias=bias), act, ImageLinear(context, context, bias=bias)]
+                )
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, PerceiverResampler):
+            init.normal_(module.latents, mean=0.0, std=1.0)
+            if module.image_positions is not None:
+                init.normal_(module.image_positions, mean=0.0, std=1.0)
+
+    def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Args:
+            features (`torch.Tensor`): `(..., tokens, vision_hidden_size)`.
+            positions (`torch.LongTensor`, *optional*): place of each image among the images of its row, for a resampler with
+                `num_image_positions`.
+        """
+        first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
+        if first is not None:  # trained in float32, beside a frozen tower in half precision
+            features = to_dtype_of(first, features)
+        for layer in self.layers:
+            features = layer(features, positions) if isinstance(layer, PerceiverResampler) else layer(features)
+        return features
+
+
+def new_connector(config: XAttnConfig, tower: PreTrainedModel) -> XAttnConnector:
+    """Makes a connector with first values, on the device and in the dtype of a vision tower."""
+    weight = next(tower.parameters())
+    if weight.is_meta:
+        return XAttnConnector(config)
+    connector: Any
+    with local_torch_dtype(tower.dtype if is_quantized(weight) else weight.dtype):
+        connector = XAttnConnector(config)
+    return connector.to(weight.device)

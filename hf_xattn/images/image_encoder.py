@@ -1,0 +1,301 @@
+"""Turns image inputs into image tokens: finds new images, runs vision tower and connector, and makes the layout.
+
+It uses the configuration, the tower and the connector, but not the model around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..cache.digests import Digests, digests_of
+from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.real_tokens import real_places
+from ..configuration_xattn import XAttnConfig
+from ..utils.distributed import check_callable, has_units, is_distributed
+from ..utils.pytrees import dataclass_node
+from .connector import XAttnConnector
+from .device_errors import name_wrong_features
+from .finite_images import check_encoded, check_given, without_padding_images, without_padding_tokens
+from .image_inputs import ImageAxis, ImageInputs
+from .image_positions import place_in_row
+from .image_store import ImageGrid, StoreReader
+from .placement import Placement, check_known_mask, place
+from .tower import check_not_trained
+from .tower_gradients import states_for_all_weights
+from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token_mask_of
+
+
+@dataclass_node
+@dataclass(eq=False)
+class NewImages:
+    """Images that a cache does not hold yet.
+
+    Attributes:
+        states (`torch.Tensor`): `(R, N, context_size)`.
+        layout ([`ImageLayout`]): describes the N tokens.
+    """
+
+    states: torch.Tensor
+    layout: ImageLayout
+
+
+class StoredImages(NamedTuple):
+    """The same, where their keys and values come from a store.
+
+    Attributes:
+        grid ([`ImageGrid`]): keys and values of each image.
+        layout ([`ImageLayout`]): what their tokens are.
+    """
+
+    grid: ImageGrid
+    layout: ImageLayout
+
+
+class Reading(NamedTuple):
+    """The new images of a call, and the axes of its masks.
+
+    Attributes:
+        new ([`NewImages`] or [`StoredImages`], *optional*): None if the cache holds all images.
+        axes (`list[ImageAxis]`): image axes that a caller's mask for each text token may have.
+    """
+
+    new: NewImages | StoredImages | None
+    axes: list[ImageAxis]
+
+
+class ImageEncoder:
+    """Reads images for one model.
+
+    Args:
+        config ([`XAttnConfig`]): the model's configuration.
+        vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None if the model takes features.
+        find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called only where it
+            is needed, as it looks through the decoder.
+        checks_values (`bool`): refuse images with NaN or infinite values, see `maps/image_checks.py`.
+    """
+
+    def __init__(
+        self,
+        config: XAttnConfig,
+        vision_tower: PreTrainedModel | None,
+        connector: XAttnConnector | None,
+        find_like: Callable[[], torch.Tensor],
+        checks_values: bool = False,
+    ):
+        self.config = config
+        self.checks_values = checks_values
+        self.vision_tower = vision_tower
+        self.connector = connector
+        self.find_like = find_like
+
+    def features(
+        self, pixel_values: torch.Tensor, tiles: Tiles | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`(R, num_images, ...)` pixels to `(R, num_images, tokens an image, context_size)`."""
+        return self.outputs(pixel_values, tiles, positions)[1]
+
+    def outputs(
+        self,
+        pixel_values: torch.Tensor,
+        tiles: Tiles | None = None,
+        positions: torch.Tensor | None = None,
+        real_tiles: torch.Tensor | None = None,
+        **returns: bool | None,
+    ) -> tuple[BaseModelOutput, torch.Tensor]:
+        """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features, with zeros in
+        the place of tiles that are not among `real_tiles` (see [`connect`]).
+        """
+        assert self.vision_tower is not None and self.connector is not None
+        if is_distributed():
+            check_callable("vision_tower", self.vision_tower)
+            check_callable("connector", self.connector)
+        output = run_tower(self.vision_tower, pixel_values, tiles, **returns)
+        states = states_for_all_weights(self.vision_tower, output)
+        rows, num_images = pixel_values.shape[:2]
+        return output, self._connected(states, (rows, num_images), tiles is not None, positions, real_tiles)
+
+    def _connected(
+        self,
+        features: torch.Tensor,
+        images: tuple[int, int],
+        tiled: bool,
+        positions: torch.Tensor | None,
+        real_tiles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tower's own output to `(R, num_images, tokens an image, context_size)`."""
+        assert self.connector is not None
+        drop_first = self.config.vision_feature_select_strategy == "default"
+        return connect(self.connector, features, images, tiled, drop_first, positions, real_tiles)
+
+    def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
+        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `parallel/stand_in.py`). `real`
+        `(R, n)` tells which are no padding.
+        """
+        features, tiled = images.features, images.tiles is not None
+        assert features is not None and self.vision_tower is not None and self.connector is not None
+        check_not_trained(self.vision_tower)
+        rows, num_images = features.shape[:2]
+        features = without_padding_images(features, real).to(self._dtype_of(images))
+        if is_distributed():
+            check_callable("connector", self.connector)
+            if self.tower_is_waited_for():  # before the connector, as in the other processes
+                features = features + self._zero_of_tower(features)
+        try:
+            return self._connected(
+                features if tiled else features.flatten(0, 1),
+                (rows, num_images),
+                tiled,
+                images.positions,
+                real_tiles_of(images.tiles),
+            )
+        except RuntimeError as error:
+            name_wrong_features(features, self.connector, error)
+            raise
+
+    def tower_is_waited_for(self) -> bool:
+        """Whether DDP or FSDP in other processes may wait until the tower has run here too, whatever the images."""
+        tower = self.vision_tower
+        learns = tower is not None and torch.is_grad_enabled() and any(w.requires_grad for w in tower.parameters())
+        return learns or has_units(tower)
+
+    def _zero_of_tower(self, features: torch.Tensor) -> torch.Tensor:
+        """A zero that depends on the weights of the tower, which runs on one blank image."""
+        assert self.vision_tower is not None and self.config.vision_config is not None
+        check_callable("vision_tower", self.vision_tower)
+        output = run_tower(self.vision_tower, *blank_image(self.config.vision_config, features.device, features.dtype))
+        return states_for_all_weights(self.vision_tower, output).flatten()[:0].sum()
+
+    def read(
+        self,
+        inputs: ImageInputs,
+        cached: ImageLayout | None,
+        record_content: bool,
+        store: StoreReader | None = None,
+    ) -> Reading:
+        """Encodes the images of a call that a cache does not hold yet.
+
+        Args:
+            inputs ([`ImageInputs`]): the call's.
+            cached ([`ImageLayout`], *optional*): of the images in the cache.
+            record_content (`bool`): take digests of the new images, so that they are known when they come again.
+            store ([`StoreReader`], *optional*): where to look for images that were encoded in earlier calls.
+
+        Raises:
+            ValueError: if it is not clear which images are new, or if a mask contradicts the cache.
+        """
+        if inputs.images is None:
+            if cached is None:
+                return Reading(None, [])
+            return Reading(
+                None, [ImageAxis(cached.sizes, real=cached.image_mask if inputs.image_mask is None else None)]
+            )
+        if self.checks_values:
+            check_given(inputs)
+            store = None  # it encodes the images of a call in another order
+        digests = self._digests(inputs) if record_content or cached is not None else None
+        placement = Placement(real=inputs.real_images)
+        if cached is not None:
+            inputs, digests, placement = place(inputs, digests, cached)
+        assert inputs.images is not None
+        new: NewImages | StoredImages | None = None
+        if placement.count(inputs.images.shape[1]) and 0 not in inputs.images.shape:
+            new = self._encode(inputs, placement, digests if record_content else None, cached, store)
+        elif inputs.token_mask is not None and cached is not None:
+            given = placement.over_cache(inputs.token_mask, inputs.images.shape[1], cached, cached.num_tokens)
+            check_known_mask("cross_attention_mask", given, cached)
+        return Reading(new, placement.axes(cached, () if new is None else new.layout.sizes))
+
+    def _encode(
+        self,
+        inputs: ImageInputs,
+        placement: Placement,
+        digests: Digests | None,
+        cached: ImageLayout | None,
+        store: StoreReader | None,
+    ) -> NewImages | StoredImages:
+        images = place_in_row(self.config, inputs.each_image(placement.take), placement.real, cached)
+        assert images.images is not None
+        rows, num_images = images.images.shape[:2]
+        grid = None if store is None else store.read(images, placement.real, self._dtype_of(images), self._features_of)
+        if grid is None:
+            features = self._features_of(images, placement)
+            tokens, device = features.shape[2], features.device
+        else:
+            tokens, device = grid.first.tokens, grid.first.device
+        token_mask = token_mask_of(images.tiles, placement.real, tokens)
+        if inputs.token_mask is not None:
+            given = placement.of_new_images(inputs.token_mask, num_images * tokens, cached)
+            both = max(given.shape[0], rows)
+            token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
+        content = None if digests is None else (placement.digests(digests, tokens if inputs.states is not None else 1),)
+        layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
+        if grid is not None:
+            return StoredImages(grid, layout)
+        # Also where the real tokens are taken: compiled code and `keep_image_tokens` read padding, too.
+        return NewImages(without_padding_tokens(features, token_mask).flatten(1, 2), layout)
+
+    def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:
+        """`(R, n, tokens, context_size)`: of pixels or of what the tower has returned, or features as they were given.
+
+        Args:
+            placement ([`Placement`], *optional*): of these images, to name them.
+        """
+        if images.states is not None:
+            return images.states
+        real = None if placement is None else placement.real
+        assert images.images is not None
+        shape, places = images.images.shape[:2], real_places(real)
+        if places is not None and real is not None:
+            real = None if places else real[:1, :1]
+            places = places or [(0, 0)]  # a padding image: other processes may wait until one is encoded
+            images = images.at(places)
+        if images.pixel_values is not None:
+            pixels = without_padding_images(images.pixel_values, real)
+            output, features = self.outputs(pixels, images.tiles, images.positions, real_tiles_of(images.tiles))
+            from_tower = output.last_hidden_state
+        else:
+            from_tower, features = images.features, self._of_tower_outputs(images, real)
+        checks = self.checks_values and placement is not None
+        if places is not None:
+            features = _at_places(features, places, shape)
+            if checks and from_tower is not None:
+                from_tower = _at_places(from_tower.reshape(len(places), 1, -1), places, shape)
+        if checks and placement is not None:
+            assert self.vision_tower is not None and from_tower is not None and images.name is not None
+            check_encoded(images.name, from_tower, features, placement, self.vision_tower.config.model_type)
+        return features
+
+    def _digests(self, inputs: ImageInputs) -> Digests:
+        images, name = inputs.images, inputs.name
+        assert images is not None and name is not None
+        ids = None if inputs.tiles is None else inputs.tiles.aspect_ratio_ids
+        return digests_of(name, images, self._dtype_of(inputs), inputs.real_images, ids)
+
+    def _dtype_of(self, inputs: ImageInputs) -> torch.dtype:
+        """The dtype that the model turns pixels or features into."""
+        assert inputs.images is not None
+        tower = self.vision_tower if inputs.states is None else None
+        dtype = self.find_like().dtype if tower is None else tower.dtype
+        # A quantized projection computes in the dtype of its input.
+        return dtype if dtype.is_floating_point else inputs.images.dtype
+
+    def learns(self) -> bool:
+        """Whether any weight between pixels and keys and values requires a gradient."""
+        parts = [part for part in (self.vision_tower, self.connector) if part is not None]
+        return self.find_like().requires_grad or any(
+            weight.requires_grad for part in parts for weight in part.parameters()
+        )
+
+
+def _at_places(images: torch.Tensor, places: list[tuple[int, int]], shape: tuple[int, ...]) -> torch.Tensor:
+    """Puts images `(count, 1, ...)` at their places (row, image) among `(R, n)`. Padding images are zeros."""
+    padded = images.new_zeros(*shape, *images.shape[2:])
+    rows, columns = torch.tensor(places, device=images.device).unbind(dim=1)
+    padded[rows, columns] = images[:, 0]
+    return padded

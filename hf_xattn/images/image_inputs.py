@@ -1,0 +1,407 @@
+"""Checks the image arguments of a call once, and makes one value of them.
+
+`forward`, `generate` and `encode_images` take the same image arguments. Each of them first makes an [`ImageInputs`], and passes only this
+value on.
+
+Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens):
+
+    pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image for each row
+                             (batch, n, max_num_tiles, channels, height, width) with a tiled vision tower
+    vision_features          (batch, n, tokens, width), or (batch, tokens, width): one image for each row
+                             (batch, n, max_num_tiles, tokens, width) with a tiled vision tower
+                             (batch, n, width, height, width) with a convolutional one: what the tower has returned
+    cross_attention_states   (batch, N, context_size), or (batch, n, tokens, context_size)
+    image_mask               (batch, n), False = padding image
+    cross_attention_mask     (batch, N), False = padding token
+                             (batch, T, N): what each text token may see
+                             (batch, T, n, max_num_tiles): the same, by tile
+    image_attention_mask     (batch, T, n): the same, by image (Idefics)
+
+For masks, n and N count the images of the call, or all images: those of the cache, then those of the call. T is the length of the call's
+text. In `generate` it may also be the length of the whole text, including the cached text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cache.image_layout import rows_to
+from ..cache.text_progress import CallersMask
+from ..configuration_xattn import XAttnConfig
+from ..layers.image_rows import check_image_rows
+from ..utils.sizes import vision_hidden_size
+from ..utils.tensor_checks import check_bool, check_states, check_tensor, has_values
+from .vision import Tiles, check_features, check_pixels
+
+
+IMAGE_ARGUMENTS = (
+    "pixel_values",
+    "image_mask",
+    "cross_attention_states",
+    "cross_attention_mask",
+    "aspect_ratio_ids",
+    "aspect_ratio_mask",
+    "image_attention_mask",
+    "image_rows",
+    "vision_features",
+)
+# Those of them that hold images. A call has one of them.
+IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
+
+
+@dataclass(frozen=True)
+class ImageAxis:
+    """An image axis that a mask of the caller may have.
+
+    Attributes:
+        sizes (`tuple[int, ...]`): number of tokens of each image on the axis.
+        first (`int`): number of cached image tokens in front of the axis.
+        places (`torch.LongTensor`, *optional*): `(R, images)`, the position of each image among all images, -1 for padding; None if
+            the order is the same.
+        all_sizes (`tuple[int, ...]`): with `places`, the number of tokens of each of all images.
+        real (`torch.BoolTensor`, *optional*): `(rows, cached images)`, which of the cached images at the front of the axis a mask may
+            show; None if no image is padding, or the call's `image_mask` names those that are.
+    """
+
+    sizes: tuple[int, ...]
+    first: int = 0
+    places: torch.Tensor | None = None
+    all_sizes: tuple[int, ...] = ()
+    real: torch.Tensor | None = None
+
+    def check_shown(self, name: str, mask: torch.Tensor) -> None:
+        """Raises a `ValueError` if a mask `(B, T, tokens of this axis)` shows an image that is padding in the cache."""
+        if self.real is None or not has_values(mask):
+            return
+        of_images = torch.stack([part.any(dim=-1).any(dim=1) for part in mask.split(self.sizes, dim=-1)], dim=-1)
+        shown = of_images[:, : self.real.shape[1]] & ~rows_to(self.real, mask.shape[0]).to(mask.device)
+        if bool(shown.any()):
+            row, image = shown.nonzero()[0].tolist()
+            raise ValueError(
+                f"Expected `{name}` to hide what is padding in `past_key_values`, got a mask that shows image {image} of row {row}, for "
+                "which `image_mask` was False. Set its entries to False, or pass the picture as a new image."
+            )
+
+    def moved(self, mask: torch.Tensor) -> torch.Tensor:
+        """Maps a mask `(rows, T, tokens of this axis)` to the tokens of all images."""
+        if self.places is None:
+            return mask
+        rows, text_len, _ = mask.shape
+        tokens, total = self.sizes[0], len(self.all_sizes)
+        places = rows_to(self.places, rows).to(mask.device)
+        places = torch.where(places < 0, total, places)  # padding is written to an extra position, which is cut off
+        result = mask.new_zeros(rows, text_len, total + 1, tokens)
+        index = places[:, None, :, None].expand(-1, text_len, -1, tokens)
+        result.scatter_(2, index, mask.unflatten(2, (-1, tokens)))
+        return result[:, :, :total].flatten(2)
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The images and masks of one call.
+
+    Attributes:
+        name (`str`, *optional*): name of the argument with the images; None if the call has no images.
+        pixel_values (`torch.Tensor`, *optional*): `(R, n, ...)`.
+        tiles ([`Tiles`], *optional*): with a tiled vision tower.
+        states (`torch.Tensor`, *optional*): `(R, n, tokens, context_size)`.
+        image_mask (`torch.BoolTensor`, *optional*): `(rows, n)`.
+        token_mask (`torch.BoolTensor`, *optional*): `(rows, N)`.
+        text_mask (`torch.BoolTensor`, *optional*): `(B, T, N)` or `(B, T, n, tiles)`.
+        text_mask_name (`str`): name of the argument with `text_mask`.
+        image_rows (`torch.LongTensor`, *optional*): `(B,)`, which of the `R` image rows each text row looks at.
+        features (`torch.Tensor`, *optional*): `(R, n, ...)`, what the vision tower has returned.
+        positions (`torch.LongTensor`, *optional*): `(R, n)`, place of each image among all images of its row (see
+            `images/image_positions.py`); None for a connector that does not ask.
+    """
+
+    name: str | None = None
+    pixel_values: torch.Tensor | None = None
+    tiles: Tiles | None = None
+    states: torch.Tensor | None = None
+    image_mask: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
+    text_mask: torch.Tensor | None = None
+    text_mask_name: str = "cross_attention_mask"
+    image_rows: torch.Tensor | None = None
+    features: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: XAttnConfig,
+        *,
+        pixel_values: torch.Tensor | None = None,
+        image_mask: torch.Tensor | None = None,
+        cross_attention_states: torch.Tensor | None = None,
+        cross_attention_mask: torch.Tensor | None = None,
+        aspect_ratio_ids: torch.Tensor | None = None,
+        aspect_ratio_mask: torch.Tensor | None = None,
+        image_attention_mask: torch.Tensor | None = None,
+        image_rows: torch.Tensor | None = None,
+        vision_features: torch.Tensor | None = None,
+    ) -> ImageInputs:
+        """Makes the checks that need neither the text nor a cache.
+
+        Raises:
+            TypeError: for arguments that are not tensors, masks that are not boolean, or images that are not floating point.
+            ValueError: for contradictory arguments, or a wrong rank or width.
+        """
+        given = (
+            pixel_values,
+            image_mask,
+            cross_attention_states,
+            cross_attention_mask,
+            aspect_ratio_ids,
+            aspect_ratio_mask,
+            image_attention_mask,
+            image_rows,
+            vision_features,
+        )
+        count = 0
+        for argument, value in zip(IMAGE_ARGUMENTS, given):
+            if value is not None:
+                check_tensor(argument, value)
+                count += 1
+        if not count:
+            return NO_IMAGES  # for example in a decode step
+        sources = zip(IMAGES, (pixel_values, vision_features, cross_attention_states))
+        names = [argument for argument, value in sources if value is not None]
+        if len(names) > 1:
+            raise ValueError(f"Expected `{names[0]}` or `{names[1]}`, not both.")
+        if image_attention_mask is not None and cross_attention_mask is not None:
+            raise ValueError("Expected `image_attention_mask` or `cross_attention_mask`, not both.")
+        tiles = states = None
+        name = names[0] if names else None
+        if pixel_values is not None or vision_features is not None:
+            if config.vision_config is None:
+                raise ValueError(
+                    f"Expected no `{name}`, because this model has no vision tower (`config.vision_config` is None). Pass image "
+                    "features as `cross_attention_states`, or retrofit with `vision=`."
+                )
+            ratios = (aspect_ratio_ids, aspect_ratio_mask)
+            if pixel_values is not None:
+                pixel_values, tiles = check_pixels(config.vision_config, pixel_values, *ratios)
+            elif vision_features is not None:
+                vision_features, tiles = check_features(config.vision_config, vision_features, *ratios)
+        else:
+            for argument, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
+                if value is not None:
+                    raise ValueError(f"`{argument}` was given without `pixel_values`, but it describes their tiles.")
+        if cross_attention_states is not None:
+            _check_states(config, cross_attention_states)
+            states = cross_attention_states
+            if states.dim() == 3:
+                states = states[:, None]
+        images = states if vision_features is None else vision_features
+        if pixel_values is not None:
+            images = pixel_values
+        if image_mask is not None:
+            check_bool("image_mask", image_mask)
+            expected = "(batch, num_images)" if images is None else f"{tuple(images.shape[:2])} (batch, num_images)"
+            if image_mask.dim() != 2 or (images is not None and image_mask.shape != images.shape[:2]):
+                raise ValueError(f"Expected `image_mask` of shape {expected}, got {tuple(image_mask.shape)}.")
+        text_mask, text_mask_name = None, "cross_attention_mask"
+        if image_attention_mask is not None:
+            text_mask, text_mask_name = _check_image_attention_mask(image_attention_mask), "image_attention_mask"
+        token_mask = None
+        if cross_attention_mask is not None:
+            if cross_attention_mask.dim() not in (2, 3, 4):
+                raise ValueError(
+                    "Expected `cross_attention_mask` of shape (batch, num_image_tokens), (batch, text_len, num_image_tokens) or "
+                    f"(batch, text_len, num_images, max_num_tiles), got {tuple(cross_attention_mask.shape)}."
+                )
+            if cross_attention_mask.dim() == 4:
+                text_mask = cross_attention_mask != 0  # Mllama's processor returns integers
+            else:
+                check_bool("cross_attention_mask", cross_attention_mask)
+                if cross_attention_mask.dim() == 2:
+                    token_mask = cross_attention_mask
+                else:
+                    text_mask = cross_attention_mask
+        masks = (image_mask, token_mask, text_mask, text_mask_name)
+        return cls(name, pixel_values, tiles, states, *masks, image_rows=image_rows, features=vision_features)
+
+    @classmethod
+    def take_from(cls, config: XAttnConfig, kwargs: dict[str, Any]) -> ImageInputs:
+        """Removes the image arguments from `kwargs` and checks them."""
+        return cls.of(config, **{name: kwargs.pop(name) for name in IMAGE_ARGUMENTS if name in kwargs})
+
+    def each_image(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ImageInputs:
+        """The images alone, without masks, every tensor `(R, n, ...)` of them after `change`."""
+        return ImageInputs(
+            name=self.name,
+            pixel_values=None if self.pixel_values is None else change(self.pixel_values),
+            tiles=None if self.tiles is None else Tiles(*map(change, self.tiles)),
+            states=None if self.states is None else change(self.states),
+            features=None if self.features is None else change(self.features),
+            positions=None if self.positions is None else change(self.positions),
+        )
+
+    def at(self, places: list[tuple[int, int]]) -> ImageInputs:
+        """The images at `places` (row, image), one a row."""
+        index = torch.tensor(places)
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            rows, images = index.to(tensor.device).unbind(dim=1)
+            return tensor[rows, images][:, None]
+
+        return self.each_image(take)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the call has neither images nor masks."""
+        given = (self.name, self.image_mask, self.token_mask, self.text_mask, self.image_rows)
+        return all(each is None for each in given)
+
+    @property
+    def images(self) -> torch.Tensor | None:
+        if self.pixel_values is not None:
+            return self.pixel_values
+        return self.states if self.states is not None else self.features
+
+    @property
+    def pass_connector(self) -> bool:
+        """Whether the images of the call go through the connector: pixels, or what the tower has returned."""
+        return self.pixel_values is not None or self.features is not None
+
+    @property
+    def real_images(self) -> torch.Tensor | None:
+        """Which of the given images are real, `(R, n)`; None if all are, or there are no images."""
+        if self.image_mask is None and self.tiles is not None:
+            return self.tiles.aspect_ratio_ids > 0
+        return self.image_mask
+
+    def check_device(self, device: torch.device, place: str) -> None:
+        """Raises a `ValueError` if images or masks are on another device than `place`, the text or the images."""
+        for name, value in (
+            (self.name, self.images),
+            ("image_mask", self.image_mask),
+            ("cross_attention_mask", self.token_mask),
+            (self.text_mask_name, self.text_mask),
+            ("image_rows", self.image_rows),
+        ):
+            if value is not None and value.device != device:
+                raise ValueError(
+                    f"Expected `{name}` and the {place} on the same device, got {value.device} and {device}."
+                )
+
+    def check_rows(self, text_rows: int | None, cached_rows: int) -> None:
+        """Raises a `ValueError` if the batches of text, images, masks and cache do not fit together.
+
+        Args:
+            text_rows (`int`, *optional*): batch of the text; None if there is no text yet.
+            cached_rows (`int`): number of image rows in the cache; 0 if it holds no images.
+        """
+        images = self.images
+        if self.image_rows is not None:
+            check_image_rows(self.image_rows, images is not None, text_rows, cached_rows)
+        if images is None and not cached_rows:
+            for argument, mask in (
+                ("image_mask", self.image_mask),
+                ("cross_attention_mask", self.token_mask),
+                (self.text_mask_name, self.text_mask),
+            ):
+                if mask is not None:
+                    raise ValueError(
+                        f"`{argument}` was given without images. Pass `pixel_values` or `cross_attention_states`, or a cache that "
+                        "holds images."
+                    )
+            return
+        image_rows = cached_rows or text_rows
+        if images is not None and self.image_rows is not None:
+            image_rows = images.shape[0]
+        if images is not None and image_rows is not None and images.shape[0] != image_rows:
+            raise ValueError(
+                f"Expected `{self.name}` of batch {image_rows}, got batch {images.shape[0]}. To ask many questions about one image, "
+                "encode it once with `encode_images` and pass the cache, or in training name each text row's image in `image_rows`."
+            )
+        allowed = {rows for rows in (text_rows, cached_rows, None if images is None else images.shape[0]) if rows}
+        if images is not None and self.image_rows is not None:
+            allowed = {images.shape[0]}  # a mask over image tokens alone belongs to the images
+        for argument, mask in (("image_mask", self.image_mask), ("cross_attention_mask", self.token_mask)):
+            if mask is not None and mask.shape[0] not in allowed:
+                raise ValueError(f"Expected `{argument}` of batch {_either(allowed)}, got batch {mask.shape[0]}.")
+        if self.text_mask is not None and text_rows is not None and self.text_mask.shape[0] != text_rows:
+            raise ValueError(
+                f"Expected `{self.text_mask_name}` of batch {text_rows}, got batch {self.text_mask.shape[0]}."
+            )
+
+    def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask | None:
+        """Returns the caller's mask for each text token, over image tokens.
+
+        Args:
+            axes (`list[ImageAxis]`): image axes that the mask may have.
+            text_lens (`tuple[int, ...]`): text lengths that the mask may have.
+
+        Raises:
+            ValueError: for another shape.
+        """
+        mask = self.text_mask
+        if mask is None:
+            return None
+        tiled = mask.dim() == 4
+        if mask.shape[1] in text_lens:
+            for axis in axes:
+                if tiled and mask.shape[2] == len(axis.sizes) and all(size % mask.shape[3] == 0 for size in axis.sizes):
+                    mask, tiled = _of_tokens(mask, axis.sizes), False
+                if not tiled and mask.shape[2] == sum(axis.sizes):
+                    axis.check_shown(self.text_mask_name, mask)
+                    return CallersMask(axis.moved(mask), axis.first)
+        raise ValueError(self._text_mask_error(axes, text_lens))
+
+    def _text_mask_error(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> str:
+        assert self.text_mask is not None
+        batch, _, _, *tiles = self.text_mask.shape
+        by_image = self.text_mask_name == "image_attention_mask"
+        got = tuple(self.text_mask.shape[:3] if by_image else self.text_mask.shape)
+        wanted, what = [], "(batch, text_len, num_image_tokens)"
+        for length in sorted(set(text_lens)):
+            for axis in axes:
+                if not tiles:
+                    wanted.append(f"({batch}, {length}, {sum(axis.sizes)})")
+                elif by_image:
+                    wanted.append(f"({batch}, {length}, {len(axis.sizes)})")
+                    what = "(batch, text_len, num_images)"
+                else:
+                    wanted.append(f"({batch}, {length}, {len(axis.sizes)}, tiles)")
+                    what = f"(batch, text_len, num_images, tiles), where the tiles divide an image's tokens ({_either(axis.sizes)})"
+        return f"Expected `{self.text_mask_name}` of shape {' or '.join(wanted)} {what}, got {got}."
+
+
+NO_IMAGES = ImageInputs()
+
+
+def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
+    width = config.cross_attention_config.context_size
+    of_tower = None if config.vision_config is None else vision_hidden_size(config.vision_config)
+    if states.shape[-1:] == (of_tower,) and of_tower != width:
+        raise ValueError(
+            f"Expected `cross_attention_states` of width {width} (`context_size`), got {tuple(states.shape)}, which has the width of the "
+            "vision tower. Pass what the tower returns as `vision_features`: then it goes through the connector."
+        )
+    check_states(states, width, by_image=True)
+
+
+def _check_image_attention_mask(mask: torch.Tensor) -> torch.Tensor:
+    if mask.dim() != 3:
+        raise ValueError(
+            f"Expected `image_attention_mask` of shape (batch, text_len, num_images), got {tuple(mask.shape)}."
+        )
+    return (mask != 0)[..., None]  # an image of one tile
+
+
+def _of_tokens(mask: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Turns a mask over tiles `(B, T, n, tiles)` into a mask over image tokens `(B, T, N)`."""
+    tiles = mask.shape[3]
+    columns = [image * tiles + token * tiles // size for image, size in enumerate(sizes) for token in range(size)]
+    return mask.flatten(2)[:, :, torch.tensor(columns, device=mask.device)]
+
+
+def _either(values: Any) -> str:
+    return " or ".join(str(value) for value in sorted(set(values)))

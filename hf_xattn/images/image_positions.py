@@ -1,0 +1,155 @@
+"""Places of images in their rows, for a perceiver resampler with `num_image_positions`.
+
+The place of an image is the number of real images before it in its row, those of the cache included. So padding images change nothing,
+and images of a later turn go on where the earlier ones ended. In a packed row each sample counts from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.packed_samples import PackedText, check_packed_images, places_in_samples
+from ..cache.visibility import image_order
+from ..configuration_xattn import XAttnConfig
+from ..layers.image_rows import ImageRows
+from ..utils.tensor_checks import has_values
+from .image_inputs import ImageInputs
+
+
+def counts_images(config: XAttnConfig, images: ImageInputs) -> bool:
+    """Whether the model's resampler reads the places of these images."""
+    return (
+        config.perceiver_config is not None
+        and bool(config.perceiver_config.num_image_positions)
+        and images.pass_connector
+    )
+
+
+def place_in_row(
+    config: XAttnConfig, images: ImageInputs, real: torch.Tensor | None, cached: ImageLayout | None
+) -> ImageInputs:
+    """Adds `positions` to the new images of a call, if the model's resampler reads them.
+
+    Args:
+        config ([`XAttnConfig`]): the model's.
+        images ([`ImageInputs`]): the new images, `(R, n, ...)`. Those of packed rows have their `positions`.
+        real (`torch.BoolTensor`, *optional*): `(R, n)`, False = a padding image; None if all are real.
+        cached ([`ImageLayout`], *optional*): of the images in the cache.
+
+    Raises:
+        ValueError: if a row has more images than positions.
+    """
+    if not counts_images(config, images) or images.positions is not None:
+        return images
+    assert images.images is not None and config.perceiver_config is not None
+    count = config.perceiver_config.num_image_positions
+    rows, num_images = images.images.shape[:2]
+    device = images.images.device
+    before = _in_cache(cached, rows)
+    if real is None and isinstance(before, int):
+        positions = torch.arange(before, before + num_images, device=device).expand(rows, -1)
+    else:
+        given = torch.ones(rows, num_images, dtype=torch.bool, device=device) if real is None else real
+        positions = given.cumsum(dim=1) - 1 + (before if isinstance(before, int) else before[:, None].to(device))
+        positions = torch.where(given, positions, 0)  # padding, which no text sees
+    held = 0 if cached is None else cached.num_images
+    # With padding, rows may hold fewer images than there are columns. Compiled code cannot read how many.
+    if num_images and held + num_images > count and not (real is None and isinstance(before, int)):
+        most = held + num_images if torch.compiler.is_compiling() else int(positions.max()) + 1
+    else:
+        most = held + num_images
+    if most > count:
+        raise ValueError(
+            f"Expected at most {count} images in a row (`perceiver_config.num_image_positions`), got `{images.name}` with image {most} "
+            "of a row."
+        )
+    return replace(images, positions=positions)
+
+
+def place_in_samples(config: XAttnConfig, images: ImageInputs, text: PackedText, rows: ImageRows | None) -> ImageInputs:
+    """Adds `positions` to the images of packed rows, if the model's resampler reads them.
+
+    Args:
+        config ([`XAttnConfig`]): the model's.
+        images ([`ImageInputs`]): the call's.
+        text ([`PackedText`]): its samples.
+        rows ([`ImageRows`], *optional*): which images each text row looks at.
+
+    Raises:
+        ValueError: if a packed row has not one marker for each image, a sample has more images than positions, or text rows have the
+            images that they share at different places.
+    """
+    if not counts_images(config, images):
+        return images
+    assert images.images is not None and config.perceiver_config is not None
+    count, shape = config.perceiver_config.num_image_positions, images.images.shape[:2]
+    real = images.real_images
+    order = image_order(text.starts.new_ones(shape) if real is None else real)
+    order = rows_to(order, len(text.starts)) if rows is None else rows.counts_of_text(order)
+    markers = torch.zeros_like(text.starts) if text.markers is None else text.markers
+    check_packed_images(config, text.starts, (order > 0).sum(dim=-1), markers.sum(dim=-1))
+    places = places_in_samples(order, markers, text.starts)
+    if shape[1] > count and torch.compiler.is_compiling():
+        said = "A sample has more images than positions. Run this call without `torch.compile` to read which."
+        torch._assert_async((places < count).all(), said)
+    elif shape[1] > count and int(places.max()) >= count:
+        raise ValueError(
+            f"Expected at most {count} images in a sample (`perceiver_config.num_image_positions`), got `{images.name}` with image "
+            f"{int(places.max()) + 1} of a sample."
+        )
+    if len(places) != shape[0] or rows is not None:
+        index = (
+            torch.arange(len(places), device=places.device) * shape[0] // len(places) if rows is None else rows.index
+        )
+        index, of_text = index[index >= 0], places[index >= 0]
+        places = places.new_zeros(shape).index_copy(0, index, of_text)
+        if bool((places[index] != of_text).any()):
+            raise ValueError(
+                "Expected packed rows that share images (`image_rows`) to have each at the same place of its sample, because the model "
+                "reads that place (`perceiver_config.num_image_positions`). Give each text row its own images."
+            )
+    return replace(images, positions=places)
+
+
+def check_hides_last(config: XAttnConfig, image_mask: torch.Tensor, cached: ImageLayout) -> None:
+    """Raises a `ValueError` if a mask hides an encoded image in front of a real one, whose place would be another one without it.
+
+    Args:
+        image_mask (`torch.BoolTensor`): `(rows, num_images)`, of images that a cache holds.
+        cached ([`ImageLayout`]): of these images.
+    """
+    if config.perceiver_config is None or not config.perceiver_config.num_image_positions:
+        return
+    hidden = ~image_mask
+    if cached.image_mask is not None:
+        rows = max(len(hidden), len(cached.image_mask))
+        hidden = rows_to(hidden, rows) & rows_to(cached.image_mask, rows)
+    later = (hidden.cumsum(dim=1) > 0) & rows_to(image_mask, len(hidden))
+    if has_values(later) and bool(later.any()):
+        row = int(later.any(dim=1).nonzero()[0]) * len(image_mask) // len(later)
+        raise ValueError(
+            f"Expected `image_mask` to hide only the last real images of a row in `past_key_values`, got {image_mask[row].tolist()} for row "
+            f"{row}: the others were encoded with their places (`perceiver_config.num_image_positions`). Pass `image_mask` to "
+            "`encode_images`."
+        )
+
+
+def _in_cache(cached: ImageLayout | None, rows: int) -> int | torch.Tensor:
+    """Number of real images of each row in the cache: one number, or `(R,)`."""
+    if cached is None:
+        return 0
+    if cached.image_mask is None:
+        return cached.num_images
+    counts = cached.image_mask.sum(dim=1)
+    if counts.shape[0] <= rows:
+        return counts.expand(rows)
+    counts = counts.unflatten(0, (rows, -1))
+    if has_values(counts) and bool((counts != counts[:, :1]).any()):
+        raise ValueError(
+            f"Expected text rows that share images to have the same number of them, got {counts.tolist()} (`image_mask`): a new image "
+            "has one place for all (`perceiver_config.num_image_positions`). Give each its own images with `batch_select_indices`."
+        )
+    return counts[:, 0]

@@ -1,0 +1,333 @@
+"""Stores encoded images by their content, for `generate` and `encode_images` of one model.
+
+A chat client passes every image again at every turn, in a new conversation each time. With a store, the second call with the same image
+runs neither the vision tower nor the K/V projections for it. Each image is stored on its own, as its keys and values in every block. A
+call may combine stored and new images in any order.
+
+- Images are identified by the SHA-256 of their values, in the dtype that the model computes in. The checksums of `cache/digests.py` are not
+  enough: they compare images of one conversation, but here a collision would show one user's image to another user.
+- Stored images are valid for one state of the weights and devices (see `checkpoints/model_identity.py`). The first call after a change drops all of
+  them.
+- The least recently used images are dropped first, and the bytes of all storages never exceed the budget. An image that is larger than
+  the budget is encoded, but not stored.
+- With `dtype="int8"` images are stored in int8 (see `cache/int8_cache.py`). The call that encodes an image uses it as it is stored, so its answer
+  is the same the first time and later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, SupportsIndex
+
+import torch
+
+from ..cache.cross_cache import CrossCache, KeyValue, append
+from ..cache.image_layout import ImageLayout
+from ..cache.int8_cache import States, as_stored, check_cache_dtype, map_states
+from ..utils.tensor_checks import type_name
+from .image_inputs import ImageInputs
+from .vision import token_mask_of
+
+
+@dataclass(frozen=True, eq=False)
+class StoredImage:
+    """One encoded image.
+
+    Attributes:
+        keys_values (`tuple[KeyValue, ...]`): keys and values of every block, `(1, num_key_value_heads, tokens, head_dim)` each,
+            without a null key; tensors, or [`Int8States`].
+        device (`torch.device`): device of the image features. The layout of a call is computed there.
+    """
+
+    keys_values: tuple[KeyValue, ...]
+    device: torch.device
+
+    @property
+    def tokens(self) -> int:
+        return self.keys_values[0][0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values. The storages have the same size if the image is `owned`."""
+        return sum(states.nbytes for pair in self.keys_values for states in pair)
+
+    def owned(self) -> StoredImage:
+        """Returns the same image in its own storages. A view would keep the memory of its whole batch in use."""
+        return replace(
+            self,
+            keys_values=tuple((map_states(key, _owned), map_states(value, _owned)) for key, value in self.keys_values),
+        )
+
+
+class ImageStore:
+    """Stores encoded images of one model, and drops the least recently used first. Any number of threads may use it.
+
+    A copy (also by pickle) is empty and has the same budget, because it belongs to another model.
+
+    Args:
+        max_bytes (`int`): budget for keys and values, in bytes.
+        dtype (`str`, *optional*): `"int8"`, or None for the dtype that the model computes in.
+
+    Attributes:
+        nbytes (`int`): bytes in use; at most `max_bytes`.
+        num_images (`int`): number of stored images.
+        hits (`int`): number of images that were not encoded again. An image that occurs twice in a call is encoded once.
+        misses (`int`): number of images that had to be encoded.
+
+    Raises:
+        TypeError: if `max_bytes` is not an integer, or `dtype` not a text.
+        ValueError: if `max_bytes` is below 1, or `dtype` another text.
+    """
+
+    def __init__(self, max_bytes: int, dtype: str | None = None):
+        self.max_bytes = _checked_budget(max_bytes)
+        self.dtype = check_cache_dtype("dtype", dtype)
+        self.hits = self.misses = self.nbytes = 0
+        self._images: OrderedDict[bytes, StoredImage] = OrderedDict()
+        self._maker: str | None = None
+        self._lock = threading.Lock()  # held for bookkeeping only, never while images are encoded or copied
+
+    @property
+    def num_images(self) -> int:
+        return len(self._images)
+
+    def resize(self, max_bytes: int, dtype: str | None = None) -> None:
+        """Changes the budget and the dtype. Drops images until the others fit, and all of them if the dtype is another."""
+        max_bytes, dtype = _checked_budget(max_bytes), check_cache_dtype("dtype", dtype)
+        with self._lock:
+            if dtype != self.dtype:
+                self._drop_all()
+            self.max_bytes, self.dtype = max_bytes, dtype
+            self._make_room(0)
+
+    def clear(self) -> None:
+        """Drops all images, and sets `hits` and `misses` to zero."""
+        with self._lock:
+            self._drop_all()
+            self.hits = self.misses = 0
+
+    def look_up(self, maker: str, keys: Iterable[bytes]) -> dict[bytes, StoredImage]:
+        """Returns the stored images among `keys`. Drops all stored images first if another `maker` encoded them."""
+        found: dict[bytes, StoredImage] = {}
+        missing = set()
+        with self._lock:
+            if maker != self._maker:
+                self._drop_all()
+                self._maker = maker
+            for key in keys:
+                image = self._images.get(key)
+                if image is not None:
+                    self._images.move_to_end(key)
+                    found[key] = image
+                elif key not in missing:
+                    missing.add(key)
+                    self.misses += 1
+                    continue
+                self.hits += 1
+        return found
+
+    def keep(self, maker: str, key: bytes, image: StoredImage) -> None:
+        """Stores an image that `maker` encoded, if `maker` is still current and the image fits the budget."""
+        size = image.nbytes
+        if size > self.max_bytes:
+            return
+        image = image.owned()
+        with self._lock:
+            # Meanwhile another thread may have changed the weights or the budget, or encoded the same image.
+            if maker != self._maker or key in self._images or size > self.max_bytes:
+                return
+            self._make_room(size)
+            self._images[key] = image
+            self.nbytes += size
+
+    def _make_room(self, size: int) -> None:
+        while self.nbytes + size > self.max_bytes:
+            _, image = self._images.popitem(last=False)
+            self.nbytes -= image.nbytes
+
+    def _drop_all(self) -> None:
+        self._images.clear()
+        self.nbytes = 0
+
+    def __reduce__(self) -> tuple[type[ImageStore], tuple[int, str | None]]:
+        return ImageStore, (self.max_bytes, self.dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"ImageStore(num_images={self.num_images}, nbytes={self.nbytes}, max_bytes={self.max_bytes}, "
+            f"dtype={self.dtype!r}, hits={self.hits}, misses={self.misses})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ImageGrid:
+    """The images of a call, from the store or newly encoded.
+
+    Attributes:
+        rows (`list[list[StoredImage | None]]`): R rows with the same number of images. None is a padding image.
+    """
+
+    rows: list[list[StoredImage | None]]
+
+    @property
+    def first(self) -> StoredImage:
+        """Any of the images: all have the same shapes, dtypes and devices."""
+        return next(image for row in self.rows for image in row if image is not None)
+
+    def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]:
+        """Returns keys and values of every block for [`CrossCache.fill`]: first those in the cache, then those of these images.
+
+        Args:
+            cross ([`CrossCache`]): the cache. It is not changed. Keys and values get its `cache_dtype`.
+            null_key (`bool`): put the null key of quiet softmax in front, if the cache is empty.
+        """
+        result = []
+        for index in range(len(self.first.keys_values)):
+            pair = [self._joined(index, part, null_key and not cross.layers) for part in (0, 1)]
+            new = as_stored(pair[0], cross.cache_dtype), as_stored(pair[1], cross.cache_dtype)
+            result.append(append(cross.layers[index].read() if cross.layers else None, new))
+        return result
+
+    def _joined(self, block: int, part: int, null_key: bool) -> States:
+        """Returns keys (`part` 0) or values (1) of one block. The null key and padding images, which no token sees, are zeros."""
+        like, tokens, null = self.first.keys_values[block][part], self.first.tokens, int(null_key)
+        _, heads, _, width = like.shape
+        joined = like.new_zeros(len(self.rows), heads, null + len(self.rows[0]) * tokens, width)
+        for row, images in enumerate(self.rows):
+            for place, image in enumerate(images):
+                if image is not None:
+                    start = null + place * tokens
+                    joined[row, :, start : start + tokens] = image.keys_values[block][part][0]  # type: ignore[assignment]
+        return joined
+
+
+class StoreReader:
+    """Gets the images of one call from a store, and encodes the missing ones.
+
+    Args:
+        store ([`ImageStore`]): the model's store.
+        find_maker (`Callable`): returns the identity of the model, its weights and devices. Called only if the call has images.
+        precision (`str`): settings that change the precision of keys and values with the same weights.
+        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)` and their layout, in
+            the store's dtype.
+        null_key (`bool`): whether these keys and values have a null key in front.
+        dtype (`str`, *optional*): the store's.
+    """
+
+    def __init__(
+        self,
+        store: ImageStore,
+        find_maker: Callable[[], str],
+        precision: str,
+        project: Callable[[torch.Tensor, ImageLayout], list[KeyValue]],
+        null_key: bool,
+        dtype: str | None = None,
+    ):
+        self.dtype = dtype
+        self._store = store
+        self._find_maker = find_maker
+        self._precision = precision
+        self._project = project
+        self._null_key = null_key
+
+    def read(
+        self,
+        images: ImageInputs,
+        real: torch.Tensor | None,
+        dtype: torch.dtype,
+        encode: Callable[[ImageInputs], torch.Tensor],
+    ) -> ImageGrid | None:
+        """Finds images in the store. Encodes the missing ones in one batch, each once.
+
+        Args:
+            images ([`ImageInputs`]): the images to find.
+            real (`torch.BoolTensor`, *optional*): `(R, n)`. False is a padding image, which is neither looked up nor encoded.
+            dtype (`torch.dtype`): the dtype to which the model converts images.
+            encode (`Callable`): computes features `(R, n, tokens, context_size)` from images.
+
+        Returns:
+            [`ImageGrid`], or None if all images are padding or are on the meta device.
+        """
+        assert images.images is not None
+        num_rows, num_images = images.images.shape[:2]
+        given = torch.ones(num_rows, num_images, dtype=torch.bool) if real is None else real.cpu()
+        places = [(row, image) for row, image in given.nonzero().tolist()]
+        if not places or images.images.is_meta:
+            return None
+        keys = dict(zip(places, content_keys(images, dtype, places, self._precision)))
+        maker = self._find_maker()
+        found = self._store.look_up(maker, keys.values())
+        missing: dict[bytes, tuple[int, int]] = {}
+        for place, key in keys.items():
+            if key not in found:
+                missing.setdefault(key, place)
+        if missing:
+            encoded = self._encode(images.at(list(missing.values())), encode)
+            for key, image in zip(missing, encoded):
+                found[key] = image
+                self._store.keep(maker, key, image)
+        return ImageGrid(
+            [
+                [found[keys[row, image]] if (row, image) in keys else None for image in range(num_images)]
+                for row in range(num_rows)
+            ]
+        )
+
+    def _encode(self, images: ImageInputs, encode: Callable[[ImageInputs], torch.Tensor]) -> list[StoredImage]:
+        """Encodes images `(count, 1, ...)` together, and returns one value for each. Its tensors are views into the batch."""
+        features = encode(images)
+        tokens, null = features.shape[2], int(self._null_key)
+        layout = ImageLayout.of((tokens,), features.device, token_mask_of(images.tiles, None, tokens))
+        projected = self._project(features.flatten(1, 2), layout)
+        projected = [(key[:, :, null:], value[:, :, null:]) for key, value in projected]
+        return [
+            StoredImage(tuple((key[i : i + 1], value[i : i + 1]) for key, value in projected), features.device)
+            for i in range(features.shape[0])
+        ]
+
+
+def content_keys(
+    images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
+) -> list[bytes]:
+    """Returns a SHA-256 for each image at `places` (row, image): of its kind, shape, device, tiles, position, and values in `dtype`.
+
+    Images on a GPU are copied to the host for this, once per call.
+    """
+    assert images.images is not None
+    content = images.images.detach().to(dtype).cpu().contiguous()
+    tiles = None if images.tiles is None else [part.cpu().to(torch.float64) for part in images.tiles]
+    # The device is included, so that images on a wrong device raise the same error as without a store, and masks match the images.
+    positions = None if images.positions is None else images.positions.tolist()
+    facts = f"{images.name} {dtype} {tuple(content.shape[2:])} {images.images.device} {precision}"
+    keys = []
+    for row, image in places:
+        arrangement = None if tiles is None else [part[row, image].tolist() for part in tiles]
+        position = "" if positions is None else f" image {positions[row][image]}"
+        digest = hashlib.sha256(f"{facts} {arrangement}{position}\n".encode())
+        digest.update(content[row, image].view(torch.uint8).numpy())
+        keys.append(digest.digest())
+    return keys
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _checked_budget(max_bytes: Any) -> int:
+    if isinstance(max_bytes, (bool, torch.Tensor)) or not isinstance(max_bytes, SupportsIndex):
+        raise TypeError(f"Expected `max_bytes` to be an integer, got {max_bytes!r} ({type_name(max_bytes)}).")
+    if operator.index(max_bytes) < 1:
+        raise ValueError(
+            f"Expected `max_bytes` to be 1 or more, got {max_bytes}. Call `disable_image_store()` to turn the store off."
+        )
+    return operator.index(max_bytes)
+
+
+__all__ = ["ImageStore"]

@@ -1,0 +1,136 @@
+"""Inspects a vision tower: whether a model can be one, which keyword arguments it takes, and which image sizes it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from ..utils.memo import memoized
+from ..utils.sizes import TILED_VISION_TYPES
+
+
+# The flag of transformers' towers that resize their learned position embeddings only where they are asked to.
+FLAG = "interpolate_pos_encoding"
+# Towers with learned position embeddings that cannot resize them.
+FIXED_SIZE_TYPES = ("aimv2_vision_model",)
+POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
+PASS_ITS_BASE = "Pass the `base_model` of a model with a head, and the vision part of a model for text and images."
+
+
+def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
+    """Raises where a model cannot be called with pixels alone.
+
+    Args:
+        name (`str`): the argument that names the tower.
+        tower_class (`type`): class of the tower.
+
+    Raises:
+        ValueError: for a language model, a model that needs more than pixels, and a model whose `forward` is annotated with
+            an output without `last_hidden_state`.
+    """
+    parameters = inspect.signature(tower_class.forward).parameters
+    if "pixel_values" not in parameters:
+        raise ValueError(
+            f"Expected `{name}` to be a vision model, which takes `pixel_values`, got a {tower_class.__name__}, which does not."
+        )
+    needed = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in ("self", "pixel_values")
+    ]
+    if needed:
+        raise ValueError(
+            f"Expected `{name}` to be a vision model that takes `pixel_values` alone, got a {tower_class.__name__}, which also needs "
+            f"{', '.join(f'`{parameter}`' for parameter in needed)}."
+        )
+    outputs = _annotated_outputs(tower_class)
+    if outputs and not any("last_hidden_state" in fields for fields in outputs.values()):
+        fields = sorted(set().union(*outputs.values()))
+        raise ValueError(f"Expected `{name}` to be {no_hidden_state(tower_class)} {fields}. {PASS_ITS_BASE}")
+
+
+def no_hidden_state(tower_class: type) -> str:
+    """The words for a tower whose output cannot be used, up to what the output has."""
+    return f"a vision model whose output has `last_hidden_state`, got a {tower_class.__name__}, whose output has"
+
+
+def _annotated_outputs(tower_class: type[PreTrainedModel]) -> dict[str, set[str]]:
+    """Names and fields of the outputs that the annotation of `forward` allows, without tuples. Empty if it tells nothing."""
+    try:
+        annotation = typing.get_type_hints(inspect.unwrap(tower_class.forward)).get("return")
+    except Exception:  # custom code may be annotated with names that exist for type checkers only
+        return {}
+    kinds = typing.get_args(annotation) or (annotation,)
+    outputs = [kind for kind in kinds if (typing.get_origin(kind) or kind) is not tuple]
+    if not all(isinstance(kind, type) and dataclasses.is_dataclass(kind) for kind in outputs):
+        return {}
+    return {kind.__name__: {field.name for field in dataclasses.fields(kind)} for kind in outputs}
+
+
+@memoized
+def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
+    """Whether the `forward` of a tower takes a keyword argument, by name or among `**kwargs`."""
+    parameters = inspect.signature(tower_class.forward).parameters
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def check_tower_config(name: str, config: PreTrainedConfig) -> None:
+    """[`check_tower_class`] before a weight is read; of a configuration that transformers has no class for, nothing is known.
+
+    Raises:
+        ValueError: as [`check_tower_class`].
+    """
+    if config.model_type not in TILED_VISION_TYPES and type(config) in MODEL_MAPPING:
+        tower_class: Any = MODEL_MAPPING[type(config)]
+        if isinstance(tower_class, type):
+            check_tower_class(name, tower_class)
+
+
+def check_not_trained(tower: PreTrainedModel) -> None:
+    """Raises a `ValueError` in training if the tower has trainable weights, which learn nothing from outputs that were computed before."""
+    if not (tower.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return
+    trainable = [name for name, weight in tower.named_parameters() if weight.requires_grad]
+    if trainable:
+        raise ValueError(
+            "Expected a frozen vision tower with `vision_features`, which its weights do not change, got one with "
+            f"{len(trainable)} trainable weights ({trainable[0]}, ...). Freeze it with `hf_xattn.freeze(model)`, or pass `pixel_values`."
+        )
+
+
+def only_image_size(tower: PreTrainedModel) -> tuple[int, int] | None:
+    """Height and width of the images that a tower reads; None where it reads several sizes.
+
+    Towers with one learned position embedding for each patch read the size that they were made for. SigLIP would take a slightly
+    larger image without a word, and leave its border out.
+    """
+    size = image_size_of(tower.config)
+    if size is None or not (_has_flag(type(tower)) or tower.config.model_type in FIXED_SIZE_TYPES):
+        return None
+    learned = any(
+        module._parameters.get(name) is not None or module._modules.get(name) is not None
+        for module in tower.modules()
+        for name in POSITION_EMBEDDINGS
+    )
+    return size if learned else None
+
+
+def image_size_of(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Height and width that a configuration names."""
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return size, size
+    return None if size is None else (size[0], size[1])
+
+
+@memoized
+def _has_flag(tower_class: type[PreTrainedModel]) -> bool:
+    return FLAG in inspect.signature(tower_class.forward).parameters

@@ -1,0 +1,207 @@
+"""The pre-norm block: norm, cross-attention, gate, residual; norm, MLP, gate, residual.
+
+The block differs from the cross-attention of encoder-decoder models in three ways:
+
+- It starts as the identity. In each branch exactly one factor is zero: the last projection (`o_proj`, `down_proj`), or
+  the tanh gate.
+- A text position that may see no image keeps its hidden state bit for bit, in the attention branch and in the MLP branch.
+- It is a `PreTrainedModel`. transformers initialises each module with the `_init_weights` of the nearest
+  `PreTrainedModel` above it. Inside a Llama, a plain module would get Llama's `_init_weights`, which does not know gates
+  and fills zero-initialised projections with noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+
+from ..cache.cross_cache import KeyValue
+from ..configuration_xattn import CrossAttentionConfig
+from ..utils.first_values import ValuesComeLater
+from ..utils.missing_weights import NotesWhatIsMissing, check_class, check_complete
+from ..utils.projection import to_dtype_of
+from ..utils.stub import NamesItsStub
+from ..utils.tensor_checks import check_flags
+from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
+from .context import CrossAttentionContext, check_context, plain_context
+from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
+
+
+class CrossAttentionMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate projection."""
+
+    def __init__(self, config: CrossAttentionConfig):
+        super().__init__()
+        bias = config.mlp_bias
+        self.gate_proj = (
+            nn.Linear(config.hidden_size, config.intermediate_size, bias=bias) if config.mlp_type == "gated" else None
+        )
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = zero_init_linear(config.intermediate_size, config.hidden_size, bias, config.zero_init)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = to_dtype_of(self.up_proj, hidden_states)
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel):
+    """One gated cross-attention block. It works in a decoder layer or on its own.
+
+    Args:
+        config ([`CrossAttentionConfig`]): sizes and options.
+        layer_idx (`int`): index of this block's keys and values in the cross-attention half of a cache.
+    """
+
+    config_class = CrossAttentionConfig
+    config: CrossAttentionConfig
+    attn_gate: nn.Parameter | None
+    mlp_gate: nn.Parameter | None
+    base_model_prefix = ""
+    main_input_name = "hidden_states"
+    _no_split_modules = ["GatedCrossAttentionBlock"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    # Gates and norms stay float32: bfloat16 would round updates this small to zero.
+    _keep_in_fp32_modules_strict = ["attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm"]
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers searches this file's text for the attention interface, but attention.py calls it
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # the block has no experts, but transformers sets the decoder's choice on every part
+
+    def __init__(self, config: CrossAttentionConfig, layer_idx: int = 0):
+        super().__init__(config)
+        self.layer_idx = layer_idx
+        norm = NORMS[config.norm_type]
+        with ValuesComeLater():
+            self.attn_norm = norm(config.hidden_size, config.norm_eps)
+            self.attn = GatedCrossAttention(config, layer_idx)
+            self.mlp_norm = norm(config.hidden_size, config.norm_eps)
+            self.mlp = CrossAttentionMLP(config)
+        if config.gate == "tanh":
+            # Never 0-d: FSDP cannot shard a scalar.
+            shape = (1,) if config.gate_granularity == "scalar" else (config.hidden_size,)
+            dtype = self.attn_norm.weight.dtype
+            self.attn_gate = nn.Parameter(torch.full(shape, float(config.gate_init), dtype=dtype))
+            self.mlp_gate = nn.Parameter(torch.full(shape, float(config.gate_init), dtype=dtype))
+        else:
+            self.attn_gate = self.mlp_gate = None
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args, allow_missing_weights: bool = False, **kwargs) -> Any:
+        """`PreTrainedModel.from_pretrained`.
+
+        Args:
+            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values, and warn of them.
+
+        Raises:
+            TypeError: for an `allow_missing_weights` that is no bool.
+            ValueError: for a checkpoint with weights missing, and for one of another class.
+        """
+        check_flags(allow_missing_weights=allow_missing_weights)
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        block = loaded[0] if isinstance(loaded, tuple) else loaded
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        check_class(cls, block.config.architectures, source, (GatedCrossAttentionBlock.__name__,))
+        check_complete(block, source, allow_missing_weights)
+        return loaded
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            if getattr(module, "zero_init", False):
+                init.zeros_(module.weight)
+            else:
+                init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, (CrossAttentionRMSNorm, CrossAttentionLayerNorm)):
+            init.ones_(module.weight)
+            if isinstance(module, CrossAttentionLayerNorm):
+                init.zeros_(module.bias)
+        elif isinstance(module, GatedCrossAttentionBlock):
+            for gate in (module.attn_gate, module.mlp_gate):
+                if gate is not None:
+                    init.constant_(gate, float(self.config.gate_init))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cross_attention_states: torch.Tensor | None = None,
+        cross_attention_mask: torch.Tensor | None = None,
+        cross_attention: CrossAttentionContext | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`.
+            cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
+            cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
+                `(batch, text_len, num_image_tokens)`.
+            cross_attention ([`CrossAttentionContext`], *optional*): what a model passes to its blocks, in place of the
+                two arguments above.
+
+        Returns:
+            `torch.Tensor`: `(batch, text_len, hidden_size)`. A text token that may see nothing keeps its hidden state
+            bit for bit.
+
+        Raises:
+            TypeError: for a mask that is not boolean or states that are not floating point.
+            ValueError: for a wrong rank, width or batch, or if neither states nor a context are given.
+        """
+        if cross_attention is None:
+            if cross_attention_states is None:
+                raise ValueError(
+                    "`cross_attention_states` of shape (batch, num_image_tokens, context_size) are required, got None."
+                )
+            check_text_and_states(hidden_states, cross_attention_states, self.config)
+            cross_attention = plain_context(hidden_states, cross_attention_states, cross_attention_mask, self.config)
+        else:
+            check_context(cross_attention)
+            cross_attention = cross_attention.of_block(self.layer_idx, hidden_states.device)
+        attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
+        if cross_attention.recorder is not None and not (weights is None and torch.compiler.is_compiling()):
+            # In compiled code only if needed: `torch.compile` takes no checkpointed layer with a side effect into its graph.
+            if weights is not None:
+                weights = cross_attention.at_all_tokens(weights)
+            cross_attention.recorder.weights[self.layer_idx] = weights
+        update = _gated(attended, self.attn_gate, hidden_states.dtype)
+        seen = hidden_states + update
+        update = _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, hidden_states.dtype)
+        seen = seen + update
+        if cross_attention.visible is None:
+            return seen
+        # Not a product with the mask, because NaN * 0 is NaN.
+        return torch.where(cross_attention.visible, seen, hidden_states)
+
+    def encode(self, cross_attention: CrossAttentionContext) -> KeyValue:
+        """Returns keys and values of new images. This part of a forward needs no text."""
+        self.attn(None, cross_attention=cross_attention)
+        assert cross_attention.recorder is not None
+        return cross_attention.recorder.keys_values[self.layer_idx]
+
+
+def _gated(branch: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns `tanh(gate) * branch`, computed in the gate's dtype, in the dtype of the hidden states."""
+    if gate is None:
+        return branch.to(dtype)
+    return (torch.tanh(gate) * branch).to(dtype)
+
+
+__all__ = ["GatedCrossAttentionBlock"]

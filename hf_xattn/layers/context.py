@@ -1,0 +1,269 @@
+"""What the model passes to its blocks: one keyword argument that goes through the decoder's own layers.
+
+The context is a `ModelOutput` of transformers, that is a mapping and a pytree. So accelerate's device hooks move its tensors, FSDP
+casts them, and activation checkpointing passes the same tensors to the recomputation. Nothing is stored on modules, in globals or in
+hooks: under DDP, deepcopy and recomputation it would be missing, and gradients would silently be zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.utils import ModelOutput
+
+from ..cache.cross_cache import CrossCache, KeyValue
+from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.kept_tokens import KeptTokens
+from ..cache.real_tokens import RealTokens, real_tokens
+from ..configuration_xattn import CrossAttentionConfig
+from ..utils.tensor_checks import check_bool, check_tensor, type_name
+from .folded_mask import FoldedMask, fold_mask
+from .image_rows import Slots
+from .position_bias import token_positions
+from .row_groups import RowGroup
+
+
+# Name of the keyword argument. No decoder of transformers has an argument of this name.
+KEYWORD = "cross_attention_context"
+
+
+class Ragged(NamedTuple):
+    """Rows of different lengths, without their padding. A named tuple: device hooks and FSDP move the tensor in it.
+
+    Attributes:
+        real ([`RealTokens`], *optional*): places of the new images' real tokens, which alone are given; None if all tokens are.
+        groups (`tuple[RowGroup, ...]`, *optional*): image rows that share a call of the kernel; None if all do.
+    """
+
+    real: RealTokens | None
+    groups: tuple[RowGroup, ...] | None
+
+
+class Recorder:
+    """Collects attention weights, and keys and values of new images, from the blocks of one forward.
+
+    When the forward has succeeded, the keys and values of all blocks go into a cache at once. Device hooks, FSDP and export copy the
+    context, but all copies share one recorder: `to` returns the object itself, and as a pytree node it has no leaves.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[int, torch.Tensor | None] = {}
+        self.keys_values: dict[int, KeyValue] = {}
+        # If the first block chooses image tokens: what later blocks get in place of its context, and the tokens.
+        self.later: CrossAttentionContext | None = None
+        self.kept: KeptTokens | None = None
+
+    def to(self, *args, **kwargs) -> Recorder:
+        return self
+
+    def collected(self) -> list[KeyValue]:
+        """Returns keys and values in the order of the blocks."""
+        return [self.keys_values[index] for index in sorted(self.keys_values)]
+
+
+class _SameRecorder:
+    """Holds a recorder as the context of a pytree node. All instances are equal, so that input structures compare equal."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameRecorder)
+
+    def __hash__(self) -> int:
+        return hash(_SameRecorder)
+
+
+pytree.register_pytree_node(
+    Recorder,
+    lambda recorder: ([], _SameRecorder(recorder)),
+    lambda leaves, context: context.recorder,
+    serialized_type_name="hf_xattn.context.Recorder",
+    to_dumpable_context=lambda context: None,
+    from_dumpable_context=lambda context: _SameRecorder(Recorder()),
+    flatten_with_keys_fn=lambda recorder: ([], _SameRecorder(recorder)),
+)
+
+
+class ChoosesTokens(Protocol):
+    """What the first block needs of a [`TokenChoice`]."""
+
+    @property
+    def counted(self) -> torch.Tensor | None: ...
+
+    def decide(
+        self, weights: torch.Tensor, context: CrossAttentionContext
+    ) -> tuple[CrossAttentionContext, KeptTokens]: ...
+
+
+@dataclass
+class CrossAttentionContext(ModelOutput):
+    """What the blocks of one forward share.
+
+    Every default is None: accelerate rebuilds the context from one dict, which `ModelOutput` reads only if all other fields are None.
+
+    Attributes:
+        cross_attention_states (`torch.Tensor`, *optional*): the new images: `(R, N, context_size)`, or `(1, M, context_size)`, their
+            real tokens alone (see `ragged`).
+        cache ([`CrossCache`], *optional*): images of earlier forwards. Blocks only read it.
+        mask, visible (`torch.BoolTensor`, *optional*): see [`FoldedMask`].
+        ragged ([`Ragged`], *optional*): what of the images is padding; None if nothing is, or if it is computed and masked.
+        slots ([`Slots`], *optional*): see [`ImageRows`]; None if image rows are shared in equal numbers, in order.
+        query_positions (`torch.LongTensor`, *optional*): `(B or 1, T)`, for a relative position bias.
+        key_positions (`torch.LongTensor`, *optional*): `(rows, N)`, likewise; None stands for 0 ... N - 1.
+        output_attentions (`bool`, *optional*): blocks record their attention weights.
+        keep_keys_values (`bool`, *optional*): blocks record keys and values for a cache.
+        encode_only (`bool`, *optional*): blocks record keys and values and do nothing else.
+        recorder ([`Recorder`], *optional*): the object that blocks record to.
+        unused (`torch.Tensor`, *optional*): a zero, which a block adds to its output. It gives a gradient of zero to weights that
+            other processes use and this call does not (see `parallel/stand_in.py`).
+        later ([`CrossAttentionContext`], *optional*): for the blocks after the first, if these keep only some image tokens.
+        choice ([`TokenChoice`], *optional*): if the first block chooses the tokens that later blocks keep.
+        cached_index (`torch.LongTensor`, *optional*): `(R, kept)`, which of the cached keys and values to keep, with a null key.
+        kept_index (`torch.LongTensor`, *optional*): `(rows, M)`, place of each token among the `num_image_tokens` of all, for weights.
+        num_image_tokens (`int`, *optional*): N.
+    """
+
+    cross_attention_states: torch.Tensor | None = None
+    cache: CrossCache | None = None
+    mask: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    ragged: Ragged | None = None
+    slots: Slots | None = None
+    query_positions: torch.Tensor | None = None
+    key_positions: torch.Tensor | None = None
+    output_attentions: bool | None = None
+    keep_keys_values: bool | None = None
+    encode_only: bool | None = None
+    recorder: Recorder | None = None
+    unused: torch.Tensor | None = None
+    later: CrossAttentionContext | None = None
+    choice: ChoosesTokens | None = None
+    cached_index: torch.Tensor | None = None
+    kept_index: torch.Tensor | None = None
+    num_image_tokens: int | None = None
+
+    def of_block(self, layer_idx: int, device: torch.device) -> CrossAttentionContext:
+        """Returns what a block gets: this context, or the one of later blocks."""
+        if not layer_idx or (self.later is None and self.choice is None):
+            return self
+        if self.later is not None:
+            return self.later
+        recorder = self.recorder
+        if recorder is None or recorder.later is None:
+            return self
+        # The first block has made it, so no device hook has moved it.
+        moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), recorder.later)
+        return replace(moved, recorder=recorder)
+
+    def choose(self, weights: torch.Tensor) -> None:
+        """Leaves the tokens that later blocks keep in the recorder. `weights` are those of the first block, from `importance`."""
+        if self.choice is not None and self.recorder is not None:
+            self.recorder.later, self.recorder.kept = self.choice.decide(weights, self)
+
+    def at_all_tokens(self, weights: torch.Tensor) -> torch.Tensor:
+        """Attention weights `(B, heads, T, M)` of kept tokens to `(B, heads, T, N)`, where dropped tokens have 0."""
+        if self.kept_index is None or self.num_image_tokens is None:
+            return weights
+        index = rows_to(self.kept_index, weights.shape[0])[:, None, None].expand_as(weights)
+        # Adds, because an empty place may name the token of another place; its weight is 0.
+        return weights.new_zeros(*weights.shape[:-1], self.num_image_tokens).scatter_add(-1, index, weights)
+
+    @property
+    def folded_mask(self) -> FoldedMask:
+        return FoldedMask(self.mask, self.visible)
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """The dtype of cached images, see `cache/int8_cache.py`."""
+        return None if self.cache is None else self.cache.cache_dtype
+
+    def cached(self, layer_idx: int) -> KeyValue | None:
+        """Returns a block's keys and values of cached images that it keeps, or None if there are no cached images."""
+        if self.cache is None or not self.cache.layers:
+            return None
+        key, value = self.cache.layers[layer_idx].read()
+        if self.cached_index is None:
+            return key, value
+        rows = torch.arange(key.shape[0], device=key.device)[:, None, None]
+        heads = torch.arange(key.shape[1], device=key.device)[None, :, None]
+        places = (rows, heads, self.cached_index[:, None].to(key.device))
+        return key[places], value[places]
+
+
+def image_fields(
+    states: torch.Tensor | None, layout: ImageLayout | None, groups: tuple[RowGroup, ...] | None = None
+) -> dict[str, Any]:
+    """The fields of a context that hold new images. Padding tokens are left out where that is possible.
+
+    Args:
+        states (`torch.Tensor`, *optional*): `(R, N, context_size)`; None if there are no new images.
+        layout ([`ImageLayout`], *optional*): of the new images; None if no token is padding.
+        groups (`tuple[RowGroup, ...]`, *optional*): image rows that share a call of the kernel.
+    """
+    real = None if states is None or layout is None else real_tokens(layout, states.shape[0])
+    if real is not None and states is not None:
+        return {"cross_attention_states": real.take(states), "ragged": Ragged(real, groups)}
+    return {"cross_attention_states": states, "ragged": None if groups is None else Ragged(None, groups)}
+
+
+def check_context(context: Any) -> None:
+    """Raises a `TypeError` for anything but a [`CrossAttentionContext`]."""
+    if not isinstance(context, CrossAttentionContext):
+        raise TypeError(
+            f"Expected `cross_attention` to be a CrossAttentionContext, which only a model makes, got {type_name(context)}. Pass "
+            "`cross_attention_states` and `cross_attention_mask` instead."
+        )
+
+
+def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: int, num_tokens: int) -> None:
+    """Checks that a layer's `cross_attention_mask` is `(batch, num_image_tokens)` or `(batch, text_len, num_image_tokens)`.
+
+    Raises:
+        TypeError: for a mask that is not boolean.
+        ValueError: for a wrong rank or size.
+    """
+    check_tensor("cross_attention_mask", mask)
+    check_bool("cross_attention_mask", mask)
+    shapes = {2: (batch_size, num_tokens), 3: (batch_size, text_len, num_tokens)}
+    if tuple(mask.shape) != shapes.get(mask.dim()):
+        raise ValueError(
+            f"Expected `cross_attention_mask` of shape {shapes[2]} (batch, num_image_tokens) or {shapes[3]} (batch, text_len, "
+            f"num_image_tokens), got {tuple(mask.shape)}."
+        )
+
+
+def plain_context(
+    hidden_states: torch.Tensor,
+    cross_attention_states: torch.Tensor,
+    cross_attention_mask: torch.Tensor | None,
+    config: CrossAttentionConfig,
+    output_attentions: bool = False,
+) -> CrossAttentionContext:
+    """Makes the context of a layer that is used on its own, with one image row for each text row."""
+    batch_size, text_len = hidden_states.shape[:2]
+    sees = key_positions = None
+    if cross_attention_mask is not None:
+        check_cross_attention_mask(cross_attention_mask, batch_size, text_len, cross_attention_states.shape[1])
+        sees = cross_attention_mask
+        if sees.dim() == 2:
+            key_positions = token_positions(sees) if config.position_bias else None
+            sees = sees[:, None]
+    mask, visible = fold_mask(
+        sees,
+        image_rows=batch_size,
+        text_rows=batch_size,
+        text_len=text_len,
+        group=config.num_attention_heads // config.num_key_value_heads,
+        null_key=config.quiet_softmax,
+    )
+    return CrossAttentionContext(
+        cross_attention_states=cross_attention_states,
+        mask=mask,
+        visible=visible,
+        key_positions=key_positions,
+        output_attentions=output_attentions or None,
+    )

@@ -1,0 +1,422 @@
+"""Attention maps: how the attention of each text token is spread over the image tokens, in every block and head.
+
+Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. The model does not change:
+any attention implementation may be set, and other threads may use the model meanwhile.
+
+With `max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the steps of
+`generate`, because what a token sees does not depend on later tokens. Only the chosen text is read, so beams and return sequences need
+no bookkeeping.
+
+These are attention weights. They tell where a block has looked, not why the model said what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ..cache.image_cache import ImageCache
+from ..cache.xattn_cache import XAttnCache
+from ..call import OF_BLOCKS
+from ..configuration_xattn import XAttnConfig
+from ..images.tower import image_size_of
+from ..layers.image_rows import refuse_to_cache
+from ..layers.image_token_selection import read_share
+from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..utils.tensor_checks import check_tensor, type_name
+from .patch_grid import PatchGrid, patch_grid
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEAN = "mean"
+Choice: TypeAlias = "int | str | None"
+
+
+@dataclass(eq=False, repr=False)
+class AttentionMaps:
+    """Attention weights of a text over its images.
+
+    Position `t` on the text axis is the token `tokens[:, t]`: the weights are those with which the model read this token and chose the
+    next one. So the weights behind the choice of a word are at the position before it.
+
+    Attributes:
+        weights (`list[torch.Tensor]`): one tensor a block, in the order of the blocks: `(batch, num_attention_heads, text_len,
+            num_image_tokens)`. The weights of a token add up to 1, or to less with quiet softmax (see `null`). They are 0 for padding
+            images and for images that the token may not see. A token that sees no image has only zeros.
+        layers (`list[int]`): the decoder layer of each block, as in `config.cross_attention_layers`.
+        tokens (`torch.LongTensor`): `(batch, text_len)`, the given text and what was generated.
+        text_mask (`torch.BoolTensor`): `(batch, text_len)`, False for padding: in front of the text, or after the end of an answer.
+        num_given (`int`): how many tokens of the text were given. The tokens after them were generated.
+    """
+
+    weights: list[torch.Tensor]
+    layers: list[int]
+    tokens: torch.Tensor
+    text_mask: torch.Tensor
+    num_given: int
+    _config: XAttnConfig
+    _sizes: tuple[int, ...]
+    _pixel_values: torch.Tensor | None = None
+    _aspect_ratio_ids: torch.Tensor | None = None
+    _from_pixels: bool = field(default=False)
+
+    def __repr__(self) -> str:
+        return f"AttentionMaps(layers={self.layers}, weights={len(self.weights)} x {tuple(self.weights[0].shape)})"
+
+    @property
+    def num_images(self) -> int:
+        """Images of each row, with padding images."""
+        return len(self._sizes)
+
+    @property
+    def null(self) -> list[torch.Tensor] | None:
+        """The weight of quiet softmax's null key, which is 1 minus the sum of the weights: one tensor `(batch, num_attention_heads,
+        text_len)` a block. None for a model without quiet softmax."""
+        if not self._config.cross_attention_config.quiet_softmax:
+            return None
+        return [1 - weights.float().sum(dim=-1) for weights in self.weights]
+
+    def grid(
+        self, image: int = 0, row: int = 0, layer: Choice = None, head: Choice = None, token: int | None = None
+    ) -> torch.Tensor:
+        """Arranges the weights of an image as its patches lie in the picture. Tokens without a patch (class tokens, registers) are left
+        out.
+
+        The picture is what the vision tower has read, after the image processor, which may resize or crop it. For a tower with tiles,
+        one grid covers all tiles of the image.
+
+        Args:
+            image (`int`), row (`int`): index of the image, and of the row of `tokens`.
+            layer (`int` or `"mean"`, *optional*): one of `layers`; the mean of its blocks if it has several. None keeps all blocks,
+                as an axis.
+            head (`int` or `"mean"`, *optional*): index of a head. None keeps all of them, as an axis.
+            token (`int`, *optional*): a position in the text, negative from the end. None keeps all of them, as an axis.
+
+        Returns:
+            `torch.Tensor`: `([blocks, heads, text_len,] patch rows, patch columns)`, in float32.
+
+        Raises:
+            ValueError: for an index that does not exist, features without a vision tower, a connector that does not keep positions, or
+                a vision tower whose order of patches is not known.
+        """
+        text_len = self.tokens.shape[1]
+        self._check_picture(image, row)
+        if token is not None:
+            _check_index("token", token, -text_len, text_len)
+        if layer is not None and layer != MEAN and (isinstance(layer, bool) or layer not in self.layers):
+            raise ValueError(f"Expected `layer` to be one of {self.layers}, 'mean' or None, got {layer!r}.")
+        if head is not None and head != MEAN:
+            _check_index("head", head, 0, self.weights[0].shape[1], ", 'mean' or None")
+        first = sum(self._sizes[:image])
+        everywhere = layer is None or layer == MEAN
+        blocks = [weights for weights, place in zip(self.weights, self.layers) if everywhere or place == layer]
+        # (blocks, heads, text_len, tokens of the image)
+        chosen = torch.stack([of_block[row, ..., first : first + self._sizes[image]].cpu() for of_block in blocks])
+        chosen = chosen.float()
+        if token is not None:
+            chosen = chosen[:, :, token]
+        if head is not None:
+            chosen = chosen.mean(dim=1) if head == MEAN else chosen[:, int(head)]
+        if layer is not None:
+            chosen = chosen.mean(dim=0)
+        return self._patches(image, row).lay(chosen)
+
+    def _check_picture(self, image: int, row: int) -> None:
+        for name, given, count in (("image", image, self.num_images), ("row", row, self.tokens.shape[0])):
+            _check_index(name, given, 0, count)
+
+    def _patches(self, image: int, row: int) -> PatchGrid:
+        size, ratio = None, None
+        tower = self._config.vision_config
+        if tower is not None and self._pixel_values is not None:
+            size = (self._pixel_values.shape[-2], self._pixel_values.shape[-1])
+        elif tower is not None and self._from_pixels:
+            size = image_size_of(tower)
+        if self._aspect_ratio_ids is not None:
+            ratio = int(self._aspect_ratio_ids[row * len(self._aspect_ratio_ids) // len(self.tokens), image])
+        return patch_grid(self._config, self._sizes[image], size, ratio)
+
+    def pixels(self, image: int = 0, row: int = 0) -> torch.Tensor:
+        """The picture that the vision tower has read, `(height, width, channels)`, scaled to values from 0 to 1. Tiles are put together.
+
+        Raises:
+            ValueError: for an index that does not exist, or if the inputs held no pixels.
+        """
+        self._check_picture(image, row)
+        if self._pixel_values is None:
+            raise ValueError("The picture is not known, because `inputs` held no `pixel_values`. Pass `picture`.")
+        of_row = self._pixel_values[row * len(self._pixel_values) // len(self.tokens)]
+        picture = of_row[image].float().cpu() if of_row.dim() > 3 else of_row.float().cpu()
+        if picture.dim() == 4:  # tiles
+            patches = self._patches(image, row)
+            tiles = picture[: patches.tile_rows * patches.tile_columns]
+            tiles = tiles.unflatten(0, (patches.tile_rows, patches.tile_columns))
+            picture = tiles.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+        low, high = picture.min(), picture.max()
+        return ((picture - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0)
+
+    def covered(self, image: int = 0, row: int = 0) -> tuple[float, float]:
+        """Returns the share of the picture's height and width that the patches cover: a rest smaller than a patch is not read.
+
+        Raises:
+            ValueError: as `grid`.
+        """
+        self._check_picture(image, row)
+        return self._patches(image, row).covered
+
+    def plot(
+        self,
+        tokens: list[int] | None = None,
+        *,
+        processor: Any = None,
+        picture: Any = None,
+        image: int = 0,
+        row: int = 0,
+        layer: Choice = MEAN,
+        head: Choice = MEAN,
+    ) -> Figure:
+        """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale. Needs matplotlib.
+
+        Args:
+            tokens (`list[int]`, *optional*): positions in the text. By default the generated tokens or, if there are none, the given
+                ones, without padding.
+            processor (*optional*): a processor or a tokenizer, to write words. Without it the panels show ids.
+            picture (*optional*): a PIL image or an array to draw on. The grid is spread over the whole picture, so it fits only if the
+                image processor does not crop. By default the pixels that the vision tower has read.
+            image, row (`int`), layer, head (`int` or `"mean"`): as in `grid`.
+
+        Returns:
+            `matplotlib.figure.Figure`: save it with `savefig`.
+
+        Raises:
+            ImportError: without matplotlib.
+            TypeError: for a `processor` that cannot decode.
+            ValueError: as `grid` and `pixels`; for `layer` or `head` None; for `tokens` that are not positions in the text.
+        """
+        from .attention_plot import draw
+
+        for name, choice in (("layer", layer), ("head", head)):
+            if choice is None:
+                raise ValueError(
+                    f"Expected `{name}` to be one {name} or 'mean', because a panel shows one map, got None."
+                )
+        if processor is not None and not hasattr(processor, "decode"):
+            raise TypeError(f"Expected `processor` to be a processor, a tokenizer or None, got {type_name(processor)}.")
+        grid = self.grid(image, row, layer=layer, head=head)
+        positions = self._positions(tokens, row)
+        ids = [int(self.tokens[row, position]) for position in positions]
+        words = [str(token) if processor is None else processor.decode([token]) for token in ids]
+        covered = (1.0, 1.0)
+        if picture is None:
+            picture, covered = self.pixels(image, row), self.covered(image, row)
+        choices = _choice("layer", layer, len(self.layers)), _choice("head", head, self.weights[0].shape[1])
+        return draw(grid, positions, words, picture, covered, f"attention of {', '.join(choices)}")
+
+    def _positions(self, tokens: list[int] | None, row: int) -> list[int]:
+        """The text positions to draw, checked."""
+        text_len = self.tokens.shape[1]
+        if tokens is None:
+            first = self.num_given if self.num_given < text_len else 0
+            tokens = [index for index in range(first, text_len) if bool(self.text_mask[row, index])]
+        if not isinstance(tokens, (list, tuple, range)) or not tokens:
+            raise ValueError(f"Expected `tokens` to be a list of positions in the text, got {tokens!r}.")
+        for index in tokens:
+            if isinstance(index, bool) or not isinstance(index, int) or not -text_len <= index < text_len:
+                raise ValueError(
+                    f"Expected `tokens` to hold integers from {-text_len} to {text_len - 1}, got {tokens!r}."
+                )
+        return [index % text_len for index in tokens]
+
+
+def _choice(what: str, choice: Choice, count: int) -> str:
+    return f"mean of {count} {what}s" if choice == MEAN else f"{what} {choice}"
+
+
+@torch.no_grad()
+def attention_maps(
+    model: XAttnModel | XAttnForConditionalGeneration,
+    inputs: Mapping[str, Any],
+    max_new_tokens: int | None = None,
+    **generate_kwargs: Any,
+) -> AttentionMaps:
+    """Computes the attention of each text token to the image tokens, with any attention implementation.
+
+    A padded text gets the position ids that `generate` gives it.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): or an [`XAttnModel`], without `max_new_tokens`. It is not changed.
+        inputs (`Mapping`): what the processor makes: `input_ids` and the images of one call, or an image cache of `encode_images` as
+            `past_key_values`. `labels` are left out.
+        max_new_tokens (`int`, *optional*): first generate up to this many tokens. The maps then hold the given and the generated tokens.
+        generate_kwargs: further arguments of `generate`: `do_sample`, `num_beams`, ...
+
+    Returns:
+        [`AttentionMaps`]: with `weights`, `layers`, `tokens`, `grid` and `plot`.
+
+    Raises:
+        TypeError: for a model without blocks, inputs that are not a mapping, or arguments of `generate` without `max_new_tokens`.
+        ValueError: without `input_ids` or images, for a cache that holds text, or for a model that is split over ranks.
+    """
+    outer: Any = model
+    inner = outer.get_base_model() if hasattr(outer, "get_base_model") else outer  # PEFT's wrapper
+    if not isinstance(inner, (XAttnModel, XAttnForConditionalGeneration)):
+        raise TypeError(
+            f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}. `retrofit` makes such a model."
+        )
+    if inner.tp_size not in (None, 1):
+        raise ValueError(
+            f"Expected `model` to be whole, got one that is split over ranks (tensor parallelism, {inner.tp_size} ranks): a rank knows only "
+            "the attention of its heads."
+        )
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"Expected `inputs` to be what a processor makes, a mapping with `input_ids` and images, got {type_name(inputs)}."
+        )
+    given = {name: value for name, value in inputs.items() if value is not None and name != "labels"}
+    if "input_ids" not in given:
+        raise ValueError(f"Expected `inputs` with `input_ids`, got {sorted(given)}.")
+    check_tensor('inputs["input_ids"]', given["input_ids"])
+    if "image_rows" in given:
+        refuse_to_cache("`attention_maps`")
+    for dropped in (given.pop("keep_image_tokens", None), generate_kwargs.pop("keep_image_tokens", None)):
+        if read_share(dropped) is not None:
+            raise ValueError(
+                f"Expected `attention_maps` without `keep_image_tokens`, got {dropped!r}: the maps read the whole text once more, and would "
+                "choose other image tokens than `generate`. Pass `output_attentions=True` to `forward` or `generate`."
+            )
+    num_given = given["input_ids"].shape[-1]
+    cache = given.pop("past_key_values", None)
+    if cache is not None and (not isinstance(cache, ImageCache) or cache.text_rows is not None):
+        raise ValueError(
+            "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, because the maps cover the whole "
+            f"text, got a {type(cache).__name__}{' with text' if isinstance(cache, ImageCache) else ''}."
+        )
+    if max_new_tokens is not None:
+        given = _generated(outer, inner, given, cache, max_new_tokens, generate_kwargs)
+    elif generate_kwargs:
+        raise TypeError(
+            f"`attention_maps` got `{next(iter(generate_kwargs))}`, an argument of `generate`, without `max_new_tokens`."
+        )
+    text_mask = given.pop("_text_mask", None)
+    tokens = given["input_ids"]
+    mask = given.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and "position_ids" not in given and not bool((mask != 0).all()):
+        positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)  # as `generate` counts
+        given["position_ids"] = positions
+    if cache is not None:
+        given["past_key_values"] = cache.fork(DynamicCache(config=inner.config.get_text_config(decoder=True)))
+    else:
+        given["use_cache"] = False
+    if isinstance(inner, XAttnForConditionalGeneration):
+        given["logits_to_keep"] = 1
+    outputs = outer(**given, output_attentions=OF_BLOCKS, return_dict=True)
+    if not outputs.cross_attentions:
+        raise ValueError(f"`attention_maps` needs images, got `inputs` with {sorted(inputs)} only.")
+    weights = list(outputs.cross_attentions)
+    if text_mask is None:
+        text_mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask != 0
+    return AttentionMaps(
+        weights=weights,
+        layers=sorted(inner.config.cross_attention_layers),
+        tokens=tokens,
+        text_mask=text_mask,
+        num_given=num_given,
+        _config=inner.config,
+        _sizes=_sizes_of(given, weights[0].shape[-1]),
+        _pixel_values=given.get("pixel_values"),
+        _aspect_ratio_ids=given.get("aspect_ratio_ids"),
+        _from_pixels="vision_features" in given or _holds_pixels(given.get("past_key_values")),
+    )
+
+
+def _generated(
+    model: Any,
+    inner: XAttnModel | XAttnForConditionalGeneration,
+    given: dict[str, Any],
+    cache: ImageCache | None,
+    max_new_tokens: int,
+    generate_kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    """Generates, and returns the inputs for the whole text: one row of images and masks for each sequence."""
+    if not isinstance(inner, XAttnForConditionalGeneration):
+        raise TypeError(
+            f"Expected `model` to be an XAttnForConditionalGeneration, which generates, for `max_new_tokens`, got {type_name(model)}."
+        )
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"Expected `max_new_tokens` to be an integer of at least 1 or None, got {max_new_tokens!r}.")
+    rows, length = given["input_ids"].shape
+    # Without a mask, `generate` would guess one from the ids.
+    given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
+    images = {} if cache is None else {"past_key_values": cache}
+    made = model.generate(**given, **images, max_new_tokens=max_new_tokens, **generate_kwargs)
+    sequences = made if isinstance(made, torch.Tensor) else made.sequences
+    repeats, new = sequences.shape[0] // rows, sequences.shape[1] - length
+    whole = {
+        name: value.repeat_interleave(repeats, dim=0) if _has_rows(value, rows) else value
+        for name, value in given.items()
+    }
+    mask = whole["attention_mask"]
+    whole["input_ids"] = sequences
+    whole["attention_mask"] = torch.cat([mask, mask.new_ones(len(sequences), new)], dim=1)
+    if "position_ids" in whole:
+        after = torch.arange(1, new + 1, device=sequences.device)
+        whole["position_ids"] = torch.cat([whole["position_ids"], whole["position_ids"][..., -1:] + after], dim=-1)
+    for name in ("cross_attention_mask", "image_attention_mask"):
+        # A generated token sees what the last given token sees.
+        if name in whole and whole[name].dim() > 2 and whole[name].shape[1] == length:
+            whole[name] = torch.cat([whole[name], whole[name][:, -1:].expand(-1, new, *whole[name].shape[2:])], dim=1)
+    ended = torch.zeros_like(sequences, dtype=torch.bool)  # True right after a token that ends the text
+    for end in _ends(inner, generate_kwargs):
+        ended[:, length + 1 :] |= sequences[:, length:-1] == end
+    whole["_text_mask"] = (whole["attention_mask"] != 0) & (ended.cumsum(dim=-1) == 0)
+    return whole
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def _ends(model: XAttnForConditionalGeneration, generate_kwargs: dict[str, Any]) -> list[int]:
+    """Ids that end a text, from the call or the model."""
+    config = generate_kwargs.get("generation_config") or model.generation_config
+    ends = generate_kwargs.get("eos_token_id", getattr(config, "eos_token_id", None))
+    if isinstance(ends, torch.Tensor):
+        ends = ends.tolist()
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
+    """Number of tokens of each image."""
+    cache = given.get("past_key_values")
+    if cache is not None:
+        return tuple(cache.cross_attention_cache.layout.sizes)
+    images = 1
+    for name, axes in (("pixel_values", 5), ("vision_features", 4), ("cross_attention_states", 4)):
+        values = given.get(name)
+        if values is not None and values.dim() >= axes:
+            images = values.shape[1]
+    return (num_tokens // images,) * images
+
+
+def _holds_pixels(cache: XAttnCache | None) -> bool:
+    """Whether the images of a cache went through the vision tower. Their digests tell."""
+    layout = None if cache is None else cache.cross_attention_cache.layout
+    return (
+        layout is not None
+        and layout.digests is not None
+        and all(part.of in ("pixel_values", "vision_features") for part in layout.digests)
+    )
+
+
+def _check_index(name: str, value: Any, first: int, count: int, others: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not first <= value < count:
+        raise ValueError(f"Expected `{name}` to be an integer from {first} to {count - 1}{others}, got {value!r}.")
+
+
+__all__ = ["AttentionMaps", "attention_maps"]

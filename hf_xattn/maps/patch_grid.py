@@ -1,0 +1,128 @@
+"""Where the tokens of an image lie in the picture.
+
+A vision tower gives one token for each patch, row by row. Tokens that belong to no patch (class token, registers) come first. Mllama's
+tower does this for each tile, and the tiles of an image also lie row by row. Linear and MLP connectors keep this order, a perceiver
+resampler does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..configuration_xattn import XAttnConfig
+from ..images.vision import is_tiled
+
+
+# Towers whose tokens are patches, row by row, and how many tokens come before the patches. Registers are counted by the configuration.
+PREFIX_TOKENS = {
+    "beit": 1,
+    "clip_vision_model": 1,
+    "data2vec-vision": 1,
+    "deit": 2,  # class and distillation token
+    "dinov2": 1,
+    "dinov2_with_registers": 1,
+    "dinov3_vit": 1,
+    "ijepa": 0,
+    "mllama_vision_model": 1,  # of each tile
+    "siglip_vision_model": 0,
+    "vit": 1,
+    "vit_msn": 1,
+}
+
+
+class PatchGrid(NamedTuple):
+    """The patches of one image.
+
+    Attributes:
+        prefix (`int`): tokens of an image, or of a tile, in front of its patches.
+        rows, columns (`int`): patches of an image, or of a tile.
+        tile_rows, tile_columns (`int`): tiles of the image.
+        covered (`tuple[float, float]`): share of the height and of the width that the patches cover. The tower does not read a rest
+            that is smaller than a patch.
+    """
+
+    prefix: int
+    rows: int
+    columns: int
+    tile_rows: int = 1
+    tile_columns: int = 1
+    covered: tuple[float, float] = (1.0, 1.0)
+
+    def lay(self, weights: torch.Tensor) -> torch.Tensor:
+        """Turns `(..., tokens of the image)` into `(..., patch rows, patch columns)`, over all tiles. Tokens without a patch are left
+        out."""
+        tiles = self.tile_rows * self.tile_columns
+        of_tile = self.prefix + self.rows * self.columns
+        weights = weights[..., : tiles * of_tile]  # padding tiles come last
+        weights = weights.unflatten(-1, (self.tile_rows, self.tile_columns, of_tile))[..., self.prefix :]
+        weights = weights.unflatten(-1, (self.rows, self.columns)).transpose(-3, -2)
+        return weights.flatten(-2).flatten(-3, -2)
+
+
+def patch_grid(
+    config: XAttnConfig, num_tokens: int, image_size: tuple[int, int] | None, aspect_ratio_id: int | None = None
+) -> PatchGrid:
+    """Finds the patches of an image.
+
+    Args:
+        config ([`XAttnConfig`]): the model's.
+        num_tokens (`int`): tokens of the image.
+        image_size (`tuple[int, int]`, *optional*): height and width of the pixels that the tower has read; None if unknown.
+        aspect_ratio_id (`int`, *optional*): for a tower with tiles, how the tiles of the image are arranged.
+
+    Raises:
+        ValueError: for features, a connector that does not keep positions, a tower whose order of tokens is not known, or another number
+            of tokens than the tower makes.
+    """
+    tower = config.vision_config
+    remedy = "Use `weights`, which have one entry an image token."
+    if tower is None or image_size is None:
+        raise ValueError(
+            f"`grid` needs images that a vision tower has cut into patches, got features (`cross_attention_states`). {remedy}"
+        )
+    if config.connector_type == "perceiver":
+        raise ValueError(
+            "`grid` needs a connector that keeps positions, got `connector_type='perceiver'`: each of its tokens is made of the whole "
+            f"image. {remedy}"
+        )
+    if tower.model_type not in PREFIX_TOKENS:
+        raise ValueError(
+            f"`grid` needs a vision tower whose patches are known ({', '.join(PREFIX_TOKENS)}), got {tower.model_type!r}. {remedy}"
+        )
+    height, width = _pair(getattr(tower, "patch_size", None))
+    prefix = PREFIX_TOKENS[tower.model_type] + (getattr(tower, "num_register_tokens", 0) or 0)
+    tiles, arrangement = 1, (1, 1)
+    if is_tiled(tower):
+        tiles = getattr(tower, "max_num_tiles", 1)
+        arrangement = _arrangement(tower, aspect_ratio_id)
+    elif config.vision_feature_select_strategy == "default":
+        prefix -= 1
+    rows, columns = image_size[0] // height, image_size[1] // width
+    if prefix < 0 or tiles * (prefix + rows * columns) != num_tokens:
+        raise ValueError(
+            f"`grid` expected {tiles * (prefix + rows * columns)} tokens of an image of {image_size} (height, width) and patches of "
+            f"{(height, width)}, got {num_tokens}. {remedy}"
+        )
+    covered = (rows * height / image_size[0], columns * width / image_size[1])
+    return PatchGrid(prefix, rows, columns, *arrangement, covered)
+
+
+def _arrangement(tower: PreTrainedConfig, aspect_ratio_id: int | None) -> tuple[int, int]:
+    """Rows and columns of the tiles. A padding image (id 0) has one tile, which is masked."""
+    if aspect_ratio_id is None:
+        raise ValueError(
+            "`grid` needs the arrangement of the tiles, which a cache of encoded images does not hold. Pass `pixel_values` and "
+            "`aspect_ratio_ids` in `inputs` instead of the cache."
+        )
+    ratios: Any = getattr(tower, "supported_aspect_ratios", None) or []
+    if not aspect_ratio_id:
+        return 1, 1
+    rows, columns = ratios[aspect_ratio_id - 1]
+    return rows, columns
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -1,0 +1,263 @@
+"""Reads the messages of a chat: their texts and images, in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..utils.keywords import suggestion
+from ..utils.tensor_checks import type_name
+from .image_reading import read_frames
+
+
+TEXTS = ("text", "input_text", "output_text")
+IMAGES = ("image", "image_url", "input_image")
+VIDEOS = ("video", "video_url")
+SOURCES = ("url", "path", "base64")
+# Keys of other libraries that say nothing of where a picture is.
+HINTS = ("detail", "cache_control", "min_pixels", "max_pixels", "resized_height", "resized_width")
+
+
+class ImagePart:
+    """Marks the place of an image among the parts of a message. `Conversation.images` holds the images, in the same order."""
+
+
+IMAGE = ImagePart()
+Content = str | list[str | ImagePart] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One message of a chat.
+
+    Attributes:
+        fields (`dict`): everything except the content: role, tool calls, reasoning, ...
+        content (`str` or `list`, *optional*): a text, or a list of texts and images.
+    """
+
+    fields: dict[str, Any]
+    content: Content
+
+    @property
+    def role(self) -> str:
+        return str(self.fields.get("role"))
+
+    @property
+    def parts(self) -> list[str | ImagePart]:
+        if self.content is None:
+            return []
+        return [self.content] if isinstance(self.content, str) else self.content
+
+    def as_parts(self) -> Any:
+        """The content as transformers writes it: a text, or a list of parts."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content
+        return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.content]
+
+    @property
+    def num_images(self) -> int:
+        return sum(part is IMAGE for part in self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """The messages of a chat, and one image for each image part: None if the part has no source.
+
+    `unknown_keys` are those of the parts without a source.
+    """
+
+    messages: list[Message]
+    images: list[Any]
+    unknown_keys: list[str] = dataclasses.field(default_factory=list)
+
+
+def is_batch(conversation: Any) -> bool:
+    """Returns whether `conversation` is a list of conversations.
+
+    Raises:
+        TypeError, ValueError: if it is neither a conversation nor a list of conversations.
+    """
+    if hasattr(conversation, "messages"):
+        return False
+    if not isinstance(conversation, (list, tuple)):
+        raise TypeError(
+            f"Expected `conversation` to be a list of messages, or a list of such lists, got {type_name(conversation)}."
+        )
+    if not conversation:
+        raise ValueError("`conversation` is an empty list: give one message or more.")
+    return isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
+
+
+def read_conversation(conversation: Any, where: str, num_frames: int | None, fps: float | None) -> Conversation:
+    """Reads one conversation, and does not change it.
+
+    Args:
+        conversation: a list of messages: dicts with `role` and `content`, in the format of transformers or OpenAI.
+        where (`str`): name of the conversation in errors.
+        num_frames, fps: options for videos, see `read_frames`.
+
+    Raises:
+        TypeError, ValueError: for a part that is not a text, an image or a video, a part with several sources, and a video part
+            without a source.
+    """
+    messages = getattr(conversation, "messages", conversation)
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"Expected {where} to be a list of messages, got {type_name(messages)}.")
+    if not messages:
+        raise ValueError(f"{where} has no messages.")
+    images: list[Any] = []
+    unknown: list[str] = []
+    read = [
+        _message(message, f"message {index} of {where}", images, unknown, num_frames, fps)
+        for index, message in enumerate(messages)
+    ]
+    return Conversation(read, images, unknown)
+
+
+def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
+    """Gives `images`, which the caller passed separately, to the image parts without a source, in order.
+
+    Raises:
+        ValueError: if images and parts differ in number.
+    """
+    bare = sum(image is None for image in conversation.images)
+    if images is None:
+        if bare:
+            raise ValueError(
+                f"Expected an image for each image part of {where}, got {bare} parts without an image."
+                f"{_names(conversation.unknown_keys)} Write the image into the part, as `image`, `url`, `path` or `base64`, or pass "
+                "`images` in `processor_kwargs`."
+            )
+        return conversation
+    given = list(images) if isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == 4 else [images]
+    given = [image for image in given if image is not None]
+    if not conversation.images:  # the text has markers, or the model needs none
+        return dataclasses.replace(conversation, images=given)
+    if len(given) != bare:
+        raise ValueError(
+            f"Expected {bare} `images` for {where}, one for each image part without an image, got {len(given)}."
+        )
+    rest = iter(given)
+    filled = [next(rest) if image is None else image for image in conversation.images]
+    return dataclasses.replace(conversation, images=filled)
+
+
+def of_row(images: Any, row: int, rows: int) -> Any:
+    """Returns the images of conversation `row`. The list `images` has one entry for each conversation."""
+    if images is None:
+        return None
+    if not isinstance(images, (list, tuple)) or len(images) != rows:
+        raise ValueError(
+            f"`images` must be a list with one entry for each of {rows} conversations, got {type_name(images)}"
+            + (f" of {len(images)}." if isinstance(images, (list, tuple)) else ".")
+        )
+    return [] if images[row] is None else images[row]
+
+
+def _message(
+    message: Any, where: str, images: list[Any], unknown: list[str], num_frames: int | None, fps: float | None
+) -> Message:
+    read = _mapping(message)
+    if read is None or "role" not in read:
+        came = "one without `role`" if read is not None else type_name(message)
+        raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {came}.")
+    # Data sets fill fields that a message lacks with None, and some templates would print it.
+    fields = {str(name): value for name, value in read.items() if name != "content" and value is not None}
+    content = read.get("content")
+    if content is None or isinstance(content, str):
+        return Message(fields, content)
+    if not isinstance(content, (list, tuple)):
+        raise TypeError(f"Expected the content of {where} to be a str or a list of parts, got {type_name(content)}.")
+    parts: list[str | ImagePart] = []
+    for part in content:
+        _read_part(part, where, parts, images, unknown, num_frames, fps)
+    return Message(fields, parts)
+
+
+def _read_part(
+    part: Any,
+    where: str,
+    parts: list[str | ImagePart],
+    images: list[Any],
+    unknown: list[str],
+    num_frames: int | None,
+    fps: float | None,
+) -> None:
+    """Appends a part to `parts`, its images to `images`, and the unknown keys of an image part without an image to `unknown`.
+
+    A video is replaced by its frames.
+    """
+    read = _mapping(part)
+    if read is None:
+        raise TypeError(
+            f"Expected the parts of {where} to be dicts with a `type`, got {type_name(part)}. An image is "
+            '{"type": "image", "image": ...}, a text {"type": "text", "text": ...}.'
+        )
+    given = {name: value for name, value in read.items() if value is not None}
+    kind = given.get("type")
+    if kind in TEXTS:
+        text = given.get("text")
+        if not isinstance(text, str):
+            others = _names(_unknown(given, ("text",)))
+            raise TypeError(f"Expected `text` of a part of {where} to be a str, got {type_name(text)}.{others}")
+        parts.append(text)
+    elif kind in IMAGES:
+        image = _source(given, IMAGES, where)
+        if image is None:
+            unknown.extend(_unknown(given, IMAGES))
+        images.append(image)
+        parts.append(IMAGE)
+    elif kind in VIDEOS:
+        video = _source(given, VIDEOS, where)
+        if video is None:
+            others = _names(_unknown(given, VIDEOS))
+            raise ValueError(
+                f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.{others}"
+            )
+        frames = read_frames(video, num_frames, fps)
+        images.extend(frames)
+        parts.extend([IMAGE] * len(frames))
+    else:
+        raise ValueError(
+            f"Expected the type of each part of {where} to be one of {', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}, got {kind!r}"
+            + (f" in a part with the keys {', '.join(map(str, given))}." if kind is None else ".")
+        )
+
+
+def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
+    """Returns the source of an image or video part; None if it has none."""
+    found = [name for name in (*names, *SOURCES) if name in part]
+    if len(found) > 1:
+        raise ValueError(f"Expected one {names[0]} in each part of {where}, got {len(found)}: {', '.join(found)}.")
+    if not found:
+        return None
+    value = part[found[0]]
+    inner = _mapping(value)
+    if inner is not None and "url" in inner:  # OpenAI's format
+        value = inner["url"]
+    return Path(value) if found[0] == "path" and isinstance(value, str) else value
+
+
+def _unknown(part: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Keys of a part that nothing reads."""
+    return [str(key) for key in part if key not in ("type", *names, *SOURCES, *HINTS)]
+
+
+def _names(unknown: list[str]) -> str:
+    """A sentence that names unknown keys, each once; empty without any."""
+    if not unknown:
+        return ""
+    meant = suggestion(unknown[0], ("text", *IMAGES, *VIDEOS, *SOURCES))
+    keys = ", ".join(f"`{key}`" for key in dict.fromkeys(unknown))
+    return f" Nothing reads the key {keys}.{meant}"
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client. None for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    dump = getattr(value, "model_dump", None)
+    made = dump() if callable(dump) else None
+    return made if isinstance(made, Mapping) else None

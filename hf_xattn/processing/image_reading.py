@@ -1,0 +1,394 @@
+"""Reads images and videos from all common sources as upright RGB images.
+
+Transformers' image processors do not rotate images upright, and depending on their settings keep a palette or an alpha channel. Here
+an image gives the same pixels from every source: a PIL image, an array, a tensor, a path, a URL, a data URL or base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import numpy as np
+import torch
+from transformers.image_utils import ChannelDimension, infer_channel_dimension_format
+from transformers.utils import logging
+
+from ..utils.tensor_checks import type_name
+from .downloads import download
+from .image_limits import LIMITS, ImageLimits
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+logger = logging.get_logger(__name__)
+
+# Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
+OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
+KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64 or paths"
+
+
+def is_array(image: Any) -> bool:
+    return isinstance(image, (np.ndarray, torch.Tensor))
+
+
+def is_pil(image: Any) -> bool:
+    from PIL import Image
+
+    return isinstance(image, Image.Image)
+
+
+def read_image(
+    image: Any,
+    name: str = "images",
+    *,
+    input_data_format: Any = None,
+    rescale: bool = True,
+    limits: ImageLimits | None = None,
+) -> Any:
+    """Returns an upright RGB image: PIL images, files and URLs as a PIL image, arrays as `(3, height, width)`.
+
+    Transparent areas become white, as in transformers' `convert_to_rgb`.
+
+    Args:
+        image: a PIL image, an array or tensor, a path, a URL, a data URL or base64.
+        name (`str`): name of the argument in errors.
+        input_data_format (*optional*): as in the image processor; for arrays only.
+        rescale (`bool`): whether the image processor will divide the values by 255.
+        limits ([`ImageLimits`], *optional*): of files and addresses. Default: [`LIMITS`].
+
+    Raises:
+        TypeError: for an image of any other type.
+        ValueError: for a file that is not an image, is broken, or is larger than `limits` allow; for an address that cannot be loaded;
+            and for an array with a wrong shape or wrong values.
+    """
+    limits = limits or LIMITS
+    if isinstance(image, (str, Path)):
+        image = _open(image, name, limits)
+    if is_pil(image):
+        _check_size(image, name, limits)
+        return _rgb(image, name)
+    if is_array(image):
+        return _rgb_array(image, name, input_data_format, rescale)
+    raise TypeError(f"Expected `{name}` to hold {KINDS}, got {type_name(image)}.")
+
+
+def read_frames(video: Any, num_frames: int | None = None, fps: float | None = None) -> list[Any]:
+    """Returns the frames of a video, as images.
+
+    Args:
+        video: an array or tensor `(frames, height, width, channels)` or `(frames, channels, height, width)`, a list of images,
+            or the path or URL of a video file, which needs a decoder (PyAV).
+        num_frames (`int`, *optional*): number of frames to take, evenly spaced. All frames by default.
+        fps (`float`, *optional*): frames per second to take from a video file.
+
+    Raises:
+        TypeError: for a video of any other type.
+        ValueError: for a video without frames or with more than `LIMITS.max_frames`, for a file that is not a video or is broken, and
+            for `fps` without a video file.
+        ImportError: for a video file if no decoder is installed.
+    """
+    if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
+        raise ValueError(f"`num_frames` must be an int of at least 1, got {num_frames!r}.")
+    if isinstance(video, (str, Path)):
+        return _frames_of_file(video, num_frames, fps)
+    if fps is not None:
+        raise ValueError("`fps` needs a video file, got frames, whose speed is not known. Use `num_frames` for frames.")
+    if is_array(video):
+        if video.ndim != 4:
+            raise ValueError(
+                "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, height, "
+                f"width), got shape {tuple(video.shape)}."
+            )
+        _check_frames(len(video) if num_frames is None else min(num_frames, len(video)))
+        frames = list(video)
+    elif isinstance(video, (list, tuple)):
+        _check_frames(len(video) if num_frames is None else min(num_frames, len(video)))
+        frames = list(video)
+        for frame in frames:
+            if not (is_pil(frame) or isinstance(frame, (str, Path)) or (is_array(frame) and frame.ndim in (2, 3))):
+                raise TypeError(f"Expected the frames of `videos` to be {KINDS}, got {type_name(frame)}.")
+    else:
+        raise TypeError(
+            f"Expected each of `videos` to be an array of frames, a list of images or a video file, got {type_name(video)}."
+        )
+    if not frames:
+        raise ValueError("Expected each of `videos` to have one frame or more, got a video with no frames.")
+    return frames if num_frames is None else _evenly(frames, num_frames)
+
+
+def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None) -> list[Any]:
+    from transformers.video_utils import load_video
+
+    if not str(video).startswith(("http://", "https://")) and not _is_file(str(video)):
+        raise ValueError(f"Expected `videos` to hold a video file or a URL, got {_short(video)}, which is neither.")
+    if num_frames is not None and fps is not None:
+        raise ValueError("`num_frames` and `fps` both choose frames: pass one of them.")
+    file: Any = str(video)  # `load_video` accepts it, but its annotation does not list `str`
+    try:
+        frames = load_video(file, sample_indices_fn=lambda metadata, **_: frames_to_read(metadata, num_frames, fps))[0]
+        if not len(frames):
+            raise ValueError("it has no frames.")
+        return list(frames)
+    except ImportError as error:
+        raise ImportError(
+            f"Reading the video file {_short(video)} needs a decoder: `pip install av`. Or pass its frames: an array "
+            "(frames, height, width, channels) or a list of images."
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a broken file: decoders raise errors of many kinds
+        why = str(error) or type(error).__name__
+        raise ValueError(f"`videos` holds {_short(video)}, which cannot be read as a video: {why}") from error
+
+
+def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> np.ndarray:
+    """The places of the frames to read from a video file, evenly spaced, before any is decoded.
+
+    Args:
+        metadata (`VideoMetadata`): what the file's header says.
+
+    Raises:
+        ValueError: for a header without frames, and for frames or pixels beyond [`LIMITS`].
+    """
+    total, rate = metadata.total_num_frames, metadata.fps
+    if total < 1:
+        raise ValueError("it has no frames.")
+    if fps is not None and not (fps > 0 and rate and rate > 0):
+        raise ValueError(f"`fps` ({fps}) must be above 0, and the file must say its own ({rate}).")
+    number = num_frames or (total if fps is None else max(1, min(total, int(total / rate * fps))))
+    if number > total:
+        raise ValueError(f"`num_frames` is {number}, and it has {total} frames.")
+    _check_frames(number)
+    pixels = (metadata.height or 0) * (metadata.width or 0)
+    if pixels > LIMITS.max_pixels or pixels * number > 8 * LIMITS.max_pixels:
+        raise ValueError(
+            f"{number} frames of {metadata.width} x {metadata.height} pixels are too large: expected at most {LIMITS.max_pixels} pixels in one, "
+            "and 8 times as many in all (`hf_xattn.processing.image_limits.LIMITS.max_pixels`). Choose fewer frames with `num_frames`."
+        )
+    return np.arange(number) * total // number
+
+
+def _check_frames(number: int) -> None:
+    if number > LIMITS.max_frames:
+        raise ValueError(
+            f"Expected each of `videos` to have at most {LIMITS.max_frames} frames, got {number}. Choose some with `num_frames`. A larger limit is "
+            "set with `hf_xattn.processing.image_limits.LIMITS.max_frames`."
+        )
+
+
+def _evenly(frames: Sequence[Any], number: int) -> list[Any]:
+    """Takes `number` evenly spaced frames, from the first to the last; all frames if there are fewer."""
+    if len(frames) <= number:
+        return list(frames)
+    return [frames[round(place)] for place in np.linspace(0, len(frames) - 1, number).tolist()]
+
+
+def _open(source: str | Path, name: str, limits: ImageLimits) -> Image:
+    """Opens the image of a path, URL, data URL or base64. Its pixels are not read yet.
+
+    Transformers' `load_image` is not used: it drops the alpha channel, so transparent areas would not become white.
+    """
+    from PIL import UnidentifiedImageError
+
+    text = str(source)
+    try:
+        if isinstance(source, str) and text.startswith(("http://", "https://")):
+            return _decoder(BytesIO(_download(text, name, limits)))
+        if isinstance(source, str) and text.startswith("data:"):
+            _check_length(text, name, limits)
+            return _decoder(BytesIO(base64.b64decode(text.partition(",")[2], validate=False)))
+        if isinstance(source, str) and text.startswith("file://"):
+            source = Path(url2pathname(urlsplit(text).path))
+        if isinstance(source, Path) or _is_file(text):
+            return _decoder(source)
+        _check_length(text, name, limits)
+        return _decoder(BytesIO(base64.b64decode("".join(text.split()), validate=True)))
+    except (UnidentifiedImageError, binascii.Error, UnicodeError) as error:
+        if isinstance(source, Path) or _is_file(text) or text.startswith(("http://", "https://", "data:")):
+            raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read as an image.") from error
+        as_text = " Pass text as `text=`." if name == "images" and " " in text.strip() else ""
+        raise ValueError(
+            f"Expected `{name}` to hold an image, or its path, URL, data URL or base64, got {_short(source)}: there is no such "
+            f"file.{as_text}"
+        ) from error
+    except _Refused as error:
+        raise ValueError(str(error)) from error.__cause__
+    except Exception as error:  # decoders of broken files raise errors of many kinds
+        raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error
+
+
+class _Refused(Exception):
+    """Holds a message that names the image already."""
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return os.path.isfile(text)
+    except ValueError:  # a null character
+        return False
+
+
+def _decoder(file: Any) -> Image:
+    """Opens an image with a decoder of PIL that runs no other program."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `max_pixels` decides
+        image = Image.open(file)
+    if image.format in OTHER_PROGRAMS:
+        raise OSError(f"{image.format} files are read by another program, which is not started for an image.")
+    return image
+
+
+def _check_length(text: str, name: str, limits: ImageLimits) -> None:
+    if len(text) * 3 // 4 > limits.max_bytes:
+        raise _Refused(
+            f"`{name}` holds {_short(text)}: expected at most {limits.max_bytes} bytes of an image (`ImageLimits.max_bytes`), got "
+            f"{len(text) * 3 // 4}."
+        )
+
+
+def _check_size(image: Image, name: str, limits: ImageLimits) -> None:
+    """Raises a `ValueError` for an image that is too large to be read. Its header says so: no pixel is read before."""
+    if image.width * image.height > limits.max_pixels:
+        raise ValueError(
+            f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {limits.max_pixels} pixels. A larger limit is "
+            "set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
+        )
+
+
+def _download(url: str, name: str, limits: ImageLimits) -> bytes:
+    try:
+        return download(url, limits)
+    except ValueError as error:
+        raise _Refused(f"`{name}` holds {_short(url)}, which cannot be loaded: {error}") from error
+
+
+def _short(source: str | Path) -> str:
+    text = str(source)
+    return repr(text) if len(text) <= 120 else f"{text[:80]!r}... ({len(text)} characters)"
+
+
+def _rgb(image: Image, name: str) -> Image:
+    from PIL import Image, ImageOps
+
+    try:
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
+            return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+        if image.mode in ("I", "F"):
+            raise _Refused(
+                f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of values is "
+                "not known. Scale the values to 0..255 and call `convert('L')`."
+            )
+        if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            white.alpha_composite(image)
+            image = white
+        return image.convert("RGB")
+    except _Refused as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:  # a broken file: decoders raise errors of many kinds
+        raise ValueError(f"`{name}` holds an image that cannot be read: {error}") from error
+
+
+def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> Any:
+    tensor: Any = image if isinstance(image, torch.Tensor) else torch.from_numpy(_plain(image, name))
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        raise TypeError(f"Expected `{name}` to hold real numbers, got {tensor.dtype}.")
+    if tensor.ndim == 2:
+        tensor = tensor[None]
+    elif tensor.ndim != 3:
+        raise ValueError(
+            f"Expected each of `{name}` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 axes if "
+            f"it is grayscale, got shape {tuple(image.shape)}."
+        )
+    else:
+        if input_data_format is None:
+            try:
+                input_data_format = infer_channel_dimension_format(tensor, num_channels=(1, 3, 4))
+            except ValueError as error:
+                raise ValueError(
+                    f"Expected each of `{name}` to have 1, 3 or 4 channels on its first or last axis, got shape "
+                    f"{tuple(image.shape)}."
+                ) from error
+        if ChannelDimension(input_data_format) == ChannelDimension.LAST:
+            tensor = tensor.permute(2, 0, 1)
+        if tensor.shape[0] not in (1, 3, 4):
+            raise ValueError(
+                f"Expected each of `{name}` to have 1, 3 or 4 channels, got shape {tuple(image.shape)} as {input_data_format}."
+            )
+    if 0 in tensor.shape:
+        raise ValueError(f"Expected each of `{name}` to have pixels, got shape {tuple(image.shape)}.")
+    tensor = _bytes_or_floats(tensor, name, rescale)
+    if tensor.shape[0] == 1:
+        tensor = tensor.expand(3, -1, -1)
+    elif tensor.shape[0] == 4:
+        tensor = _over_white(tensor, name)
+    tensor = tensor.contiguous()
+    return tensor if isinstance(image, torch.Tensor) else tensor.numpy()
+
+
+def _plain(array: np.ndarray, name: str) -> np.ndarray:
+    if array.dtype == np.uint16:  # torch has few operations for it
+        return array.astype(np.int32)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"Expected `{name}` to hold numbers, got a numpy.ndarray of {array.dtype}.")
+    return array.copy() if not array.flags.writeable or any(step < 0 for step in array.strides) else array
+
+
+def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Tensor:
+    """Returns integers as uint8, and floating-point values as float32.
+
+    Raises:
+        ValueError: for values that cannot be pixels.
+    """
+    if tensor.dtype == torch.uint8:
+        return tensor
+    if tensor.dtype == torch.bool:
+        return tensor.to(torch.uint8) * 255
+    low, high = float(tensor.min()), float(tensor.max())
+    if not math.isfinite(low + high):
+        raise ValueError(f"Expected `{name}` to hold finite values, got some that are NaN or infinite.")
+    if not tensor.is_floating_point():
+        if low < 0 or high > 255:
+            raise ValueError(f"Expected integers of `{name}` to be in 0..255, got {low:.0f}..{high:.0f}.")
+        return tensor.to(torch.uint8)
+    if rescale and (low < 0 or high > 255):
+        raise ValueError(
+            f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for values that "
+            "are already rescaled. Pass normalised images to the model, as `pixel_values`."
+        )
+    if rescale and 0 < high <= 1 and low != high:
+        logger.warning_once(
+            f"`{name}` holds values in 0..1. The image processor divides them by 255, so the image becomes almost black. Pass "
+            "`do_rescale=False` if the values are already rescaled."
+        )
+    tensor = tensor.to(torch.float32)
+    return tensor.round() if rescale and high > 1 else tensor  # the PIL backend takes whole numbers only
+
+
+def _over_white(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Puts an image `(4, height, width)` on a white background, and returns `(3, height, width)`."""
+    if tensor.dtype == torch.uint8:  # through PIL, so that arrays and files give the same bytes
+        from PIL import Image
+
+        picture = Image.fromarray(tensor.permute(1, 2, 0).cpu().contiguous().numpy())
+        return torch.from_numpy(np.array(_rgb(picture, name))).permute(2, 0, 1)
+    white = 1.0 if float(tensor.max()) <= 1 else 255.0
+    alpha = tensor[3:] / white
+    laid = tensor[:3] * alpha + (1 - alpha) * white
+    return laid if white == 1 else laid.round()

@@ -1,0 +1,153 @@
+"""Assigns the images and videos of a call to its texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..utils.tensor_checks import type_name
+from .image_reading import KINDS, is_array, is_pil, read_frames
+
+
+# Options that choose the frames of a video. Transformers' `apply_chat_template` adds `do_sample_frames`.
+OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
+
+
+def read_texts(text: Any, images: Any) -> list[str]:
+    """The texts of a call as a list."""
+    if isinstance(text, str):
+        return [text]
+    if isinstance(text, (list, tuple)) and all(isinstance(entry, str) for entry in text):
+        if not text:
+            raise ValueError("Expected `text` to be one text or more, got an empty list.")
+        return list(text)
+    wrong = text
+    if isinstance(text, (list, tuple)):
+        wrong = next(entry for entry in text if not isinstance(entry, str))
+    swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
+    raise TypeError(
+        f"Expected `text` to be a str or a list of str, got {'' if wrong is text else 'a list with '}{type_name(wrong)}."
+        + (" `images` is the first argument and `text` the second: pass them by name." if swapped else "")
+    )
+
+
+def read_samples(
+    images: Any, videos: Any, texts: list[str] | None, one_text: bool, kwargs: dict[str, Any]
+) -> list[list[Any]]:
+    """Returns the images of each text, followed by the frames of its videos."""
+    options = {name: kwargs.get(name) for name in OF_VIDEOS if name != "do_sample_frames"}
+    if kwargs.get("do_sample_frames") is False:  # the video holds the chosen frames already
+        options = {}
+    if videos is None:
+        return _samples(images, texts, one_text)
+    if one_text:
+        entries = [videos]
+    elif isinstance(videos, (list, tuple)) or getattr(videos, "ndim", None) == 5:
+        entries = list(videos)
+    else:
+        raise ValueError(
+            "Expected `videos` to be a list with one entry for each text (a video, a list of videos, None or []), got "
+            f"{type_name(videos)}."
+        )
+    if texts is not None and len(entries) != len(texts):
+        raise ValueError(
+            f"Expected `videos` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. The entry of a text "
+            "without a video is None or []."
+        )
+    samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
+    if len(samples) != len(entries):
+        raise ValueError(
+            f"Expected `images` and `videos` to have one entry for each text, got {len(samples)} and {len(entries)} entries."
+        )
+    for sample, entry in zip(samples, entries):
+        for video in _videos(entry):
+            sample.extend(read_frames(video, **options))
+    return samples
+
+
+def lay_out(tensors: dict[str, torch.Tensor], samples: list[list[Any]]) -> dict[str, torch.Tensor]:
+    """Makes a batch of what belongs to the images.
+
+    Args:
+        tensors (`dict`): `(images of all texts, ...)` each.
+        samples (`list[list]`): the images of each text, in the same order.
+
+    Returns:
+        `dict`: `(texts, images of the text with most, ...)` each, with zeros as padding; and `image_mask`, False = padding, if there
+        is any.
+    """
+    widest = max(len(sample) for sample in samples)
+    batch = {name: tensor.new_zeros(len(samples), widest, *tensor.shape[1:]) for name, tensor in tensors.items()}
+    mask = torch.zeros(len(samples), widest, dtype=torch.bool)
+    start = 0
+    for row, sample in enumerate(samples):
+        for name, tensor in tensors.items():
+            batch[name][row, : len(sample)] = tensor[start : start + len(sample)]
+        mask[row, : len(sample)] = True
+        start += len(sample)
+    return batch if mask.all() else {**batch, "image_mask": mask}
+
+
+def _videos(entry: Any) -> list[Any]:
+    """The videos of one text."""
+    if getattr(entry, "ndim", None) == 5:
+        return list(entry)
+    if isinstance(entry, (list, tuple)):
+        frames = [is_pil(part) or (is_array(part) and part.ndim in (2, 3)) for part in entry]
+        if not entry or not all(frames):
+            return [video for video in entry if video is not None]
+    return [] if entry is None else [entry]
+
+
+def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[Any]]:
+    """A list of images for each text."""
+    entries = _entries(images)
+    if entries is None:
+        entries = [images]
+    if not entries and not one_text:
+        count = "" if texts is None else f" for {len(texts)} texts"
+        raise ValueError(f"Expected `images` to have one entry for each text, got an empty list{count}.")
+    nested = any(_entries(entry) is not None for entry in entries)
+    if one_text:
+        if nested and len(entries) != 1:
+            raise ValueError(f"Expected `images` to be the images of one text, got lists for {len(entries)} texts.")
+        return [_images(entries[0] if nested else entries)]
+    if texts is not None and len(entries) != len(texts):
+        raise ValueError(
+            f"Expected `images` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. The entry of a text "
+            "without an image is None or []."
+        )
+    return [_images(entry) for entry in entries]
+
+
+def _entries(images: Any) -> list[Any] | None:
+    """The entries of a list, or of an array with an axis of images. None for a single image."""
+    if isinstance(images, (list, tuple)):
+        return list(images)
+    return list(images) if getattr(images, "ndim", None) in (4, 5) else None
+
+
+def _images(entry: Any) -> list[Any]:
+    """The images of one text.
+
+    Raises:
+        TypeError: for anything that is not an image, a URL or a path.
+        ValueError: for an array with a wrong number of axes.
+    """
+    entries = _entries(entry)
+    given = [image for image in ([entry] if entries is None else entries) if image is not None]
+    images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]
+    for image in images:
+        if isinstance(image, (str, Path)):
+            continue
+        if not (is_array(image) or is_pil(image)):
+            raise TypeError(f"Expected `images` to hold {KINDS}, got {type_name(image)}.")
+        rank = getattr(image, "ndim", None)
+        if rank is not None and rank not in (2, 3):
+            raise ValueError(
+                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 axes if "
+                f"it is grayscale, got shape {tuple(image.shape)}."
+            )
+    return images

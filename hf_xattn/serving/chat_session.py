@@ -1,0 +1,250 @@
+"""A chat with one model: its messages, its images, and a cache that is kept from turn to turn."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from ..cache.xattn_cache import XAttnCache
+from ..maps.answer_words import Word, words_of
+from ..maps.attention_maps import AttentionMaps, attention_maps
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+
+class _StopWhenAsked(StoppingCriteria):
+    """Ends an answer after the token at which `asked` returns True. No forward pass is interrupted, so the cache stays valid."""
+
+    def __init__(self, asked: Callable[[], bool]):
+        self.asked = asked
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        return torch.full((input_ids.shape[0],), self.asked(), device=input_ids.device, dtype=torch.bool)  # type: ignore[return-value]
+
+
+class _Pieces(TextStreamer):
+    """Puts the text of an answer into a queue, piece by piece."""
+
+    def __init__(self, tokenizer: Any, pieces: queue.SimpleQueue):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.pieces = pieces
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.pieces.put(text)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer of a conversation.
+
+    Attributes:
+        text (`str`): the answer.
+        ids (`torch.LongTensor`): its tokens.
+        asked (`list[dict]`): the messages that it answers, the question last.
+    """
+
+    text: str
+    ids: torch.Tensor
+    asked: list[dict[str, Any]]
+
+    @property
+    def num_images(self) -> int:
+        """Number of images that the model saw: those of the question and of all messages before it."""
+        return sum(isinstance(message["content"], list) and len(message["content"]) - 1 for message in self.asked)
+
+    def words(self, tokenizer: Any) -> list[Word]:
+        """The words of the answer, with their tokens as indices into `ids`."""
+        return words_of(self.ids.tolist(), tokenizer)
+
+
+class ChatSession:
+    """One conversation.
+
+    Every turn renders the whole conversation with the chat template and passes it to `generate` with the cache of earlier turns. The
+    model reads only tokens, and encodes only images, that are not yet in the cache. If the template renders earlier turns differently
+    than before, the cache is cropped to the tokens that are still the same.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): the model.
+        processor: an [`XAttnProcessor`], or a tokenizer for a model without images.
+        system (`str`, *optional*): a system message.
+        options: keyword arguments of `generate`, for every turn.
+
+    Attributes:
+        messages (`list[dict]`): the conversation until now.
+        answers (`list[Answer]`): its answers.
+    """
+
+    def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
+        self.model = model
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.system = system
+        self.options = options
+        self._turn = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets messages and images. The system message stays."""
+        self.messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+        self.answers: list[Answer] = []
+        self._cached_ids = torch.empty(0, dtype=torch.long)
+        self.drop_cache()
+
+    def drop_cache(self) -> None:
+        """Frees the memory of the cache. The next turn reads the whole conversation again."""
+        self._cache: XAttnCache | None = None
+
+    def ask(
+        self,
+        text: str,
+        images: list[Image] | None = None,
+        streamer: TextStreamer | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> str:
+        """Asks one question, and returns the answer.
+
+        Args:
+            text (`str`): the user's message.
+            images (`list` of images, *optional*): images that come with this message.
+            streamer (`TextStreamer`, *optional*): gets the answer as it is generated.
+            stop (*optional*): called after each token; the answer ends when it returns True. The text until then is the answer.
+
+        Raises:
+            ValueError: if the conversation with its answer is longer than the model supports. After any error the conversation is
+                the same as before the question.
+        """
+        messages = [*self.messages, {"role": "user", "content": _content(text, images)}]
+        try:
+            inputs = self._inputs(messages)
+            answer_ids = self._generate(inputs, streamer, stop)
+        except BaseException:
+            # The cache may hold images of the failed question, so the next turn reads the whole conversation again.
+            self._cache = None
+            raise
+        answer = self.tokenizer.decode(answer_ids, skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.answers.append(Answer(answer, answer_ids, messages))
+        return answer
+
+    def stream(
+        self, text: str, images: list[Image] | None = None, stop: threading.Event | None = None
+    ) -> Iterator[str]:
+        """Asks one question in a thread, and yields the answer piece by piece. The last of `answers` is then the whole answer.
+
+        The answer ends after the current token if the caller sets `stop` or closes the iterator, and the text until then is the
+        answer. A question that comes while another is being answered waits for it.
+
+        Raises:
+            ValueError: as [`~ChatSession.ask`].
+        """
+        pieces: queue.SimpleQueue = queue.SimpleQueue()
+        stop = stop or threading.Event()
+
+        def answer() -> None:
+            try:
+                with self._turn:
+                    self.ask(text, images, _Pieces(self.tokenizer, pieces), stop.is_set)
+                pieces.put(None)
+            except BaseException as error:
+                pieces.put(error)
+
+        threading.Thread(target=answer, name="hf_xattn answer", daemon=True).start()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            stop.set()
+
+    def maps(self, answer: Answer) -> AttentionMaps:
+        """Computes the attention maps of one of `answers`. `num_given` is the length of the text before the answer.
+
+        Raises:
+            ValueError: if the answer was given without images, or with `keep_image_tokens` (see `attention_maps`).
+        """
+        dropped = {"keep_image_tokens": self.options.get("keep_image_tokens")}
+        inputs = {**self._inputs(answer.asked), **dropped}
+        given = inputs["input_ids"].shape[1]
+        ids = answer.ids.to(inputs["input_ids"].device)[None]
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], dim=1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        return replace(attention_maps(self.model, inputs), num_given=given)
+
+    def _inputs(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        made = self.processor.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        inputs = {name: value.to(self.model.device) for name, value in made.items() if name != "token_type_ids"}
+        length, longest = inputs["input_ids"].shape[1], _longest_text(self.model)
+        new_tokens = self.options.get("max_new_tokens", 0)
+        if longest is not None and length + new_tokens > longest:
+            raise ValueError(
+                f"Expected a conversation of at most {longest} tokens, the limit of the model, got {length} tokens and "
+                f"`max_new_tokens={new_tokens}` for the answer. Start a new conversation."
+            )
+        return inputs
+
+    def _generate(
+        self, inputs: dict[str, Any], streamer: TextStreamer | None, stop: Callable[[], bool] | None
+    ) -> torch.Tensor:
+        input_ids = inputs["input_ids"]
+        cache = self._cache_for(input_ids[0])
+        # If generation fails, the state of the cache is unknown.
+        self._cache = None
+        stopping = None if stop is None else StoppingCriteriaList([_StopWhenAsked(stop)])
+        sequences = self.model.generate(
+            **inputs, **self.options, past_key_values=cache, streamer=streamer, stopping_criteria=stopping
+        )
+        # The model has not read the last generated token: the cache ends before it.
+        self._cache, self._cached_ids = cache, sequences[0, : int(cache.get_seq_length())]
+        return sequences[0, input_ids.shape[1] :]
+
+    def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
+        """Returns the cache, cropped to the beginning that it shares with `input_ids`; a new cache if that is not possible."""
+        cache = self._cache  # another thread may drop it meanwhile
+        if cache is not None:
+            cached = len(self._cached_ids)
+            shared = _common_length(self._cached_ids, input_ids[:-1])  # `generate` needs one new token
+            if shared == cached:
+                return cache
+            if shared and cache.can_be_cropped:
+                try:
+                    cache.crop(shared - cached)
+                    return cache
+                except (ValueError, RuntimeError):
+                    pass  # a sliding window has already dropped tokens that are needed now
+        text_config = self.model.config.get_text_config()
+        return XAttnCache.adopt(EncoderDecoderCache(DynamicCache(config=text_config), DynamicCache()))
+
+
+def _content(text: str, images: list[Image] | None) -> Any:
+    if not images:
+        return text
+    return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+
+
+def _longest_text(model: XAttnForConditionalGeneration) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _common_length(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Number of leading tokens that two texts share."""
+    shorter = min(len(first), len(second))
+    differing = (first[:shorter] != second[:shorter]).nonzero()
+    return int(differing[0]) if len(differing) else shorter

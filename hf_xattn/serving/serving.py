@@ -1,0 +1,430 @@
+"""Transformers' OpenAI-compatible server with one model, which is loaded before the server starts.
+
+The server is transformers' own (`transformers.cli.serving`), with five changes, because the original answers some requests wrongly or
+not at all. A message that the server would read only in part is refused, and so is a request that is too large (413), or that asks for more
+than the operator allows (`serving/answer_limits.py`). Images are read in a thread, and a broken image is the client's error (400). An answer ends in
+front of a stop string. The model is never unloaded, and `/v1/models` lists it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as AnyHTTPException
+from transformers import StoppingCriteriaList
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.cli.serving.utils import (
+    BaseHandler,
+    GenerateManager,
+    GenerationState,
+    Modality,
+    _GenerationCancelled,
+    get_response_template,
+)
+from transformers.utils import logging
+
+from ..processing import image_reading
+from ..processing.chat_templates import check_template
+from ..processing.image_limits import ImageLimits
+from ..utils.tensor_checks import type_name
+from .answer_limits import AnswerLimits, check_answer, check_config
+from .request_limits import RequestLimits
+from .served_requests import (
+    check_content,
+    check_decision,
+    check_images_are_read,
+    check_instructions,
+    check_message,
+    check_template_kwargs,
+)
+from .served_stops import StopAtText, UntilStop, place_of_stop, stops_of
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+logger = logging.get_logger(__name__)
+
+SERVED = ImageLimits(max_pixels=2**26, max_bytes=20 * 2**20, max_seconds=30.0, private_addresses=False)
+ANSWERS = AnswerLimits()
+FULL_IMAGES = 4  # of the largest size: room for these in a request by default
+TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
+IMAGE_PARTS = ("image_url", "input_image")
+IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
+# Fields that transformers' server ignores with a warning in its log, and the values that ask for nothing.
+IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "response_format": (None, {"type": "text"}),
+    "presence_penalty": (None, 0),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "functions": (None, []),
+    "prediction": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+}
+MESSAGE_FIELDS = frozenset(
+    "role content name refusal tool_calls tool_call_id function_call annotations audio reasoning reasoning_content".split()
+)
+
+
+class OneModel(ModelManager):
+    """Holds a loaded model under one name. Never loads or unloads a model."""
+
+    def __init__(
+        self,
+        name: str,
+        model: XAttnForConditionalGeneration,
+        processor: Any,
+        limits: ImageLimits = SERVED,
+        answers: AnswerLimits = ANSWERS,
+    ) -> None:
+        super().__init__()
+        self.limits, self.answers = limits, answers
+        self.force_model = name  # the server refuses requests for another model
+        self.model, self.processor = model, processor
+        self.created = int(time.time())
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id
+
+    def load_model_and_processor(
+        self, model_id_and_revision: str, progress_callback: Callable | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        if model_id_and_revision != self.force_model:
+            raise ValueError(f"Expected `model` to be {self.force_model!r}, got {model_id_and_revision!r}.")
+        if progress_callback is not None:
+            progress_callback({"status": "ready", "model": self.force_model, "cached": True})
+        return self.model, self.processor
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]
+        return [{"id": self.force_model, "object": "model", "created": self.created, "owned_by": "hf_xattn"}]
+
+    def shutdown(self) -> None:
+        """Keeps the model: without it the server cannot answer, and a model that it loads again would have no image store."""
+
+
+class _Worded(BaseHandler):
+    """Tells the client why a request has failed. Transformers' server would answer `Internal Server Error`."""
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        try:
+            return await super().handle_request(body, request_id)  # type: ignore[misc]
+        except HTTPException:
+            raise
+        except (ValueError, TypeError, TemplateError) as error:  # their messages name the wrong argument
+            raise HTTPException(400, f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            logger.exception("A request has failed")
+            raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+
+
+class _Bounded(BaseHandler):
+    """Refuses requests for what the server would ignore, and for more than its operator allows."""
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        for name, values in IGNORED_FIELDS.items():
+            if body.get(name) not in values:
+                raise HTTPException(
+                    400, f"Expected `{name}` to be {values[-1]!r}, the only supported value, got {body[name]!r}."
+                )
+        manager: Any = self.model_manager
+        body = check_answer(body, manager.answers, manager.model)
+        return await super().handle_request(body, request_id)  # type: ignore[misc]
+
+    def _build_generation_config(self, body: dict, model_generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = super()._build_generation_config(body, model_generation_config, *args, **kwargs)
+        manager: Any = self.model_manager
+        check_config(config, body, manager.answers, model_generation_config)
+        return config
+
+
+class _Checked(BaseHandler):
+    """Refuses requests that the server would read only in part, and reads images before the server does."""
+
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        check_instructions(body)
+        check_template_kwargs(body, self._served()[1])
+        field = "input" if isinstance(self, ResponseHandler) else "messages"
+        parts = list(image_parts(body.get(field), field, isinstance(self, ResponseHandler)))
+        if parts and self.model_manager.get_model_modality(*self._served()) is Modality.LLM:
+            raise HTTPException(
+                400, f"{self.model_manager.force_model} cannot read images: it was saved without an image processor."
+            )
+        limits = self._limits()
+        for place, part in parts:
+            # In a thread, so that a slow address or a large image does not delay other requests.
+            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), limits)
+        return await super().handle_request(body, request_id)  # type: ignore[misc]
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict], modality: Modality) -> list[dict]:
+        return check_images_are_read(BaseHandler.get_processor_inputs_from_messages(messages, modality))
+
+    def _limits(self) -> ImageLimits:
+        manager: Any = self.model_manager
+        return manager.limits
+
+    def _served(self) -> tuple[Any, Any]:
+        manager: Any = self.model_manager
+        return manager.model, manager.processor
+
+
+class _Generation(GenerateManager):
+    """Ends answers in front of stop strings, which transformers' manager leaves in them.
+
+    It also fixes two errors of that manager: it fails for stop strings of the model if it gets a processor instead of a tokenizer, and a
+    line break in an error message breaks its stream.
+    """
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        tokenizer, stops = _tokenizer(processor), stops_of(gen_config, model.generation_config)
+        gen_config.stop_strings = None
+        stopping: Any = _Stopping(model, tokenizer, stops, one_line=True)
+        queue, streamer = super().generate_streaming(stopping, tokenizer, inputs, gen_config, *args, **kwargs)
+        return UntilStop(queue, stops) if stops else queue, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        tokenizer, stops = _tokenizer(processor), stops_of(gen_config, model.generation_config)
+        gen_config.stop_strings = None
+        stopping: Any = _Stopping(model, tokenizer, stops)
+        text, length, ids = await super().generate_non_streaming(
+            stopping, tokenizer, inputs, gen_config, *args, **kwargs
+        )
+        if get_response_template(tokenizer, model) is not None:  # the server reads the ids again
+            raw = tokenizer.decode(ids, skip_special_tokens=False)
+            if (place := place_of_stop(raw, stops)) is not None:
+                ids = tokenizer(raw[:place], add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+        return text[: place_of_stop(text, stops)], length, ids
+
+
+class _Stopping:
+    """Wraps a model, so that it stops at texts, and puts its error messages on one line, escaped for a JSON string."""
+
+    def __init__(self, model: Any, tokenizer: Any, stops: list[str], one_line: bool = False) -> None:
+        self.model, self.tokenizer, self.stops, self.one_line = model, tokenizer, stops, one_line
+
+    def generate(self, **kwargs: Any) -> Any:
+        if self.stops:
+            length = kwargs["input_ids"].shape[1]
+            kwargs["stopping_criteria"] = StoppingCriteriaList([StopAtText(self.tokenizer, self.stops, length)])
+        if not self.one_line:
+            return self.model.generate(**kwargs)
+        try:
+            return self.model.generate(**kwargs)
+        except _GenerationCancelled:
+            raise
+        except Exception as error:
+            raise RuntimeError(json.dumps(f"{type(error).__name__}: {error}")[1:-1]) from error
+
+
+class _State(GenerationState):
+    """Uses one thread for the model, so that requests are answered one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = _Generation()
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
+        return self.manager
+
+
+class _Chat(_Worded, _Bounded, _Checked, ChatCompletionHandler):
+    pass
+
+
+class _Completion(_Worded, _Bounded, CompletionHandler):
+    pass
+
+
+class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        stream = body.get("stream")  # the default of the OpenAI API is False
+        return await super().handle_request({**body, "stream": False if stream is None else stream}, request_id)
+
+
+def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tuple[str, dict]]:
+    """Yields the image parts of a request, each with a description of its place for errors.
+
+    Raises:
+        HTTPException: for messages in a wrong form, and for parts that are neither text nor images, because the server would
+            ignore them.
+    """
+    if items and isinstance(messages, str):
+        return
+    first = messages[0] if items and isinstance(messages, list) and messages else None
+    if isinstance(first, dict) and "role" not in first:  # as transformers decides
+        messages = [{"role": "user", "content": messages}]  # the parts of one message
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        got = "an empty list" if messages == [] else type_name(messages)
+        raise HTTPException(400, f"Expected `{field}` to be a list of messages, got {got}.")
+    for index, message in enumerate(messages):
+        if "role" not in message and not items:
+            raise HTTPException(400, f"Expected each of `{field}` to have a `role`, got message {index} without one.")
+        if not items and (unknown := sorted(set(message) - MESSAGE_FIELDS)):
+            raise HTTPException(
+                400, f"Message {index} has unknown fields {unknown}. Images are parts of its `content`: `image_url`."
+            )
+        check_message(index, message)
+        content = message.get("content" if "role" in message else "output" if "output" in message else "content")
+        check_content(index, message, content)
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            raise HTTPException(
+                400,
+                f"Expected the content of message {index} to be a text or a list of parts, got {type_name(content)}.",
+            )
+        for number, part in enumerate(content):
+            if part.get("type") in IMAGE_PARTS:
+                yield f"part {number} of message {index}", part
+            elif part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+                raise HTTPException(
+                    400,
+                    f"Expected text or an image (`image_url`) as part {number} of message {index}, got a part of type "
+                    f"{part.get('type')!r}.",
+                )
+
+
+def read_image(place: str, address: Any, limits: ImageLimits = SERVED) -> Image:
+    """Reads an image from the web or from a data URL, as the processor does.
+
+    Raises:
+        HTTPException: for any other address, because transformers would also read files of this machine, for an address that `limits`
+            refuse, and for data that are not an image or are too large.
+    """
+    url = address.get("url") if isinstance(address, dict) else address
+    if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
+        got = repr(url[:60]) if isinstance(url, str) else type_name(url)
+        raise HTTPException(
+            400, f"Expected the address of {place} to start with {', '.join(IMAGE_ADDRESSES)}, got {got}."
+        )
+    try:
+        return image_reading.read_image(url, "image_url", limits=limits)
+    except Exception as error:  # decoders and connections raise errors of many kinds
+        raise HTTPException(400, f"The image in {place} cannot be read: {error}") from error
+
+
+def _newer_handlers(manager: OneModel, state: GenerationState) -> dict[str, Any]:
+    """The handler of an endpoint that came with transformers 5.20."""
+    try:
+        from transformers.cli.serving.systemone import SystemOneHandler
+    except ImportError:
+        return {}
+
+    class Decisions(_Worded, SystemOneHandler):
+        async def handle_request(self, body: dict, request_id: str) -> Any:
+            check_decision(body)
+            check_template_kwargs(body, manager.processor)
+            return await super().handle_request(body, request_id)
+
+    return {"systemone_handler": Decisions(manager, state)}
+
+
+def room_for_images(limits: ImageLimits) -> int:
+    """The default limit of a request: bytes of four images of the largest size in base64, and a mebibyte of text."""
+    return FULL_IMAGES * (limits.max_bytes * 4 // 3) + 2**20
+
+
+def build_app(
+    name: str,
+    model: XAttnForConditionalGeneration,
+    processor: Any,
+    limits: ImageLimits = SERVED,
+    max_request_bytes: int | None = None,
+    answers: AnswerLimits = ANSWERS,
+) -> FastAPI:
+    """Builds transformers' server for a loaded model.
+
+    Args:
+        name (`str`): of the model, for clients.
+        model ([`XAttnForConditionalGeneration`]), processor: as loaded.
+        limits ([`ImageLimits`]): of the images that clients name. By default none is fetched from a private network.
+        max_request_bytes (`int`, *optional*): of the body of a request. By default [`room_for_images`].
+        answers ([`AnswerLimits`]): of what clients ask of `generate`.
+    """
+    manager, state = OneModel(name, model, processor, limits, answers), _State()
+    app = build_server(
+        manager,
+        _Chat(manager, state),
+        completion_handler=_Completion(manager, state),
+        response_handler=_Responses(manager, state),
+        transcription_handler=TranscriptionHandler(manager, state),
+        **_newer_handlers(manager, state),
+        generation_state=state,
+    )
+    app.add_middleware(
+        RequestLimits,
+        most=room_for_images(limits) if max_request_bytes is None else max_request_bytes,
+        remedy="Send fewer or smaller images, or raise the limit of the server: `hf-xattn serve --max-request-mib`.",
+        error=_error,
+    )
+
+    @app.exception_handler(AnyHTTPException)  # also of the router, for an unknown address
+    async def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
+        return JSONResponse(_error(error.status_code, str(error.detail)), error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def no_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        why = "; ".join(f"{each['msg']} {each.get('ctx', {}).get('error', '')}".strip() for each in error.errors()[:3])
+        return JSONResponse(_error(400, f"Expected the body of the request to be a JSON object: {why[:200]}"), 400)
+
+    return app
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    """An error in the form of the OpenAI API, so that clients find the message."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def _tokenizer(processor: Any) -> Any:
+    return getattr(processor, "tokenizer", processor)
+
+
+def check_answers(name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
+    """Makes the inputs of a test question. If this fails, every request would fail, so the server does not start.
+
+    Raises:
+        ValueError: for a model without a chat template, or with a tokenizer that cannot be used for streaming.
+    """
+    tokenizer = _tokenizer(processor)
+    if not hasattr(tokenizer, "_tokenizer"):
+        raise ValueError(f"Expected {name} to have a fast tokenizer for serving, got a {type_name(tokenizer)}.")
+    check_template(processor)
+
+
+class Server(uvicorn.Server):
+    """Calls `ready` when it accepts requests. Stops at Ctrl-C, and gives running requests at most five seconds to finish."""
+
+    def __init__(self, app: FastAPI, ready: Callable[[], None], log_level: str = "info") -> None:
+        super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5))
+        self.ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.ready()

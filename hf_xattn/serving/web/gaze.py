@@ -1,0 +1,102 @@
+"""Where the model looked while it generated the words of an answer. These are attention weights, not explanations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...maps.attention_maps import AttentionMaps
+from ...utils.block_places import blocks_at
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COLOUR = (255, 106, 0)
+MOST = 165  # opacity of the heat where the attention is largest, of 255
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """Where the model looked on one picture.
+
+    Attributes:
+        picture (`PIL.Image.Image`): the picture that the vision tower has read.
+        heat (`PIL.Image.Image`): one RGBA pixel a patch, to lay over the picture.
+        covered (`tuple[float, float]`): share of the picture's height and width that the patches cover.
+        share (`float`): share of the attention that lies on the patches of this picture, from 0 to 1.
+    """
+
+    picture: Image
+    heat: Image
+    covered: tuple[float, float]
+    share: float
+
+
+class Gaze:
+    """The attention of each token of an answer, as the mean over heads.
+
+    Args:
+        maps ([`AttentionMaps`]): of one text and its answer. Only the part that a page shows is kept.
+
+    Attributes:
+        layers (`list[int]`): layers with blocks.
+
+    Raises:
+        ValueError: for a model whose image tokens are not patches, as [`AttentionMaps.grid`].
+    """
+
+    def __init__(self, maps: AttentionMaps):
+        # The weights behind the choice of a token are at the position before it.
+        first = maps.num_given - 1
+        answer = replace(
+            maps, weights=[weights[:, :, first:-1] for weights in maps.weights], tokens=maps.tokens[:, first:-1]
+        )
+        self.layers = list(dict.fromkeys(maps.layers))
+        self._blocks = {layer: blocks_at(maps.layers, layer) for layer in self.layers}
+        images = range(maps.num_images)
+        self._grids = [answer.grid(image, head="mean") for image in images]  # (blocks, tokens, rows, columns) each
+        self._pictures = [_image(maps.pixels(image)) for image in images]
+        self._covered = [maps.covered(image) for image in images]
+
+    def looks(self, tokens: range, layer: int | None = None) -> list[Look]:
+        """Returns one value for each picture.
+
+        All words and pictures of the answer have one scale, so heat can be compared.
+
+        Args:
+            tokens (`range`): tokens of a word. Their mean is shown.
+            layer (`int`, *optional*): one of `layers`; the mean of its blocks if it has several. By default the mean of all blocks.
+
+        Raises:
+            ValueError: for a layer without a block.
+        """
+        if layer is not None and layer not in self.layers:
+            raise ValueError(f"Expected `layer` to be one of {self.layers} or None, got {layer!r}.")
+        chosen = [
+            (grid if layer is None else grid[self._blocks[layer]]).mean(dim=0) for grid in self._grids
+        ]  # (tokens, rows, columns) each
+        most = max(max(float(grid.max()) for grid in chosen), 1e-6)
+        of_word = [grid[tokens.start : tokens.stop].mean(dim=0) for grid in chosen]
+        return [
+            Look(picture, _heat(grid / most), covered, float(grid.sum()))
+            for picture, grid, covered in zip(self._pictures, of_word, self._covered)
+        ]
+
+
+def _image(pixels: torch.Tensor) -> Image:
+    from PIL import Image
+
+    return Image.fromarray((pixels * 255).round().to(torch.uint8).numpy())
+
+
+def _heat(weights: torch.Tensor) -> Image:
+    from PIL import Image
+
+    # The power lifts what is faint, which could not be told from nothing on a dark picture.
+    opacity = Image.fromarray((weights.clamp(0, 1) ** 0.7 * MOST).round().to(torch.uint8).numpy())
+    heat = Image.new("RGBA", opacity.size, COLOUR)
+    heat.putalpha(opacity)
+    return heat

@@ -1,0 +1,286 @@
+"""Serves the page: a `gradio.Server` with the page's own files, and what it may ask for.
+
+Gradio's queue lets one question at a time to the model, streams the answer, and closes the answer's iterator when a tab is closed.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import inspect
+import io
+import json
+import os
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import logging
+
+from ...checkpoints.model_card import example_questions
+from ...modeling_xattn import XAttnForConditionalGeneration
+from ...utils.tensor_checks import type_name
+from ..request_limits import RequestLimits
+from .drawing import Drawing, drawing_for
+from .gaze import Look
+from .limits import BoundedQueue, NoUploads
+from .visitors import MAX_BYTES, Visitor, Visitors
+
+
+if TYPE_CHECKING:
+    import gradio
+    from PIL.Image import Image
+
+logger = logging.get_logger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+THUMBNAIL = 240  # pixels
+MAX_REQUEST = MAX_BYTES * 4 // 3 + 2**16  # bytes: a picture in base64, and what is around it
+MAX_QUEUE = 32  # questions and looks that wait for the model
+# Nothing on the page comes from another host, and browsers keep it so. No page of another host shows it in a frame, where a visitor would
+# click without knowing, except those of Hugging Face Spaces.
+POLICY = (
+    "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; object-src 'none'; "
+    "frame-ancestors 'self' https://huggingface.co https://*.hf.space"
+)
+
+
+def build_page(
+    model: XAttnForConditionalGeneration,
+    processor: Any,
+    *,
+    title: str = "hf_xattn",
+    questions: list[str] | None = None,
+    system: str | None = None,
+    canvas: tuple[int, int] | None = None,
+    ink: str | None = None,
+    paper: str | None = None,
+    generate_kwargs: dict[str, Any] | None = None,
+) -> gradio.Server:
+    """Builds a page on which visitors draw or drop pictures, ask, and see where the model looked.
+
+    Every visitor has a conversation of its own. The model answers one question after another. Call
+    `model.enable_image_store()` first: then a picture is encoded once, however often and by whomever it is asked about.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]): the model.
+        processor: its processor; or its tokenizer, for a page without pictures.
+        title (`str`): the heading of the page.
+        questions (`list[str]`, *optional*): questions that visitors can choose with one click. By default those in the card of the
+            model's folder (`widget`), if there are any.
+        system (`str`, *optional*): a system message.
+        canvas (`tuple[int, int]`, *optional*): width and height of the canvas for drawings. By default the size of the pictures that
+            the image processor makes, times a whole number.
+        ink, paper (`str`, *optional*): colours of the canvas, as in CSS; see `drawing_for` for the defaults.
+        generate_kwargs (`dict`, *optional*): arguments of `generate`. By default at most 256 new tokens.
+
+    Returns:
+        `gradio.Server`: call its `launch`.
+
+    Raises:
+        ImportError: without Gradio.
+        TypeError, ValueError: for arguments that do not fit, and for a model whose chat template cannot render a question.
+    """
+    _check(model, processor, title, questions, system, canvas, ink, paper, generate_kwargs)
+    gradio = load_gradio()
+    visitors = Visitors(model, processor, system, **{"max_new_tokens": 256, **(generate_kwargs or {})})
+    image_processor = getattr(processor, "image_processor", None)
+    drawing = None if image_processor is None else drawing_for(model.config, image_processor, canvas, ink, paper)
+    server = gradio.Server(title=title, docs_url=None, redoc_url=None)
+    server.add_middleware(BoundedQueue, most=MAX_QUEUE, queue=lambda: server.get_blocks()._queue)
+    server.add_middleware(
+        RequestLimits, most=MAX_REQUEST, remedy="Send a smaller picture.", error=lambda _, message: {"error": message}
+    )
+    server.add_middleware(NoUploads)
+    if questions is None:
+        questions = example_questions(model.config.name_or_path)
+    _add_files(server, title, {"questions": questions, "maxBytes": MAX_BYTES, "drawing": _settings(drawing)})
+    _add_api(server, gradio.Error, visitors)
+    return server
+
+
+def load_gradio() -> Any:
+    """Imports Gradio, without reports to its makers.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    try:
+        import gradio
+    except ImportError as error:
+        raise ImportError("The page needs Gradio: run `pip install 'gradio>=6.10,<7'`.") from error
+    return gradio
+
+
+def _check(
+    model: Any,
+    processor: Any,
+    title: Any,
+    questions: Any,
+    system: Any,
+    canvas: Any,
+    ink: Any,
+    paper: Any,
+    generate_kwargs: Any,
+) -> None:
+    if not isinstance(model, XAttnForConditionalGeneration):
+        raise TypeError(f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}.")
+    if not hasattr(processor, "apply_chat_template"):
+        raise TypeError(f"Expected `processor` to be a processor or a tokenizer, got {type_name(processor)}.")
+    for name, given in (("title", title), ("system", system), ("ink", ink), ("paper", paper)):
+        if not isinstance(given, str) and (given is not None or name == "title"):
+            raise TypeError(f"Expected `{name}` to be a str, got {type_name(given)}.")
+    if questions is not None and (
+        not isinstance(questions, (list, tuple)) or not all(isinstance(question, str) for question in questions)
+    ):
+        raise TypeError(f"Expected `questions` to be a list of str, got {questions!r}.")
+    if canvas is not None and (
+        not isinstance(canvas, (list, tuple))
+        or len(canvas) != 2
+        or not all(isinstance(side, int) and not isinstance(side, bool) and 1 <= side <= 4096 for side in canvas)
+    ):
+        raise ValueError(f"Expected `canvas` to be (width, height), two integers from 1 to 4096, got {canvas!r}.")
+    if generate_kwargs is not None and not isinstance(generate_kwargs, dict):
+        raise TypeError(f"Expected `generate_kwargs` to be a dict, got {type_name(generate_kwargs)}.")
+
+
+def _settings(drawing: Drawing | None) -> dict[str, Any] | None:
+    return None if drawing is None else drawing._asdict()
+
+
+def _add_files(server: Any, title: str, settings: dict[str, Any]) -> None:
+    from fastapi.responses import Response
+
+    def add(address: str, file: Path) -> None:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".html":
+            text = text.replace("{{title}}", html.escape(title))
+            text = text.replace("{{settings}}", html.escape(json.dumps(settings)))
+        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+
+        @server.get(address, include_in_schema=False)
+        def answer() -> Any:
+            return Response(text, media_type=KINDS[file.suffix], headers=headers)
+
+    for file in STATIC.iterdir():
+        if file.suffix in KINDS:
+            add("/" if file.name == "page.html" else f"/{file.name}", file)
+
+
+def _add_api(server: Any, error_type: Callable[..., Exception], visitors: Visitors) -> None:
+    """Adds what the page asks for. The first argument is always the visitor's name, which `visit` returned."""
+    at_once = {"queue": False}
+    # Both need the model, which reads one text at a time.
+    in_turn = {"concurrency_limit": 1, "concurrency_id": "model"}
+
+    def api(**options: Any) -> Callable[[Callable], Callable]:
+        def add(function: Callable) -> Callable:
+            return server.api(_worded(function, error_type), name=function.__name__, **options)
+
+        return add
+
+    @api(**at_once)
+    def visit() -> str:
+        return visitors.welcome()
+
+    @api(**at_once)
+    def add_picture(visitor: str, picture: str, name: str) -> list[str]:
+        """Returns the pictures that wait, small."""
+        found = visitors.find(visitor)
+        found.add(picture, name)
+        visitors.make_room(visitor)
+        return _waiting(found)
+
+    @api(**at_once)
+    def remove_picture(visitor: str, index: int) -> list[str]:
+        found = visitors.find(visitor)
+        found.remove(index)
+        return _waiting(found)
+
+    @api(**at_once)
+    def stop(visitor: str) -> bool:
+        visitors.find(visitor).stop()
+        return True
+
+    @api(**at_once)
+    def clear(visitor: str) -> bool:
+        visitors.find(visitor).clear()
+        return True
+
+    @api(**in_turn)
+    def ask(visitor: str, text: str) -> Iterator[dict]:
+        """Yields the answer so far. The last one has words (start, length), and tells whether there is something to look at."""
+        found = visitors.find(visitor)
+        session, said = found.session, ""
+        for piece in found.ask(text):
+            said += piece
+            yield {"text": said, "done": False}
+        answer = session.answers[-1]
+        words = [(word.start, len(word.text)) for word in answer.words(session.tokenizer)]
+        number = len(session.answers) - 1
+        looks = answer.num_images > 0
+        yield {"text": answer.text, "done": True, "answer": number, "words": words, "looks": looks}
+
+    @api(**in_turn)
+    def look(visitor: str, answer: int, word: int, layer: int | None = None) -> dict:
+        """Returns the layers to choose from, and each picture with its heat."""
+        layers, looks = visitors.find(visitor).look(answer, word, layer)
+        return {"layers": layers, "pictures": [_shown(each) for each in looks]}
+
+
+def _worded(function: Callable, error_type: Callable[..., Exception]) -> Callable:
+    """Tells the visitor why something has failed. An error that nobody expected is logged, and not shown."""
+
+    def told(error: Exception) -> Exception:
+        if isinstance(error, (ValueError, TypeError)):
+            return error_type(str(error), print_exception=False)
+        logger.error(f"{function.__name__} has failed", exc_info=error)
+        return error_type("Something went wrong on the server, which logged it. Try again.", print_exception=False)
+
+    @functools.wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise told(error) from error
+
+    @functools.wraps(function)
+    def streamed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        try:
+            yield from function(*args, **kwargs)
+        except Exception as error:
+            raise told(error) from error
+
+    return streamed if inspect.isgeneratorfunction(function) else plain
+
+
+def _waiting(visitor: Visitor) -> list[str]:
+    shown = []
+    for picture in visitor.waiting:
+        small = picture.copy()
+        small.thumbnail((THUMBNAIL, THUMBNAIL))
+        shown.append(_data_url(small))
+    return shown
+
+
+def _shown(look: Look) -> dict[str, Any]:
+    return {
+        "picture": _data_url(look.picture),
+        "heat": _data_url(look.heat),
+        "width": look.picture.width,
+        "height": look.picture.height,
+        "covered": look.covered,
+        "share": look.share,
+    }
+
+
+def _data_url(picture: Image) -> str:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return "data:image/png;base64," + b64encode(buffer.getvalue()).decode()
+
+
+__all__ = ["build_page"]

@@ -1,0 +1,225 @@
+"""The conversations of the visitors of a page. Each has a random name, which only the visitor's page knows."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from base64 import b64decode
+from collections import OrderedDict
+from collections.abc import Iterator
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from ...processing.chat_templates import check_template
+from ...processing.image_reading import read_image
+from ..chat_session import ChatSession
+from .gaze import Gaze, Look
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ...modeling_xattn import XAttnForConditionalGeneration
+
+MAX_VISITORS = 256  # conversations that are kept
+MAX_CACHES = 8  # conversations whose cache of the text is kept
+MAX_WAITING = 8  # pictures of one message
+MAX_BYTES = 20 * 2**20  # of a picture's file
+MAX_PIXELS = 64 * 2**20  # a small file may unpack to gigabytes
+MAX_KEPT = 2**30  # bytes of all pictures that are kept, for all visitors
+MAX_SIDE = 2048  # larger pictures are scaled down: no model reads more, and they are kept while the conversation lasts
+
+
+class Visitor:
+    """One visitor: a conversation, and pictures that wait for the next message.
+
+    Attributes:
+        session ([`ChatSession`]): the conversation.
+        waiting (`list[PIL.Image.Image]`): pictures for the next message.
+        answering (`bool`): whether a question is being answered.
+    """
+
+    # Unpacked, a picture takes much more memory than its file: one after another.
+    _unpacking = threading.Lock()
+
+    def __init__(self, session: ChatSession):
+        self.session = session
+        self.waiting: list[Image] = []
+        self._gaze: tuple[Any, Gaze] | None = None  # of the answer that was looked at last
+        self._stop: threading.Event | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def answering(self) -> bool:
+        return self._stop is not None
+
+    def add(self, source: str, name: str) -> None:
+        """Adds a picture to the next message.
+
+        Args:
+            source (`str`): the picture as a data URL. A path or a web address would let visitors read files of the server.
+            name (`str`): name of the file, for messages.
+
+        Raises:
+            ValueError: for anything that is not a picture, and for too large or too many pictures.
+        """
+        if getattr(self.session.processor, "image_processor", None) is None:
+            raise ValueError("This model was saved without an image processor: it cannot read pictures.")
+        if not isinstance(source, str) or not source.startswith("data:"):
+            raise ValueError(f"{name} is not a picture.")
+        if len(source) * 3 // 4 > MAX_BYTES:
+            raise ValueError(f"{name} is too large: a picture may have {MAX_BYTES // 2**20} MB.")
+        if len(self.waiting) >= MAX_WAITING:
+            raise ValueError(f"A message may have {MAX_WAITING} pictures.")
+        try:
+            pixels = _num_pixels(source)
+            with Visitor._unpacking:
+                picture = read_image(source, "picture") if pixels <= MAX_PIXELS else None
+                if picture is not None:
+                    picture.thumbnail((MAX_SIDE, MAX_SIDE))
+        except Exception as error:  # decoders raise errors of many kinds
+            raise ValueError(f"{name} cannot be read as a picture. Try a PNG or JPEG file.") from error
+        if picture is None:
+            raise ValueError(f"{name} is too large: a picture may have {MAX_PIXELS // 10**6} megapixels.")
+        self.waiting.append(picture)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the pictures that wait, and of those in the conversation."""
+        contents = [message["content"] for message in self.session.messages if isinstance(message["content"], list)]
+        asked = [part["image"] for content in contents for part in content if part["type"] == "image"]
+        return sum(3 * picture.width * picture.height for picture in (*self.waiting, *asked))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is something to lose: a picture that waits, a question."""
+        return bool(self.waiting or self.session.messages)
+
+    def remove(self, index: int) -> None:
+        """Removes a picture that waits. An index that does not exist is ignored: the picture is gone already."""
+        if 0 <= index < len(self.waiting):
+            del self.waiting[index]
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Asks a question with the pictures that wait, and yields the answer piece by piece.
+
+        After an error the pictures wait again. If the iterator is closed, the answer ends after the current token.
+
+        Raises:
+            ValueError: without a question, while another one is being answered, and as [`ChatSession.ask`].
+        """
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError("Write a question first.")
+        with self._lock:
+            if self._stop is not None:
+                raise ValueError("Your last question is still being answered.")
+            stop = self._stop = threading.Event()
+            session, images, self.waiting = self.session, self.waiting, []
+        try:
+            yield from session.stream(text.strip(), images, stop)
+        except Exception:
+            if self.session is session:  # not cleared meanwhile
+                self.waiting = images + self.waiting
+            raise
+        finally:
+            self._stop = None
+
+    def stop(self) -> None:
+        """Ends the answer after the current token."""
+        stop = self._stop
+        if stop is not None:
+            stop.set()
+
+    def look(self, answer: int, word: int, layer: int | None = None) -> tuple[list[int], list[Look]]:
+        """Returns the layers to choose from, and where the model looked when it generated a word of an answer.
+
+        Raises:
+            ValueError: for an answer or a word that does not exist, an answer without pictures, and as [`Gaze`].
+        """
+        answers = self.session.answers
+        if not 0 <= answer < len(answers):
+            raise ValueError("This answer is no longer kept.")
+        chosen = answers[answer]
+        words = chosen.words(self.session.tokenizer)
+        if not 0 <= word < len(words):
+            raise ValueError(f"Expected a word from 0 to {len(words) - 1}, got {word}.")
+        if self._gaze is None or self._gaze[0] is not chosen:
+            self._gaze = chosen, Gaze(self.session.maps(chosen))
+        gaze = self._gaze[1]
+        return gaze.layers, gaze.looks(words[word].tokens, layer)
+
+    def clear(self) -> None:
+        """Ends the answer, and forgets the conversation and the pictures that wait."""
+        self.stop()
+        session = self.session
+        self.session = ChatSession(session.model, session.processor, session.system, **session.options)
+        self.waiting, self._gaze = [], None
+
+
+def _num_pixels(source: str) -> int:
+    """Reads the size of the picture in a data URL, but not its pixels."""
+    from PIL import Image
+
+    with Image.open(BytesIO(b64decode(source.partition(",")[2]))) as picture:
+        return picture.width * picture.height
+
+
+class Visitors:
+    """All visitors of a page. Those who have only opened it are forgotten first, then those who came longest ago.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`]), processor, system, options: as in [`ChatSession`].
+
+    Raises:
+        ValueError: for a model whose chat template cannot render a question.
+    """
+
+    def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
+        self._arguments = (model, processor, system)
+        self._options = options
+        self._visitors: OrderedDict[str, Visitor] = OrderedDict()
+        self._lock = threading.Lock()
+        check_template(processor)
+
+    def _session(self) -> ChatSession:
+        return ChatSession(*self._arguments, **self._options)
+
+    def welcome(self) -> str:
+        """Begins a conversation, and returns the visitor's name. Nobody can guess it."""
+        name = secrets.token_urlsafe(24)
+        with self._lock:
+            self._visitors[name] = Visitor(self._session())
+            for known in self._idle(name)[: max(0, len(self._visitors) - MAX_VISITORS)]:
+                del self._visitors[known]
+        return name
+
+    def make_room(self, name: str) -> None:
+        """Forgets others until all pictures that are kept take at most `MAX_KEPT` bytes. To be called after a visitor has added one."""
+        with self._lock:
+            kept = {known: visitor.kept for known, visitor in self._visitors.items()}
+            total = sum(kept.values())
+            for known in self._idle(name):
+                if total <= MAX_KEPT:
+                    return
+                if kept[known]:
+                    total -= kept[known]
+                    del self._visitors[known]
+
+    def _idle(self, name: str) -> list[str]:
+        """Names of the visitors that can be forgotten, except `name`: first those who have done nothing yet, then who came longest ago."""
+        idle = [known for known, visitor in self._visitors.items() if known != name and not visitor.answering]
+        return sorted(idle, key=lambda known: self._visitors[known].has_begun)
+
+    def find(self, name: str) -> Visitor:
+        """Returns the visitor of a name.
+
+        Raises:
+            ValueError: for a name that is not known, or no longer.
+        """
+        with self._lock:
+            if not isinstance(name, str) or name not in self._visitors:
+                raise ValueError("This conversation is no longer kept. Reload the page to begin a new one.")
+            self._visitors.move_to_end(name)
+            for visitor in list(self._visitors.values())[:-MAX_CACHES]:
+                visitor.session.drop_cache()
+            return self._visitors[name]

@@ -1,0 +1,303 @@
+"""Turns rows of chat messages with images into batches with labels, for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.utils import logging
+
+from ..parallel.loss import IGNORED
+from ..processing_xattn import XAttnProcessor
+from ..utils.tensor_checks import type_name
+from .answer_spans import AnswerSpan, find_answers, squeezed
+from .shared_images import in_one_row, share_images
+from .training_rows import Conversation, read_row, text_of
+from .vision_features import VisionFeatures
+
+
+logger = logging.get_logger(__name__)
+
+TRAIN_ON = ("answers", "all")
+SIDES = ("left", "right")
+
+
+class _Tokens(NamedTuple):
+    """One row: `(text_len,)` each."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+class XAttnDataCollator:
+    r"""Turns rows of chat messages into a batch with labels, for `Trainer` (with `remove_unused_columns=False`), for TRL's
+    `SFTTrainer` or for a `DataLoader`.
+
+    A row is a dict with `messages`, or with TRL's `prompt` and `completion`. Each of these is a list of chat messages. Images are in
+    the parts of a message (`{"type": "image", "image": ...}`, or `path`, `url`, `base64`) or in a column `images`. Image parts
+    without an image take the images of the column in order. If no message has an image part, the images of the column come in front
+    of the first user message. Columns `tools` and `chat_template_kwargs` are refused; other columns are ignored, unless
+    they hold images or resemble the name `images`: these raise an error. The roles of messages are `system`, `developer`, `user`,
+    `assistant`, `tool`, `function` and `ipython`.
+
+    With `train_on="answers"` the labels are the texts of all assistant messages. In a row with `prompt` and `completion`, only the
+    messages of the completion have labels. The token that ends a turn is included, so that the model learns to stop. All other
+    tokens have the label -100: prompts, headers, image markers, padding. Each answer is found in the text that the chat template
+    renders; then its labels are decoded and compared with that text. Reasoning is part of the answer if the template writes it.
+
+    Args:
+        processor ([`XAttnProcessor`]): its chat template renders the rows. If its tokenizer has no padding token, `eos_token`
+            becomes the padding token.
+        train_on (`str`, defaults to `"answers"`): `"answers"`, or `"all"` for labels on the whole text, except image markers and
+            padding.
+        max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all its answers
+            or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a collator: set this one.
+        padding_side (`str`, *optional*): `"left"` or `"right"`. Default: the tokenizer's.
+        pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
+        share_images (`bool`): rows with the same images, in the same order, share one copy of them, and rows without an image have
+            none. The batch says so in `image_rows`. Vision tower and K/V projections then run once for all questions about a picture
+            in a batch, and the gradients are the same. For that, rows about one picture must come in one batch: next to one another in
+            the data, with `train_sampling_strategy="sequential"` of `TrainingArguments`.
+        padding_free (`bool`): all rows become one row without padding, whose `position_ids` start again at each (see
+            `decoders/packed_rows.py`). Each row of the data still sees its own text and images only. Not every decoder can do this; the model
+            says so.
+        features ([`VisionFeatures`], *optional*): what the vision tower has returned for the images, which are then files. Batches
+            hold `vision_features` in place of `pixel_values`, and no image is read.
+
+    Raises:
+        TypeError: if `processor` is not an `XAttnProcessor`, or `features` are not `VisionFeatures`.
+        ValueError: for unknown options or options that exclude one another, for a tokenizer that gives no offsets or has neither a
+            padding nor an EOS token, and for features that were made with another image processor.
+    """
+
+    def __init__(
+        self,
+        processor: XAttnProcessor,
+        train_on: str = "answers",
+        max_length: int | None = None,
+        padding_side: str | None = None,
+        pad_to_multiple_of: int | None = None,
+        share_images: bool = False,
+        padding_free: bool = False,
+        features: VisionFeatures | None = None,
+    ):
+        if not isinstance(processor, XAttnProcessor):
+            raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
+        if train_on not in TRAIN_ON:
+            raise ValueError(f"`train_on` must be one of {TRAIN_ON}, got {train_on!r}.")
+        for name, size in (("max_length", max_length), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {size!r}.")
+        if padding_side is not None and padding_side not in SIDES:
+            raise ValueError(f"`padding_side` must be one of {SIDES} or None, got {padding_side!r}.")
+        for name, flag in (("share_images", share_images), ("padding_free", padding_free)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"`{name}` must be True or False, got {flag!r}.")
+        if padding_free:
+            for name, given in (("share_images", share_images or None), ("padding_side", padding_side)):
+                if given is not None:
+                    raise ValueError(
+                        f"Expected `padding_free` without `{name}`, got `{name}={given!r}`: there is one row, and no padding."
+                    )
+            if processor.image_token_id is None:
+                raise ValueError(
+                    "Expected `processor` to have an `image_token` for `padding_free`, got none: the markers tell which images belong to "
+                    "which text."
+                )
+        tokenizer = processor.tokenizer
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(tokenizer)}), which does not give the "
+                "offsets of its tokens in the text. Load the fast one with `AutoTokenizer`."
+            )
+        if tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise ValueError(
+                    "Expected `processor` to have a tokenizer with `pad_token` or `eos_token`, got one with neither. Set "
+                    "`processor.tokenizer.pad_token`."
+                )
+            tokenizer.pad_token = tokenizer.eos_token  # safe: padding is identified by its position, not by its id
+        if features is not None and not isinstance(features, VisionFeatures):
+            raise TypeError(f"Expected `features` to be VisionFeatures, got {type_name(features)}.")
+        self.processor = processor
+        self.features = features
+        self._reader = processor if features is None else features.reader(processor)
+        self.train_on = train_on
+        self.max_length = max_length
+        self.padding_side = padding_side
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.share_images = share_images
+        self.padding_free = padding_free
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """
+        Args:
+            rows (`Sequence[Mapping]`): the rows of a batch. They are not changed.
+
+        Returns:
+            `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, if a row has an image, the processor's
+            image inputs: `pixel_values` (or `vision_features`), `image_mask`, `aspect_ratio_ids`, `aspect_ratio_mask`. With
+            `share_images` these have a batch of their own, and `image_rows` `(batch,)` names the image row of each row. With
+            `padding_free` the batch is 1, and `position_ids` `(1, text_len)` come in place of `attention_mask`.
+
+        Raises:
+            TypeError, ValueError: for a row that cannot be trained on. The message names the row.
+        """
+        if not isinstance(rows, (list, tuple)):
+            raise TypeError(f"Expected `rows` to be a list of rows, got {type_name(rows)}.")
+        if not rows:
+            raise ValueError("`rows` is an empty list: give one row or more.")
+        conversations = [_named(index, row, read_row, row) for index, row in enumerate(rows)]
+        try:
+            batch = self._processed(conversations)
+        except Exception:
+            for index, conversation in enumerate(conversations):  # find the row that fails
+                _named(index, conversation, self._processed, [conversation])
+            raise
+        offsets, ids, mask = batch.pop("offset_mapping"), batch.pop("input_ids"), batch.pop("attention_mask").bool()
+        tokens = [
+            _named(
+                index, conversation, self._labelled, conversation, ids[index][mask[index]], offsets[index][mask[index]]
+            )
+            for index, conversation in enumerate(conversations)
+        ]
+        if self.padding_free:
+            return {**self._flattened(tokens), **in_one_row(batch)}
+        return {**self._padded(tokens), **(share_images(batch) if self.share_images else batch)}
+
+    def _processed(self, conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
+        made: Any = self._reader.apply_chat_template(
+            [conversation.messages for conversation in conversations],
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "return_offsets_mapping": True},
+        )
+        return dict(made)
+
+    def _labelled(self, conversation: Conversation, ids: torch.Tensor, offsets: torch.Tensor) -> _Tokens:
+        """A row's ids and labels, cut to `max_length`."""
+        processor = self.processor
+        if self.train_on == "answers":
+            text, spans = find_answers(
+                self._render,
+                conversation.messages,
+                conversation.answers,
+                self._special_tokens(),
+                processor.image_token,
+            )
+            labels = self._labels_of(text, spans, ids, offsets)
+        else:
+            labels = ids.clone()
+        if processor.image_token_id is not None:
+            labels = labels.masked_fill(ids == processor.image_token_id, IGNORED)
+        if self.max_length is not None and len(ids) > self.max_length:
+            ids, labels = self._cut(ids, labels, self.max_length)
+        if not (labels != IGNORED).any():
+            raise ValueError("There is nothing to train on: the text is empty.")
+        return _Tokens(ids, labels)
+
+    def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        return self.processor.apply_chat_template(messages, tokenize=False, **kwargs)
+
+    def _special_tokens(self) -> list[str]:
+        tokenizer = self.processor.tokenizer
+        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+        return sorted(tokens - {self.processor.image_token})
+
+    def _labels_of(self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Returns labels for the tokens in the spans, and -100 for all others. Checks that the labels decode to the text."""
+        labels = torch.full_like(ids, IGNORED)
+        starts, ends = offsets.unbind(-1)
+        for span in spans:
+            inside = (starts < span.end) & (ends > span.start) & (ends > starts)
+            labels = torch.where(inside, ids, labels)
+            said = ids[inside]
+            expected = (
+                text[int(starts[inside].min()) : int(ends[inside].max())] if len(said) else text[span.start : span.end]
+            )
+            if not len(said) or not self._decodes_to(said, expected):
+                raise ValueError(
+                    f"The labels of message {span.message} do not decode to its answer: expected {expected!r}, got "
+                    f"{self._decode(said)!r}. The tokenizer gives wrong offsets for its tokens: use another tokenizer."
+                )
+        return labels
+
+    def _decodes_to(self, ids: torch.Tensor, expected: str) -> bool:
+        """Returns whether ids decode to a text. Allows what the tokenizer itself changes: white space, case, unknown words."""
+        decoded = squeezed(self._decode(ids))
+        if decoded == squeezed(expected):
+            return True
+        kept = self.processor.tokenizer(expected, add_special_tokens=False)["input_ids"]
+        return decoded == squeezed(self._decode(kept))
+
+    def _decode(self, ids: Any) -> str:
+        return self.processor.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _cut(self, ids: torch.Tensor, labels: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = slice(-length, None) if self.processor.tokenizer.truncation_side == "left" else slice(length)
+        marker = self.processor.image_token_id
+        if marker is not None and (ids == marker).sum() != (ids[kept] == marker).sum():
+            raise ValueError(
+                f"`max_length={length}` cuts an image marker off a text of {len(ids)} tokens: set a larger `max_length`."
+            )
+        all_labels, labels = (labels != IGNORED).sum(), labels[kept]
+        left = (labels != IGNORED).sum()
+        if not left:
+            raise ValueError(
+                f"`max_length={length}` cuts all answers off a text of {len(ids)} tokens: set a larger `max_length`."
+            )
+        if left < all_labels:
+            logger.warning_once(
+                f"`max_length={length}` cuts answers: the model is trained on the remaining parts of these answers."
+            )
+        return ids[kept], labels
+
+    def _flattened(self, rows: list[_Tokens]) -> dict[str, torch.Tensor]:
+        """All rows in one. The first token of a row is no label: nothing of its own text comes before it."""
+        parts = [(row.ids, row.labels.clone()) for row in rows]
+        missing = -sum(len(row.ids) for row in rows) % (self.pad_to_multiple_of or 1)
+        if missing:
+            pad = torch.full((missing,), self.processor.tokenizer.pad_token_id)
+            parts.append((pad, torch.full_like(pad, IGNORED)))
+        for _, labels in parts:
+            labels[0] = IGNORED
+        ids, labels = (torch.cat(each)[None] for each in zip(*parts))
+        positions = torch.cat([torch.arange(len(part)) for part, _ in parts])[None]
+        return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+    def _padded(self, rows: list[_Tokens]) -> dict[str, torch.Tensor]:
+        tokenizer = self.processor.tokenizer
+        multiple = self.pad_to_multiple_of or 1
+        length = -(-max(len(row.ids) for row in rows) // multiple) * multiple
+        ids = torch.full((len(rows), length), tokenizer.pad_token_id)
+        mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
+        for index, row in enumerate(rows):
+            left = (self.padding_side or tokenizer.padding_side) == "left"
+            place = slice(length - len(row.ids), None) if left else slice(len(row.ids))
+            ids[index, place], mask[index, place], labels[index, place] = row.ids, 1, row.labels
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _named(index: int, row: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function. Its errors name the row by its index in the batch and by its first words."""
+    try:
+        return function(*args)
+    except Exception as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"Row {index} of the batch{_first_words(row)}: {error}") from error
+
+
+def _first_words(row: Any) -> str:
+    messages = row.messages if isinstance(row, Conversation) else None
+    if isinstance(row, Mapping):
+        messages = row.get("messages") or row.get("prompt")
+    try:
+        text = " ".join(next(words for message in messages or [] if (words := text_of(message).split())))
+    except (AttributeError, KeyError, StopIteration, TypeError):
+        return ""
+    return f" ({text if len(text) <= 40 else text[:40] + '...'!r})"
+
+
+__all__ = ["XAttnDataCollator"]

@@ -1,0 +1,162 @@
+"""Finds the last complete checkpoint of a run, past those that the run was killed in the middle of.
+
+`Trainer` writes weights, optimizer, schedule and random states into the folder `checkpoint-N`, and `trainer_state.json` last. A run that is
+killed meanwhile leaves a folder that has the highest number and cannot be loaded. `Trainer.train(resume_from_checkpoint=True)` takes the
+highest number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers.utils import logging
+
+from ..utils.paths import check_path
+
+
+logger = logging.get_logger(__name__)
+
+STATE = "trainer_state.json"
+NUMBERED = re.compile(r"checkpoint-(\d+)")
+WEIGHTS = ("*.safetensors", "*.bin", "*.distcp", "*.pt")
+BESIDE_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt")
+
+
+class FoundCheckpoints(NamedTuple):
+    """The checkpoints in a folder.
+
+    Attributes:
+        last (`Path`, *optional*): the complete one with the highest number.
+        skipped (`list[tuple[Path, str]]`): those with a higher number, which are not complete, each with the reason.
+    """
+
+    last: Path | None
+    skipped: list[tuple[Path, str]]
+
+
+def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """Returns the checkpoint that a killed run goes on from: `trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))`.
+
+    A checkpoint is complete if it has `trainer_state.json`, which `Trainer` writes last, if it has weights, and if none of its files is
+    cut off. A warning names each checkpoint with a higher number that is skipped, with the reason. Nothing is loaded or changed.
+
+    Args:
+        folder (`str` or `Path`): the `output_dir` of `TrainingArguments`, with folders `checkpoint-N`.
+
+    Returns:
+        `str`: the path of the complete checkpoint with the highest number. `None` if there is none, or no such folder: with `None`,
+        `Trainer.train` starts from the beginning.
+
+    Raises:
+        TypeError: for a `folder` that is no path.
+        ValueError: for a `folder` that is a file.
+    """
+    check_path("folder", folder)
+    if os.path.isfile(folder):
+        raise ValueError(
+            f"Expected `folder` to be a folder with checkpoints, got {os.fspath(folder)!r}, which is a file."
+        )
+    found = find_checkpoints(Path(folder))
+    for path, reason in found.skipped:
+        logger.warning(f"{path} is skipped: it is not complete ({reason}).")
+    return None if found.last is None else str(found.last)
+
+
+def find_checkpoints(folder: Path, processes: int = 1) -> FoundCheckpoints:
+    """Looks through the checkpoints of a folder, beginning with the highest number, up to a complete one.
+
+    Args:
+        folder (`Path`): holds folders `checkpoint-N`; may be missing.
+        processes (`int`): number of processes of the run. Each saves its own random state.
+    """
+    numbered = [
+        (int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := NUMBERED.fullmatch(path.name))
+    ]
+    skipped: list[tuple[Path, str]] = []
+    for _, path in sorted(numbered, reverse=True):
+        if not path.is_dir():
+            continue
+        reason = _what_is_missing(path, processes)
+        if reason is None:
+            return FoundCheckpoints(path, skipped)
+        skipped.append((path, reason))
+    return FoundCheckpoints(None, skipped)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of optimizer steps before a checkpoint."""
+    return json.loads((checkpoint / STATE).read_text())["global_step"]
+
+
+def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
+    """Why a checkpoint is not complete, or None."""
+    if not (checkpoint / STATE).is_file():
+        return f"{STATE}, which is written last, is missing"
+    try:
+        step_of(checkpoint)
+    except (KeyError, TypeError, ValueError):
+        return f"{STATE} is cut off"
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    if not any(path.match(kind) for path in files for kind in WEIGHTS if not _is_beside_weights(path)):
+        return "it has no weights"
+    for path in files:
+        name = path.relative_to(checkpoint)
+        if not _is_whole(path):
+            return f"{name} is cut off"
+        if path.name.endswith(".index.json"):
+            index = json.loads(path.read_text(encoding="utf-8"))
+            shards = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(shards, dict):
+                return f"{name} is damaged"
+            names = {str(shard) for shard in shards.values()}
+            if missing := sorted(shard for shard in names if not (path.parent / shard).is_file()):
+                return f"{missing[0]} of {name} is missing"
+        if path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
+            return f"{name.parent / '.metadata'}, which is written last, is missing"
+    for rank in range(processes if processes > 1 else 0):
+        if not (checkpoint / f"rng_state_{rank}.pth").is_file():
+            return f"rng_state_{rank}.pth is missing"
+    return None
+
+
+def _is_beside_weights(path: Path) -> bool:
+    return path.name in BESIDE_WEIGHTS or path.name.startswith("rng_state")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file has its end. Formats that say nothing about it count as whole."""
+    size = path.stat().st_size
+    if path.suffix == ".safetensors":
+        return size == _safetensors_size(path)
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            return False
+    if path.suffix in (".pt", ".pth", ".bin"):
+        with path.open("rb") as file:
+            is_zip = file.read(2) == b"PK"
+        return size > 0 and (not is_zip or zipfile.is_zipfile(path))  # the directory of a zip file is at its end
+    return True
+
+
+def _safetensors_size(path: Path) -> int | None:
+    """The size that the header of a safetensors file promises; None if the header is cut off."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= path.stat().st_size - 8:
+            return None
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return 8 + length + max(ends, default=0)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):  # a header that is none
+            return None
+
+
+__all__ = ["last_complete_checkpoint"]

@@ -1,0 +1,188 @@
+"""Chooses which parts of a model train, and tells what trains. `training/freeze_schedule.py` does so at given steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ..decoders.model_parts import PARTS, part_of
+from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..utils.quantized_weights import is_quantized, plain_tensors, shape_before, untrainable
+
+
+REMEDIES = {
+    "text": "Leave it frozen (`text=True`) and train an adapter on it (LoRA, see `hf_xattn.lora_targets`).",
+    "vision": "Load the tower without `quantization_config`, or leave it frozen: `freeze(model, vision=True)`.",
+    "connector": "Load the base with `quantization_config`: blocks and connector then stay in high precision.",
+    "blocks": "Load the base with `quantization_config`: blocks and connector then stay in high precision.",
+}
+
+
+def freeze(
+    model: Any,
+    text: bool = True,
+    vision: bool = True,
+    connector: bool = False,
+    blocks: bool = False,
+    names: Mapping[str, bool] | None = None,
+) -> Any:
+    """Freezes the parts that are True, and lets the others train. What an earlier call has set does not matter.
+
+    A frozen module stays in evaluation mode when the model is in training mode: no dropout, no router noise, and batch norms keep their
+    statistics.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
+        text (`bool`, defaults to `True`): the text model with its embeddings and its head, without the blocks.
+        vision (`bool`, defaults to `True`): the vision tower.
+        connector (`bool`, defaults to `False`): the connector.
+        blocks (`bool`, defaults to `False`): the cross-attention blocks.
+        names (`dict[str, bool]`, *optional*): exceptions: for patterns of parameter names (`*` stands for anything), True to freeze
+            and False to train, for example `{"*.lm_head.*": False}`. The last pattern that matches a name decides.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type.
+        ValueError: for quantized weights that shall train, a pattern that no name matches, or a model with PEFT's adapters: PEFT
+            decides there what trains. The model is not changed then.
+    """
+    chosen = choose(model, text=text, vision=vision, connector=connector, blocks=blocks, names=names)
+    apply_choice(model, chosen)
+    return model
+
+
+def choose(model: Any, **options: Any) -> dict[str, bool]:
+    """Returns for each parameter name whether it trains after `freeze(model, **options)`. Checks all, changes nothing."""
+    body = body_of(model)
+    if any("base_layer" in each._modules or "original_module" in each._modules for each in body.modules()):
+        raise ValueError(
+            "Expected `model` without PEFT's adapters, got adapters inside it. PEFT decides what trains: everything but adapters and "
+            "`modules_to_save` is frozen. Call `freeze` before `get_peft_model`, and pass `modules_to_save=added_modules(model)`."
+        )
+    names = options.pop("names", None)
+    for part in PARTS:
+        if not isinstance(options.setdefault(part, part in ("text", "vision")), bool):
+            raise TypeError(f"`{part}` must be True or False, got {options[part]!r}.")
+    patterns = _checked(names)
+    weights = list(model.named_parameters(remove_duplicate=False))  # a tied weight goes by all its names
+    prefix = "" if body is model else "model."
+    parts = {name: part_of(name.removeprefix(prefix)) for name, _ in weights}
+    trains = {id(weight): not options[parts[name]] for name, weight in reversed(weights)}
+    for pattern, frozen in patterns.items():
+        matched = [weight for name, weight in weights if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(f"`names`: expected patterns of parameter names, got {pattern!r}, which none matches.")
+        trains.update((id(weight), not frozen) for weight in matched)
+    for name, weight in weights:
+        if trains[id(weight)] and is_quantized(weight):
+            raise untrainable(_called(parts[name], name, model), name, weight, REMEDIES[parts[name]])
+    return {name: trains[id(weight)] for name, weight in model.named_parameters()}
+
+
+def apply_choice(model: nn.Module, chosen: Mapping[str, bool]) -> None:
+    """Sets what [`choose`] has returned, and the modes that go with it."""
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(chosen[name])
+        if not chosen[name]:
+            weight.grad = None  # an optimizer would take one more step with it
+    if model.training:
+        model.train()
+
+
+def body_of(model: Any) -> XAttnModel:
+    """Returns the [`XAttnModel`] of a model, or raises a `TypeError`."""
+    if isinstance(model, XAttnForConditionalGeneration):
+        return model.model
+    if isinstance(model, XAttnModel):
+        return model
+    raise TypeError(
+        f"Expected `model` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. `retrofit` makes such "
+        "a model. Of a model inside PEFT's wrapper pass `get_base_model()`."
+    )
+
+
+def part_weights(model: Any) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
+    """Yields part, name, weight and owner of each parameter, also of a model inside PEFT's wrapper."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body = body_of(inner)
+    owners = {id(weight): each for each in body.modules() for weight in each._parameters.values()}
+    for name, weight in body.named_parameters():
+        yield part_of(name), name, weight, owners[id(weight)]
+
+
+def training_table(model: Any) -> str:
+    """Returns a table of what trains: for each part its parameters, those that train, and the memory they need.
+
+    `weights` are the bytes of all weights, `gradients` of those that train, and `AdamW` of its two averages, in the dtype of the
+    weights. Activations are not counted.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper.
+
+    Raises:
+        TypeError: for a model without blocks.
+    """
+    figures = {part: [0, 0, 0, 0, 0] for part in PARTS}
+    for part, _, weight, _ in part_weights(model):
+        count = shape_before(weight).numel()
+        size = sum(plain.numel() * plain.element_size() for plain in plain_tensors(weight))
+        learns = weight.requires_grad
+        for place, figure in enumerate((count, count * learns, size, size * learns, 2 * size * learns)):
+            figures[part][place] += figure
+    figures["total"] = [sum(column) for column in zip(*figures.values())]
+    lines: list[tuple[str, ...]] = [("part", "parameters", "train", "weights", "gradients", "AdamW")]
+    for part, (count, learning, *sizes) in figures.items():
+        if count:
+            lines.append((part, f"{count:,}", f"{learning:,}", *(f"{size / 2**20:,.1f} MiB" for size in sizes)))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:]))])
+        for first, *cells in lines
+    )
+
+
+def _checked(names: Any) -> dict[str, bool]:
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping) or not all(isinstance(pattern, str) for pattern in names):
+        raise TypeError(f"`names` must be a dict of patterns such as {{'*.lm_head.*': False}}, or None, got {names!r}.")
+    for pattern, frozen in names.items():
+        if not isinstance(frozen, bool):
+            raise TypeError(f"`names`: expected True (freeze) or False (train) for {pattern!r}, got {frozen!r}.")
+    return dict(names)
+
+
+def _called(part: str, name: str, model: Any) -> str:
+    """What a message calls the part of a weight."""
+    if part == "blocks":
+        block = next(
+            each for each in model.base_model.blocks if any(w is model.get_parameter(name) for w in each.parameters())
+        )
+        return f"block {block.layer_idx}"
+    return {"text": "the text model", "vision": "the vision tower", "connector": "the connector"}[
+        part
+    ] + f" (`{part}=False`)"
+
+
+def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
+    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
+        vision (`bool`, defaults to `True`): also freeze the vision tower.
+
+    The base may be quantized: then too the blocks and the connector train, in high precision.
+
+    Raises:
+        TypeError: for a model without blocks.
+        ValueError: for quantized weights in what shall train, or PEFT's adapters. The model is not changed then.
+    """
+    return freeze(model, vision=bool(vision))
+
+
+__all__ = ["freeze", "freeze_base", "training_table"]

@@ -1,0 +1,116 @@
+"""Names of modules for PEFT.
+
+A `LoraConfig` finds its layers by the end of their names. `"q_proj"` is a layer of the decoder, of the blocks and of most vision towers. So
+these functions return whole names. Each of them means one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..decoders.decoder import find_decoder
+from ..decoders.insertion import BLOCKS
+from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..utils.quantized_weights import is_packed
+
+
+PLACES = ("text", "blocks", "both", "vision")
+
+
+def lora_targets(
+    model: XAttnForConditionalGeneration | XAttnModel, where: str = "text", projections: Sequence[str] | None = None
+) -> list[str]:
+    """Returns names of linear layers for `LoraConfig(target_modules=...)`.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter. It may be quantized, or have
+            adapters already.
+        where (`str`, defaults to `"text"`): `"text"`: the decoder's own layers, without its head; `"blocks"`: the cross-attention
+            blocks; `"both"`; `"vision"`: the vision tower, which no other choice contains.
+        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. By default all
+            linear layers. Experts that a decoder keeps in one tensor are not linear layers: PEFT's `target_parameters` takes them.
+
+    Raises:
+        TypeError: for a model without blocks.
+        ValueError: for an unknown place, a vision tower that the model does not have, or a projection that no layer there has.
+    """
+    body = _body("model", model)
+    if where not in PLACES:
+        raise ValueError(f"`where` must be one of {list(PLACES)}, got {where!r}.")
+    if isinstance(projections, str) or not (
+        projections is None
+        or (isinstance(projections, (list, tuple, set)) and all(isinstance(n, str) for n in projections))
+    ):
+        raise ValueError(
+            f"`projections` must be a list of names such as ['q_proj', 'v_proj'] or None, got {projections!r}."
+        )
+    if where == "vision":
+        if body.vision_tower is None:
+            raise ValueError("`where='vision'` needs a model with a vision tower, got one without.")
+        found = list(_linear_layers(body.vision_tower))
+        root: nn.Module = body.vision_tower
+    else:
+        root = find_decoder(body.text_model)[1]
+        found = [
+            name
+            for name in _linear_layers(root)
+            if where == "both" or (where == "blocks") == any(part in BLOCKS for part in name.split("."))
+        ]
+    if projections is not None:
+        there = {name.rpartition(".")[2] for name in found}
+        missing = sorted(set(projections) - there)
+        if missing or not projections:
+            raise ValueError(
+                f"`projections` must be among {sorted(there)} for `where={where!r}`, got {list(projections)!r}."
+            )
+        found = [name for name in found if name.rpartition(".")[2] in projections]
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    return [f"{prefix}.{name}" for name in found]
+
+
+def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str]:
+    """Returns the names of the blocks and the connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter.
+
+    Raises:
+        TypeError: for a model without blocks.
+    """
+    body = _body("model", model)
+    _, layers = find_decoder(body.text_model)
+    added = [child for layer in layers for name, child in layer.named_children() if name in BLOCKS]
+    if body.connector is not None and any(True for _ in body.connector.parameters()):
+        added.append(body.connector)
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(module)] for module in added]
+
+
+def _body(name: str, model: Any) -> XAttnModel:
+    if isinstance(model, XAttnForConditionalGeneration):
+        return model.model
+    if isinstance(model, XAttnModel):
+        return model
+    raise TypeError(
+        f"Expected `{name}` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. For a model "
+        "inside PEFT's wrapper, pass `get_base_model()`."
+    )
+
+
+def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of linear layers. For a layer with an adapter it is the name of the layer, not of the parts inside."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.Linear, Conv1D)) or is_packed(child):
+            yield prefix + name
+        elif isinstance(inner := child._modules.get("base_layer"), nn.Module):
+            if isinstance(inner, (nn.Linear, Conv1D)) or is_packed(inner):
+                yield prefix + name
+        elif "original_module" not in child._modules:  # of `modules_to_save`: trains whole
+            yield from _linear_layers(child, f"{prefix}{name}.")
+
+
+__all__ = ["added_modules", "lora_targets"]

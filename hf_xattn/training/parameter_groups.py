@@ -1,0 +1,98 @@
+"""Groups of parameters for an optimizer: each part of a model with its own learning rate and weight decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..decoders.model_parts import PARTS
+from ..parallel.lost_updates import warn_of_lost_updates
+from ..utils.quantized_weights import is_quantized
+from .freezing import part_weights
+
+
+def parameter_groups(
+    model: Any,
+    learning_rate: float | Mapping[str, float],
+    weight_decay: float | Mapping[str, float] = 0.0,
+    include_frozen: bool = False,
+) -> list[dict[str, Any]]:
+    """Returns groups for an optimizer of torch: `torch.optim.AdamW(parameter_groups(model, 1e-4, 0.1))`.
+
+    Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not towards one.
+
+    Warns if a learning rate is so small that AdamW does not move weights in half precision (see `parallel/lost_updates.py`).
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of the text model
+            belong to the part `text`, copies of `modules_to_save` to the part they stand for.
+        learning_rate (`float` or `dict[str, float]`): of all parts, or of each: `text`, `vision`, `connector`, `blocks`.
+        weight_decay (`float` or `dict[str, float]`, defaults to 0.0): likewise. Parts that a `dict` does not name have none.
+        include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a [`FreezeSchedule`] that thaws them
+            later. An optimizer passes over them until they have gradients, and needs no memory for them. Quantized weights are left
+            out.
+
+    Returns:
+        `list[dict]`: groups with `params`, `lr`, `weight_decay` and `name`. No group is empty.
+
+    Raises:
+        TypeError: for a model without blocks, or a rate that is no number.
+        ValueError: for a negative or infinite rate, an unknown part, a part that trains without a learning rate, a weight that trains in
+            no part (the prompts of PEFT's prompt tuning), or if nothing trains.
+    """
+    rates, decays = _by_part("learning_rate", learning_rate), _by_part("weight_decay", weight_decay)
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {
+        (part, decay): [] for part in PARTS for decay in (True, False)
+    }
+    for part, name, weight, owner in part_weights(model):
+        if weight.requires_grad or (include_frozen and not is_quantized(weight)):
+            groups[part, _decays(name, weight, owner)].append(weight)
+    known = {id(weight) for _, _, weight, _ in part_weights(model)}
+    others = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in known]
+    if others:
+        raise ValueError(
+            f"Expected each weight that trains to be in one of the parts {list(PARTS)}, got {others[0]} of PEFT's wrapper. Make groups "
+            "without `parameter_groups`."
+        )
+    if not any(groups.values()):
+        raise ValueError("`model` has no parameter that trains. Call `hf_xattn.freeze(model, ...)` first.")
+    missing = sorted({part for (part, _), weights in groups.items() if weights} - rates.keys(), key=PARTS.index)
+    if missing:
+        raise ValueError(f"`learning_rate`: expected a rate for each part that trains, got none for {missing}.")
+    warn_of_lost_updates(
+        {part: (groups[part, True] + groups[part, False], rates[part]) for part in PARTS if part in rates}
+    )
+    return [
+        {
+            "params": weights,
+            "lr": rates[part],
+            "weight_decay": decays.get(part, 0.0) if decay else 0.0,
+            "name": part if decay else f"{part}, no decay",
+        }
+        for (part, decay), weights in groups.items()
+        if weights
+    ]
+
+
+def _decays(name: str, weight: nn.Parameter, owner: nn.Module) -> bool:
+    """Whether weight decay is for a parameter. Gates, norms and most biases are vectors; experts have a matrix of biases."""
+    return weight.ndim > 1 and not name.endswith("bias") and "norm" not in type(owner).__name__.lower()
+
+
+def _by_part(argument: str, given: Any) -> dict[str, float]:
+    rates = dict(given) if isinstance(given, Mapping) else dict.fromkeys(PARTS, given)
+    unknown = [part for part in rates if part not in PARTS]
+    if unknown:
+        raise ValueError(f"`{argument}`: expected parts of {list(PARTS)}, got {given!r} with {unknown}.")
+    for rate in rates.values():
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+            raise TypeError(f"`{argument}` must be a number, or a dict with a number for each part, got {given!r}.")
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"`{argument}` must be finite and at least 0, got {given!r}.")
+    return rates
+
+
+__all__ = ["parameter_groups"]

@@ -1,0 +1,224 @@
+"""Reads rows of data sets as conversations: messages with their images, and which messages are trained on.
+
+Data sets keep images in the parts of a message, or in a column of their own. Image parts without an image take the images of the column
+in order. If no message has an image part, the images come in front of the first user message (TRL's convention).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..processing.chat_messages import IMAGES, SOURCES, TEXTS
+from ..utils.tensor_checks import type_name
+from .row_checks import check_columns, check_message, misnamed_images
+
+
+# Keys under which a part may hold its image. The processor loads the image.
+IMAGE_SOURCES = (*IMAGES, *SOURCES)
+ASSISTANT = "assistant"
+# Columns that would change the prompt. They are not supported, so a row with one of them is refused.
+NOT_READ = ("tools", "chat_template_kwargs")
+
+
+class Conversation(NamedTuple):
+    """One row.
+
+    Attributes:
+        messages (`list[dict]`): chat messages, with the images in their parts.
+        answers (`tuple[int, ...]`): indices of the assistant messages that are trained on.
+    """
+
+    messages: list[dict[str, Any]]
+    answers: tuple[int, ...]
+
+
+def read_row(row: Any) -> Conversation:
+    """Reads a row of a data set, and does not change it.
+
+    Args:
+        row (`Mapping`): `messages`, or `prompt` and `completion`; optionally `images` or `image`.
+
+    Raises:
+        TypeError: for a row, a message or a part of a wrong type.
+        ValueError: for missing columns, unknown roles, a misnamed column of images, and if images and image parts differ in number.
+    """
+    if not isinstance(row, Mapping):
+        raise TypeError(f"Expected a row of the data set to be a dict with `messages`, got {type_name(row)}.")
+    given = {name: value for name, value in row.items() if value is not None}
+    for name in NOT_READ:
+        if given.get(name):
+            raise ValueError(
+                f"Expected a row without the column `{name}`, which would change the prompt and is not supported. Remove the column."
+            )
+    messages, first_answer = _messages(given, row)
+    check_columns(given)
+    images = _images(given)
+    messages = _with_images(messages, images) if images else messages
+    bare = sum(_is_bare(part) for message in messages for part in _parts(message))
+    if bare:
+        raise ValueError(
+            f"Expected an image for each image part, got {bare} image part(s) without an image and no `images` column."
+        )
+    answers = tuple(
+        index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first_answer
+    )
+    return Conversation(messages, answers)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, without its images."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """Returns the message with `text` in place of its texts. Its images stay."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {**message, "content": text}
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part.get("type") not in TEXTS:
+            parts.append(part)
+        elif not any(each.get("type") in TEXTS for each in parts):
+            parts.append({**part, "text": text})
+    return {**message, "content": parts}
+
+
+def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Returns the messages of a row, and the index of the first one that may be trained on."""
+    if "messages" in given:
+        if "prompt" in given or "completion" in given:
+            raise ValueError("Expected a row to have `messages`, or `prompt` and `completion`, got both.")
+        return _checked("messages", given["messages"]), 0
+    if "prompt" in given and "completion" in given:
+        prompt, completion = (_checked(name, given[name]) for name in ("prompt", "completion"))
+        if prompt[-1]["role"] == ASSISTANT:
+            raise ValueError("`prompt` ends with an assistant message: put that message into `completion`.")
+        return [*prompt, *completion], len(prompt)
+    if not row:
+        raise ValueError(
+            "Expected a row with `messages`, got a row without columns: `Trainer` removes columns that are not arguments of the model. "
+            "Set `remove_unused_columns=False` in its arguments."
+        )
+    hint = ""
+    if "input_ids" in row:
+        hint = (
+            " The rows are already tokenized. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
+            "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`"
+        )
+        similar = misnamed_images(row)
+        hint += f", not `{similar}`." if similar else "."
+    elif set(row) <= {"images", "image"}:
+        hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
+    raise ValueError(
+        f"Expected a row with `messages`, or with `prompt` and `completion`, got the columns {sorted(row)}.{hint}"
+    )
+
+
+def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
+    """Returns messages and their parts as dicts without None values. Data sets fill missing fields with None."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise TypeError(f"Expected `{name}` to be a list of chat messages, got {type_name(messages)}.")
+    if not messages:
+        raise ValueError(f"`{name}` is an empty list: give one message or more.")
+    checked = []
+    for index, message in enumerate(messages):
+        where = f"`{name}[{index}]`"
+        if not isinstance(message, Mapping):
+            raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {type_name(message)}.")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{where} needs a `role` ('user', 'assistant', ...), got {message.get('role')!r}.")
+        check_message(where, message)
+        message = {key: value for key, value in message.items() if value is not None}
+        content = message.get("content", "")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            message["content"] = [_checked_part(where, part) for part in content]
+        elif not isinstance(content, str):
+            raise TypeError(
+                f"Expected the `content` of {where} to be a str or a list of parts, got {type_name(content)}."
+            )
+        checked.append(message)
+    return checked
+
+
+def _checked_part(where: str, part: Any) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise TypeError(f"Expected the parts of {where} to be dicts with a `type` ('text' or 'image'), got {part!r}.")
+    part = {key: value for key, value in part.items() if value is not None}
+    if part["type"] in TEXTS and not isinstance(part.get("text"), str):
+        raise TypeError(f"Expected the `text` of a part of {where} to be a str, got {type_name(part.get('text'))}.")
+    if isinstance(part.get("image"), Mapping):
+        part["image"] = _decoded(part["image"])
+    return part
+
+
+def _images(given: Mapping[str, Any]) -> list[Any]:
+    """The images of the columns `images` or `image`."""
+    if "images" in given and "image" in given:
+        raise ValueError("Expected a row to have `images` or `image`, got both.")
+    if "image" in given:
+        return [_decoded(given["image"])]
+    images = given.get("images", [])
+    if not isinstance(images, Sequence) or isinstance(images, str):
+        raise TypeError(f"Expected `images` to be a list of images, got {type_name(images)}.")
+    return [_decoded(image) for image in images]
+
+
+def _decoded(image: Any) -> Any:
+    """Returns an image, or the image or path from a dict. `datasets` uses such a dict for an image that it does not decode."""
+    if not isinstance(image, Mapping):
+        return image
+    if image.get("bytes") is not None:
+        from PIL import Image
+
+        return Image.open(io.BytesIO(image["bytes"]))
+    if image.get("path") is not None:
+        return image["path"]
+    raise ValueError(f"Expected an image that is a dict to hold `bytes` or a `path`, got the keys {sorted(image)}.")
+
+
+def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+    """Returns the messages with the images of a column in their parts."""
+    parts = [part for message in messages for part in _parts(message)]
+    if not any(_is_image(part) for part in parts):
+        first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise ValueError(f"Expected a user message for the {len(images)} image(s) of the row, got none.")
+        message = messages[first]
+        text = message.get("content", "")
+        texts = text if isinstance(text, list) else [{"type": "text", "text": text}]
+        filled = {**message, "content": [*({"type": "image", "image": image} for image in images), *texts]}
+        return [*messages[:first], filled, *messages[first + 1 :]]
+    bare = sum(_is_bare(part) for part in parts)
+    if bare != len(images):
+        raise ValueError(
+            f"Expected one image for each of {bare} image part(s) without an image, got {len(images)} image(s)."
+        )
+    left = iter(images)
+    return [
+        {
+            **message,
+            "content": [{**part, "image": next(left)} if _is_bare(part) else part for part in _parts(message)],
+        }
+        if any(_is_bare(part) for part in _parts(message))
+        else message
+        for message in messages
+    ]
+
+
+def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") in IMAGES
+
+
+def _is_bare(part: Mapping[str, Any]) -> bool:
+    return _is_image(part) and not any(name in part for name in IMAGE_SOURCES)

@@ -1,0 +1,467 @@
+"""The training run of `hf-xattn train`: from a folder of pictures to a folder with the trained model.
+
+`Trainer` trains the model and saves checkpoints with weights, optimizer, schedule and random states. The options of the run are saved
+in the same folder. A run can be resumed only with the same options and the same data, because with others it would be a different run.
+
+A run may be killed at any moment: it goes on from its last complete checkpoint. Under `accelerate launch` or `torchrun`, each process trains
+on its share of each batch, and the first one prints and writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..utils.whole_folder import replace_file
+from .complete_checkpoints import STATE, find_checkpoints, step_of
+from .launch import is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
+from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..processing_xattn import XAttnProcessor
+
+OPTIONS_FILE = "training.json"
+UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
+CHECKPOINTS = "checkpoints"
+WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
+SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
+# Options that do not change the result. They may be different in a resumed run.
+FREE_OPTIONS = ("output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code")
+
+
+@dataclasses.dataclass
+class TrainingOptions:
+    """The options of `hf-xattn train`, with the same names; see its `--help`."""
+
+    model: str
+    data: Path
+    output: Path
+    prompt: str | None = None
+    epochs: float = 1.0
+    steps: int | None = None
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    learning_rate: float = 1e-4
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    max_length: int | None = None
+    eval_share: float | None = None
+    eval_data: Path | None = None
+    eval_steps: int | None = None
+    save_steps: int | None = None
+    log_steps: int = 10
+    train_text: bool = False
+    train_vision: bool = False
+    adapter_only: bool = False
+    features: Path | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    workers: int = 0
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "batch_size",
+            "gradient_accumulation",
+            "log_steps",
+            "steps",
+            "eval_steps",
+            "save_steps",
+            "max_length",
+        ):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{_option(name)} must be at least 1, got {number}.")
+        for name in ("workers", "weight_decay", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_option(name)} must be at least 0, got {getattr(self, name)}.")
+        for name in ("epochs", "learning_rate"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{_option(name)} must be above 0, got {getattr(self, name)}.")
+        for name, low, above in (("warmup", 0.0, "at least 0"), ("eval_share", 1e-9, "above 0")):
+            share = getattr(self, name)
+            if share is not None and not low <= share < 1:
+                raise ValueError(f"{_option(name)} must be a share, {above} and below 1, got {share}.")
+        if self.eval_steps is not None and self.eval_data is None and self.eval_share is None:
+            raise ValueError(
+                f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither, so there are no "
+                "examples to evaluate on. Add one of them, or remove `--eval-steps`."
+            )
+        if self.features is not None and self.train_vision:
+            raise ValueError(
+                "Expected `--features` or `--train-vision`, got both: features are what a frozen vision tower has returned."
+            )
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("`--prompt` must be a text that is not empty.")
+
+    def saved(self, *data: PictureRows) -> dict[str, Any]:
+        """Returns the values that must be the same when the run is resumed."""
+        options = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+            if name not in FREE_OPTIONS
+        }
+        return {**options, "processes": num_processes(), "fingerprints": [each.fingerprint for each in data]}
+
+
+def train(options: TrainingOptions, resume: bool = False) -> None:
+    """Trains a model and saves it. All data are checked before the weights are loaded.
+
+    Args:
+        options ([`TrainingOptions`]): the options of the run.
+        resume (`bool`): continue from the last complete checkpoint in `options.output`.
+
+    Raises:
+        ValueError: for bad data, a model without a processor, or an output folder of a different run.
+    """
+    quiet_other_processes()
+    if is_lone_on_cpu():
+        say(
+            "One process trains: `accelerate launch --cpu` starts several only through MPI (`--mpirun_hostfile`). For several on one "
+            "machine, use `accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N`, with `--device cpu`."
+        )
+    prompt = options.prompt or CAPTION_PROMPT
+    data = read_folder(options.data, prompt)
+    others = [] if options.eval_data is None else [read_folder(options.eval_data, prompt)]
+    if options.prompt is not None and not any(each.captions or each.problems for each in (data, *others)):
+        raise ValueError(
+            f"Expected a line with the field `text` for `--prompt`, which is the question of captions, got none in {data.file}. "
+            "Remove `--prompt`, or write captions as `file_name` and `text`."
+        )
+    saved = options.saved(data, *others)
+    if resume:
+        _check_resumed(options.output, saved)
+    hub = {"trust_remote_code": options.trust_remote_code}
+    processor = _processor(options.model, **hub)
+    from .collator import XAttnDataCollator
+    from .vision_features import VisionFeatures
+
+    with_pixels = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right")
+    collator, features = with_pixels, None
+    if options.features is not None:
+        features = VisionFeatures.before_weights(options.features)
+        collator = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=features)
+    longest = check_rows([data, *others], collator, with_pixels)
+    rows, held_out = _split(data, options)
+    if others:
+        held_out = others[0].rows
+    say(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
+    if num_processes() > 1:
+        say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
+
+    import torch
+    from transformers import Trainer, TrainerState, set_seed
+
+    from ..checkpoints.adapter_saving import check_bases
+    from ..checkpoints.model_card import write_model_card
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+    set_seed(options.seed)
+    model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype, **hub)
+    if model.dtype == torch.float16:
+        raise ValueError(
+            f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Train it with "
+            "`--dtype bfloat16` or `--dtype float32`."
+        )
+    if features is not None:
+        features.check_tower(model)
+    if options.adapter_only:
+        check_bases(model)
+    half = model.dtype == torch.bfloat16
+    dtypes = _prepare(model, options)
+    if is_first_process():
+        options.output.mkdir(parents=True, exist_ok=True)
+        _write_options(options.output, saved)
+    checkpoint = _last_checkpoint(options.output) if resume else None
+    if resume:
+        say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
+    before = 0 if checkpoint is None else step_of(checkpoint)
+    arguments = _arguments(options, len(rows), bool(held_out), half)
+    finished = before >= arguments.max_steps
+    if finished:  # `Trainer` would take one step more
+        _load_weights(model, checkpoint, **hub)
+    elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
+        type(model).from_pretrained(checkpoint, device_map="meta", **hub)  # refused if not whole: `Trainer` only warns
+    use_cache = getattr(model.config, "use_cache", None)
+    # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns of any other.
+    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        eval_dataset=held_out or None,
+        data_collator=collator,
+        processing_class=processor,
+        callbacks=[_logs_last_step()],
+    )
+    if finished:
+        say(f"no steps left to train after step {before}")
+        trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
+    else:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if held_out:
+        last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
+        if last["step"] != trainer.state.global_step:
+            last = trainer.evaluate()
+        say(f"evaluation loss {last['eval_loss']:.4f}")
+    _save(model, processor, trainer, options, dtypes, use_cache)
+    if not is_first_process():
+        return
+    facts = {"examples": f"{len(rows):,} of the folder {options.data.resolve().name}", "prompt for captions": prompt}
+    write_model_card(model, options.output, trainer, training=facts)
+    _write_options(options.output, {**saved, "complete": True})
+    say(f"saved to {options.output}")
+    if not finished:
+        say(_last_loss(trainer.state.log_history, before, options.log_steps))
+
+
+def _logs_last_step() -> TrainerCallback:
+    """Logs after the last step too. `Trainer` averages a loss over the processes when it logs it: the mean of all steps would count the
+    steps after the last log with the rows of one process."""
+    from transformers import TrainerCallback
+
+    class LogsLastStep(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_log |= state.global_step >= state.max_steps
+
+    return LogsLastStep()
+
+
+def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
+    """Says the mean loss of the last `steps` steps or a few more, but of none of the `before` steps of an earlier run.
+
+    Each entry of `Trainer`'s log holds the mean since the entry before.
+    """
+    logged = [entry for entry in history if "loss" in entry and entry["step"] > before]
+    starts = [before, *(entry["step"] for entry in logged)]
+    total, start, end = 0.0, starts[-1], starts[-1]
+    for start, entry in reversed(list(zip(starts, logged))):
+        total += (entry["step"] - start) * entry["loss"]
+        if end - start >= steps:
+            break
+    return f"training loss {total / (end - start):.4f} (mean of the steps {start + 1} to {end})"
+
+
+def _option(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
+def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
+    """Raises a `ValueError` if there is no run to resume, or a run with other options or data."""
+    file = output / OPTIONS_FILE
+    if not file.is_file():
+        if (output / UNFINISHED).is_file():  # killed before anything was trained
+            return
+        raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
+    before = {"processes": 1, **json.loads(file.read_text())}
+    if before.get("complete"):
+        raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
+    for name, value in saved.items():
+        if before.get(name) == value:
+            continue
+        if name == "fingerprints":
+            raise ValueError(
+                f"`--resume`: expected the data of the run in {output}, got other data. Start in a new folder."
+            )
+        if name == "processes":
+            raise ValueError(
+                f"`--resume`: expected {before[name]} process(es), as in the run in {output}, got {value}, which would train on other "
+                "batches. Launch it in the same way, or start in a new folder."
+            )
+        raise ValueError(
+            f"`--resume`: expected {_option(name)} to be {before.get(name)!r}, as in the run in {output}, got {value!r}. Use the same "
+            "value, or start in a new folder."
+        )
+
+
+def _write_options(output: Path, saved: dict[str, Any]) -> None:
+    """Writes the options under another name first: a run that is killed meanwhile leaves the file whole, or leaves none."""
+    (output / UNFINISHED).write_text(json.dumps(saved, indent=2) + "\n")
+    replace_file(output / UNFINISHED, output / OPTIONS_FILE)
+
+
+def _last_checkpoint(output: Path) -> Path | None:
+    """Returns the last complete checkpoint. `Trainer` writes over the others when it reaches their steps again."""
+    found = find_checkpoints(output / CHECKPOINTS, num_processes())
+    for path, reason in found.skipped:
+        say(f"{path} is skipped: it is not complete ({reason}).")
+        if is_first_process():  # or a folder that is killed a second time would look complete, with files of both times
+            (path / STATE).unlink(missing_ok=True)
+    return found.last
+
+
+def _tie(weights: dict[str, torch.Tensor], model: XAttnForConditionalGeneration) -> None:
+    """Gives names of one weight one tensor again. Gathered weights are copies, and each would be saved."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = name.replace(f"{WRAPPED}.", "")
+        if name in weights and first.setdefault(id(parameter), name) != name:
+            weights[name] = weights[first[id(parameter)]]
+
+
+def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: Any) -> None:
+    """Gives the model the weights of a checkpoint, in the dtypes of the model."""
+    import torch
+    from torch.distributed import checkpoint as sharded
+
+    shards = checkpoint / SHARDS
+    if shards.is_dir():
+        # Tensors of the model, which are filled. Each process reads all of them by itself.
+        sharded.load({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
+    else:
+        last = type(model).from_pretrained(str(checkpoint), dtype=torch.float32, **hub)
+        model.load_state_dict(last.state_dict())
+
+
+def _processor(name: str, **hub: Any) -> XAttnProcessor:
+    """Returns the model's processor, as an [`XAttnProcessor`].
+
+    Raises:
+        ValueError: for a model without a vision tower, without a processor, or without a chat template that works.
+    """
+    from transformers import AutoConfig, AutoProcessor
+
+    from ..processing_xattn import XAttnProcessor
+
+    if AutoConfig.from_pretrained(name).vision_config is None:
+        raise ValueError(
+            f"Expected a model with a vision tower, because the data hold pictures, got {name}, which has none: its blocks read features. "
+            "Retrofit its text model with `--vision`, or train on features in Python (`cross_attention_states`)."
+        )
+    try:
+        processor = AutoProcessor.from_pretrained(name, **hub)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} was saved without a processor: save an `XAttnProcessor` into its folder.") from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(
+            f"{name} was saved without an image processor, so it cannot read pictures. Save an `XAttnProcessor` into its folder."
+        )
+    if not isinstance(processor, XAttnProcessor):  # the processor of an imported model
+        marker = AutoConfig.from_pretrained(name, **hub).image_token_id
+        token = None if marker is None else processor.tokenizer.convert_ids_to_tokens(marker)
+        template = processor.chat_template or processor.tokenizer.chat_template
+        processor = XAttnProcessor(processor.image_processor, processor.tokenizer, template, image_token=token)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        processor.apply_chat_template(chat, tokenize=False)
+    except Exception as error:
+        raise ValueError(
+            f"{name} has no chat template that works: {error} Set `processor.chat_template` and save the processor again."
+        ) from error
+    return processor
+
+
+def _split(data: PictureRows, options: TrainingOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the rows to train on and the rows to evaluate on. The latter are a random share."""
+    if options.eval_share is None:
+        return data.rows, []
+    if len(data.rows) < 2:
+        raise ValueError(f"`--eval-share` needs two examples or more, got {len(data.rows)}.")
+    count = min(max(1, round(len(data.rows) * options.eval_share)), len(data.rows) - 1)
+    chosen = set(random.Random(options.seed).sample(range(len(data.rows)), count))
+    return (
+        [row for index, row in enumerate(data.rows) if index not in chosen],
+        [row for index, row in enumerate(data.rows) if index in chosen],
+    )
+
+
+def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> dict[str, torch.dtype]:
+    """Freezes the parameters that are not trained, and converts the others to float32, because half precision loses small updates.
+
+    Returns:
+        `dict`: the original dtypes of the converted parameters.
+    """
+    from ..utils.quantized_weights import check_trainable
+    from .freezing import freeze
+
+    if options.train_text:
+        check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
+    freeze(model, text=not options.train_text, vision=not options.train_vision)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in dtypes:
+            parameter.data = parameter.data.float()
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    say(f"{trainable:,} of {model.num_parameters():,} parameters train")
+    return dtypes
+
+
+def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: bool) -> TrainingArguments:
+    import torch
+    from transformers import TrainingArguments
+
+    # Each process gets a batch of its own from the same order of rows, and their gradients are averaged over all their labels.
+    an_epoch = math.ceil(num_rows / (options.batch_size * options.gradient_accumulation * num_processes()))
+    steps = options.steps or math.ceil(an_epoch * options.epochs)
+    return TrainingArguments(
+        output_dir=str(options.output / CHECKPOINTS),
+        num_train_epochs=options.epochs,
+        max_steps=steps,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.gradient_accumulation,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(options.warmup * steps),
+        weight_decay=options.weight_decay,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=min(options.eval_steps or an_epoch, steps),
+        save_strategy="steps",
+        save_steps=options.save_steps or max(1, steps // 10),
+        save_total_limit=2,
+        logging_steps=min(options.log_steps, steps),
+        seed=options.seed,
+        # Said here where there is no GPU: `TrainingArguments` refuses bfloat16 on a CPU that it had to find by itself.
+        use_cpu=options.device == "cpu" or not torch.accelerator.is_available(),
+        bf16=half,  # compute in bfloat16 if the frozen weights are bfloat16; trained weights stay float32
+        dataloader_num_workers=options.workers,
+        prediction_loss_only=True,
+        remove_unused_columns=False,
+        report_to="none",
+    )
+
+
+def _save(
+    model: XAttnForConditionalGeneration,
+    processor: XAttnProcessor,
+    trainer: Trainer,
+    options: TrainingOptions,
+    dtypes: dict[str, torch.dtype],
+    use_cache: bool | None,
+) -> None:
+    """Saves the model as it was loaded: in its original dtypes, and with `use_cache`, which `Trainer` turns off.
+
+    All processes call this, because each may hold a part of the weights.
+    """
+    config: Any = model.config  # a composite configuration has no field `use_cache`
+    if use_cache is None:
+        del config.use_cache
+    else:
+        config.use_cache = use_cache
+    weights: dict[str, Any] = {}
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        weights["state_dict"] = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
+        _tie(weights["state_dict"], model)
+    for (
+        name,
+        parameter,
+    ) in model.named_parameters():  # sharded ones too: the configuration and the card tell their dtype
+        dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))
+        if dtype is not None:
+            parameter.data = parameter.data.to(dtype)
+    if is_first_process():
+        processor.save_pretrained(options.output)
+    model.save_pretrained(
+        options.output, is_main_process=is_first_process(), adapter_only=options.adapter_only, **weights
+    )

@@ -1,0 +1,153 @@
+"""A table of what differs between the decoder architectures of transformers.
+
+Most architectures need no entry, because `decoders/decoder.py` finds the layers and the path of keyword arguments in the model. An
+entry says why an architecture is not supported, or how it differs. The test suite builds a small model of each architecture
+and tests it. A test fails if the result and this table differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .transformers_api import OLDEST, is_before, needs
+
+
+HALF = "decoder half of an encoder-decoder model, with cross-attention of its own"
+NO_CACHE = "keeps what it has read in {}, not in a cache of transformers"
+STREAMS = "its layers pass several residual streams, not one"
+MODAL = "takes images or sound itself, in its own way"
+COMPOSITE = "a larger model, of which the text half is served as {}"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One `model_type` of transformers' causal language models.
+
+    Attributes:
+        refused (`str`, *optional*): why the architecture cannot take blocks, or None if it can.
+        via (`"keyword"` or `"call"`): how images reach the layers. `"keyword"`: the decoder passes a keyword argument on.
+            `"call"`: the layer's `__call__` fetches the images (see `decoders/channel.py`).
+        layer_count (`str`): configuration field with the number of layers.
+        forgets (`bool`): whether transformers' layers drop their recurrent state, without an error, when a call reads several tokens
+            after cached text. Such text is read one token at a time.
+        counts_from_zero (`bool`): whether a `forward` without `position_ids` numbers text after cached text from 0.
+        since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache. Before, it saw
+            text to come, read text after cached text wrongly, or failed.
+    """
+
+    refused: str | None = None
+    via: str = "keyword"
+    layer_count: str = "num_hidden_layers"
+    forgets: bool = False
+    counts_from_zero: bool = False
+    since: str = OLDEST
+    static_since: str = OLDEST
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    # Supported, with a difference.
+    "bamba": Architecture(counts_from_zero=True),
+    "big_bird": Architecture(since="5.18.0"),
+    "bloom": Architecture(via="call", static_since="5.21.0"),
+    "codegen": Architecture(via="call"),
+    "cohere_compass_text": Architecture(since="5.21.0"),
+    "dbrx": Architecture(since="5.20.0"),
+    "doge": Architecture(since="5.18.0"),
+    "falcon": Architecture(via="call"),
+    "falcon_mamba": Architecture(via="call", forgets=True),
+    "gpt_neo": Architecture(via="call"),
+    "gpt_neox_japanese": Architecture(via="call"),
+    "gptj": Architecture(via="call"),
+    "jamba": Architecture(forgets=True),
+    "longcat_flash": Architecture(layer_count="num_layers"),
+    "mamba": Architecture(via="call", forgets=True),
+    "mamba2": Architecture(via="call"),
+    "megatron-bert": Architecture(via="call", since="5.18.0"),
+    "moshi": Architecture(since="5.21.0"),
+    "mpt": Architecture(via="call"),
+    "rembert": Architecture(via="call", since="5.18.0"),
+    "roformer": Architecture(since="5.18.0"),
+    "zamba": Architecture(forgets=True),
+    # Not supported.
+    "bart": Architecture(HALF),
+    "bigbird_pegasus": Architecture(HALF),
+    "blenderbot": Architecture(HALF),
+    "blenderbot-small": Architecture(HALF),
+    "blt": Architecture("reads bytes through three stacks of layers"),
+    "cpmant": Architecture("puts prompt tokens of its own in front of the text"),
+    "deepseek_v4": Architecture(STREAMS),
+    "dots3_note": Architecture(COMPOSITE.format("dots3_note_text")),
+    "emu3": Architecture(MODAL),
+    "fuyu": Architecture(COMPOSITE.format("persimmon")),
+    "gemma3": Architecture(COMPOSITE.format("gemma3_text")),
+    "gemma3n": Architecture(STREAMS),
+    "gemma3n_text": Architecture(STREAMS),
+    "gemma4": Architecture(COMPOSITE.format("gemma4_text")),
+    "gemma4_assistant": Architecture("drafts for a larger model, whose cache it reads"),
+    "gemma4_unified": Architecture(COMPOSITE.format("gemma4_unified_text")),
+    "gemma4_unified_assistant": Architecture("drafts for a larger model, whose cache it reads"),
+    "git": Architecture(MODAL),
+    "got_ocr2": Architecture(COMPOSITE.format("qwen2")),
+    "hrm_text": Architecture("runs two stacks of layers in turns, several times a token"),
+    "hy_v4": Architecture(STREAMS),
+    "llama4": Architecture(COMPOSITE.format("llama4_text")),
+    "marian": Architecture(HALF),
+    "mbart": Architecture(HALF),
+    "minimax": Architecture(NO_CACHE.format("`MiniMaxCache`")),
+    "mllama": Architecture("has cross-attention to images of its own: `hf-xattn import` brings it over"),
+    "moss_transcribe_diarize": Architecture(COMPOSITE.format("qwen3")),
+    "musicgen": Architecture(MODAL),
+    "musicgen_melody": Architecture(MODAL),
+    "mvp": Architecture(HALF),
+    "openai-gpt": Architecture("reads its whole text again at every step: it has no cache"),
+    "pegasus": Architecture(HALF),
+    "phi4_multimodal": Architecture(MODAL),
+    "plbart": Architecture(HALF),
+    "prophetnet": Architecture(HALF),
+    "qwen3_5": Architecture(COMPOSITE.format("qwen3_5_text")),
+    "qwen3_5_moe": Architecture(COMPOSITE.format("qwen3_5_moe_text")),
+    "qwen4_exp": Architecture(STREAMS),
+    "qwen4_exp_text": Architecture(STREAMS),
+    "recurrent_gemma": Architecture(NO_CACHE.format("its own modules")),
+    "reformer": Architecture(NO_CACHE.format("`past_buckets_states`")),
+    "rwkv": Architecture(NO_CACHE.format("`state`")),
+    "trocr": Architecture(HALF),
+    "whisper": Architecture(HALF),
+    "xlm": Architecture("has no layer objects, but lists of their parts"),
+    "xlnet": Architecture(NO_CACHE.format("`mems`")),
+    "xlstm": Architecture(NO_CACHE.format("`cache_params`, of a class of its own")),
+}
+
+
+def architecture(model_type: str) -> Architecture:
+    """Returns the entry of a `model_type`, or the default if the table has no entry. Refused is also what needs a newer transformers."""
+    entry = ARCHITECTURES.get(model_type, Architecture())
+    return replace(entry, refused=needs(entry.since, "its decoder")[:-1]) if is_before(entry.since) else entry
+
+
+def causal_model_types() -> list[str]:
+    """Returns each `model_type` with a causal language model in transformers."""
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {"xattn"})
+
+
+def markdown_table() -> str:
+    """Returns the table that `hf-xattn inspect --architectures` prints and the README shows."""
+    served = [name for name in causal_model_types() if architecture(name).refused is None]
+    keyword = [name for name in served if architecture(name).via == "keyword"]
+    call = [name for name in served if architecture(name).via == "call"]
+    lines = [
+        f"| {len(served)} of {len(causal_model_types())} model types | |",
+        "|---|---|",
+        f"| served, images as a keyword argument ({len(keyword)}) | {', '.join(f'`{name}`' for name in keyword)} |",
+        f"| served, images fetched by the layer ({len(call)}) | {', '.join(f'`{name}`' for name in call)} |",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name in causal_model_types():
+        reason = architecture(name).refused
+        if reason is not None:
+            reasons.setdefault(reason, []).append(name)
+    for reason, names in sorted(reasons.items()):
+        lines.append(f"| not served: {reason} | {', '.join(f'`{name}`' for name in names)} |")
+    return "\n".join(lines)
