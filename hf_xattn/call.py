@@ -36,7 +36,7 @@ from .layers.image_token_selection import KeptShare
 from .layers.later_blocks import TextView, TokenChoice, context_of_kept
 from .layers.position_bias import text_positions, token_positions
 from .layers.row_groups import RowGroup, group_rows
-from .parallel.stand_in import blank_states, run_beside, stand_in_images
+from .learning.stand_in import blank_states, run_beside, stand_in_images
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name
 
@@ -215,7 +215,7 @@ def prepare_blocks(
         trains (`bool`): whether the model is in training mode and computes gradients.
         only_images_learn (`Callable`): whether some weights require a gradient, but none of the text model's own. Called only if
             there are no images.
-        blocks_are_units (`Callable`): as in `parallel/stand_in.py`. Called only if there are no images and several processes.
+        blocks_are_units (`Callable`): as in `learning/stand_in.py`. Called only if there are no images and several processes.
     """
     cross = None if call.cache is None else call.cache.cross_attention_cache
     if cross is not None and cross.layers:

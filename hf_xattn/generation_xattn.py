@@ -27,8 +27,8 @@ from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .layers.image_rows import refuse_to_cache
 from .layers.image_token_selection import KeptShare
+from .learning.stand_in import run_beside
 from .outputs import StepAttentions
-from .parallel.stand_in import run_beside
 from .utils.distributed import fsdp_forward, is_distributed
 from .utils.keywords import suggestion
 from .utils.transformers_api import has, needs

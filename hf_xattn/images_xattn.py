@@ -34,7 +34,7 @@ from .layers.active_blocks import cross_attention_blocks
 from .layers.block import GatedCrossAttentionBlock
 from .layers.context import KEYWORD, CrossAttentionContext, Recorder, image_fields
 from .layers.image_token_selection import KeptShare, check_can_choose, read_share
-from .parallel.stand_in import run_beside, stand_in_images
+from .learning.stand_in import run_beside, stand_in_images
 from .utils.distributed import has_units, is_distributed
 
 

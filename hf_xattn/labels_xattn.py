@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .configuration_xattn import XAttnConfig
-from .parallel.loss import LabelMask
-from .parallel.trainer_labels import mask_labels_in_trainer
+from .learning.loss import LabelMask
+from .learning.trainer_labels import mask_labels_in_trainer
 from .utils.tensor_checks import check_integers, check_tensor
 
 

@@ -43,11 +43,11 @@ from .images_xattn import XAttnImagesMixin
 from .labels_xattn import XAttnLabelsMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
+from .learning.frozen_modes import keep_frozen_in_eval
+from .learning.gradients import give_gradient, only_images_learn
+from .learning.loss import IGNORED, LossInputs, loss_over_all_logits
+from .learning.stand_in import blocks_are_units
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
-from .parallel.frozen_modes import keep_frozen_in_eval
-from .parallel.gradients import give_gradient, only_images_learn
-from .parallel.loss import IGNORED, LossInputs, loss_over_all_logits
-from .parallel.stand_in import blocks_are_units
 from .utils.custom_code import build_part
 
 
@@ -102,7 +102,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         leave_out_added(text_model)  # later, `post_init` would take over what the text model leaves out
 
     def train(self, mode: bool = True) -> XAttnModel:
-        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `parallel/frozen_modes.py`)."""
+        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `learning/frozen_modes.py`)."""
         super().train(mode)
         if mode:
             for part in (self.text_model, self.connector, self.vision_tower):

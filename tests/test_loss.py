@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer
 
 from hf_xattn import freeze_base
-from hf_xattn.parallel import loss as room
+from hf_xattn.learning import loss as room
 
 
 class Marked(torch.utils.data.Dataset):

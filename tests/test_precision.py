@@ -8,7 +8,7 @@ from conftest import make_model, pixels, token_ids
 from test_checkpointing import without_dropout
 
 from hf_xattn import freeze, train_in_float32
-from hf_xattn.parallel import lost_updates
+from hf_xattn.learning import lost_updates
 from hf_xattn.training import parameter_groups
 from hf_xattn.utils.transformers_api import checkpoint_activations
 

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
 from hf_xattn import CrossAttentionConfig, retrofit
-from hf_xattn.parallel.tensor_parallel import block_plan
+from hf_xattn.learning.tensor_parallel import block_plan
 
 
 RANKS = Path(__file__).parent / "tensor_parallel_ranks.py"

@@ -17,10 +17,10 @@ from ..configuration_xattn import XAttnConfig
 from ..decoders.insertion import BLOCKS
 from ..decoders.quantization import finish_quantized, keep_added_precise
 from ..layers.block import GatedCrossAttentionBlock
-from ..parallel.input_gradients import give_gradient_to_inputs
-from ..parallel.lost_updates import warn_of_half_precision
-from ..parallel.no_split import XAttnUnitsMixin, fsdp_plan
-from ..parallel.tensor_parallel import block_plan
+from ..learning.input_gradients import give_gradient_to_inputs
+from ..learning.lost_updates import warn_of_half_precision
+from ..learning.no_split import XAttnUnitsMixin, fsdp_plan
+from ..learning.tensor_parallel import block_plan
 from ..utils.config_checks import check_parts
 from ..utils.custom_code import HUB_ARGUMENTS, trusting
 from ..utils.missing_weights import NotesWhatIsMissing, check_class, check_complete
@@ -95,10 +95,10 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
         super()._set_gradient_checkpointing(*args, **kwargs)
         if self.training:
-            self.train()  # frozen layers that are checkpointed train, see `parallel/frozen_modes.py`
+            self.train()  # frozen layers that are checkpointed train, see `learning/frozen_modes.py`
 
     def enable_input_require_grads(self) -> None:
-        """`PreTrainedModel.enable_input_require_grads`. The vision tower takes part only while it trains (see `parallel/input_gradients.py`)."""
+        """`PreTrainedModel.enable_input_require_grads`. The vision tower takes part only while it trains (see `learning/input_gradients.py`)."""
         self.disable_input_require_grads()
         body: Any = self.base_model
         self._input_hooks = give_gradient_to_inputs(body.text_model, body.vision_tower)

@@ -134,7 +134,7 @@ class ImageEncoder:
         return connect(self.connector, features, images, tiled, drop_first, positions, real_tiles)
 
     def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
-        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `parallel/stand_in.py`). `real`
+        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `learning/stand_in.py`). `real`
         `(R, n)` tells which are no padding.
         """
         features, tiled = images.features, images.tiles is not None

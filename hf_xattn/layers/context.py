@@ -119,7 +119,7 @@ class CrossAttentionContext(ModelOutput):
         encode_only (`bool`, *optional*): blocks record keys and values and do nothing else.
         recorder ([`Recorder`], *optional*): the object that blocks record to.
         unused (`torch.Tensor`, *optional*): a zero, which a block adds to its output. It gives a gradient of zero to weights that
-            other processes use and this call does not (see `parallel/stand_in.py`).
+            other processes use and this call does not (see `learning/stand_in.py`).
         later ([`CrossAttentionContext`], *optional*): for the blocks after the first, if these keep only some image tokens.
         choice ([`TokenChoice`], *optional*): if the first block chooses the tokens that later blocks keep.
         cached_index (`torch.LongTensor`, *optional*): `(R, kept)`, which of the cached keys and values to keep, with a null key.

@@ -1,1 +1,5 @@
-"""processing"""
+"""Chat messages to token ids and pixels: chat templates, reading of images, downloads and their limits.
+
+What may come in: what prepares inputs and needs no weights. `processing_xattn.py` is the processor.
+Imports from: utils, checkpoints.
+"""

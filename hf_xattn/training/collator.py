@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..parallel.loss import IGNORED
+from ..learning.loss import IGNORED
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
 from .answer_spans import AnswerSpan, find_answers, squeezed

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..parallel.lost_updates import HALF
+from ..learning.lost_updates import HALF
 from .freezing import part_weights
 
 
 def train_in_float32(model: Any) -> Any:
     """Converts the weights that train from half precision to float32. Frozen weights keep their dtype, and so their memory.
 
-    In half precision small updates are lost (see `parallel/lost_updates.py`). Blocks and connector then work as they are, beside a frozen text
+    In half precision small updates are lost (see `learning/lost_updates.py`). Blocks and connector then work as they are, beside a frozen text
     model and tower in half precision. Text models and towers that train in part need autocast, because their layers do not convert
     what they pass on: `bf16=True` of `TrainingArguments`, or `torch.autocast`.
 

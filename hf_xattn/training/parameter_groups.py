@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..decoders.model_parts import PARTS
-from ..parallel.lost_updates import warn_of_lost_updates
+from ..learning.lost_updates import warn_of_lost_updates
 from ..utils.quantized_weights import is_quantized
 from .freezing import part_weights
 
@@ -24,7 +24,7 @@ def parameter_groups(
 
     Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not towards one.
 
-    Warns if a learning rate is so small that AdamW does not move weights in half precision (see `parallel/lost_updates.py`).
+    Warns if a learning rate is so small that AdamW does not move weights in half precision (see `learning/lost_updates.py`).
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of the text model

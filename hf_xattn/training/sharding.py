@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..decoders.activation_wrappers import WRAPPED, unwrapped
-from ..parallel.no_split import names_of_units
+from ..learning.no_split import names_of_units
 from .freezing import body_of
 
 

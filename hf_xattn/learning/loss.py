@@ -2,7 +2,7 @@
 
 Two kinds of labels do not count: -100, as everywhere in transformers, and image markers. A model should not learn to generate markers, and
 the head may have no row for them. `num_items_in_batch` is the number of labels that count, over all micro-batches of an optimizer step.
-`Trainer` counts them before the model gets the labels (see `parallel/trainer_labels.py`).
+`Trainer` counts them before the model gets the labels (see `learning/trainer_labels.py`).
 """
 
 from __future__ import annotations

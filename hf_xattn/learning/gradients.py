@@ -1,6 +1,6 @@
 """Training with a frozen text model: if no block runs in a forward, the loss has no gradient and `backward` fails.
 
-Text without images gets a stand-in image that no text sees (`parallel/stand_in.py`). If LayerDrop skips every layer with a block, the
+Text without images gets a stand-in image that no text sees (`learning/stand_in.py`). If LayerDrop skips every layer with a block, the
 outputs get a gradient of zero.
 """
 
