@@ -407,5 +407,5 @@ def test_plot_without_matplotlib(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     maps = attention_maps(make_model(), inputs())
     assert isinstance(maps, AttentionMaps) and repr(maps) == "AttentionMaps(layers=[1, 3], weights=2 x (2, 4, 7, 16))"
-    with pytest.raises(ImportError, match=r"hf_xattn\[plot\]"):
+    with pytest.raises(ImportError, match="`plot` needs matplotlib: pip install"):
         maps.plot()

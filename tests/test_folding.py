@@ -18,6 +18,7 @@ from test_attention import (
 
 from hf_xattn.layers import attention as attention_module
 from hf_xattn.layers.folded_mask import fold_mask
+from hf_xattn.layers.position_bias import token_positions
 
 
 @pytest.mark.parametrize("heads", KV_HEADS)
@@ -51,8 +52,10 @@ def test_folding_equals_repeating(heads, implementation, mask, fields):
     key, value = layer.project_key_value(states, null_key=layer.quiet_softmax)
     assert key.shape == (BATCH, KV_HEADS[heads], NUM_TOKENS + layer.quiet_softmax, HEAD_DIM)
     expected, expected_weights = layer(hidden, repeated, full, output_attentions=True)
-    torch.testing.assert_close(attend(layer, hidden, key, value, visibility)[0], expected)
-    weights = attend(layer, hidden, key, value, visibility, output_attentions=True)[1]
+    # Positions count no padding.
+    places = {"key_positions": token_positions(make_mask(mask))} if mask == "padding" else {}
+    torch.testing.assert_close(attend(layer, hidden, key, value, visibility, **places)[0], expected)
+    weights = attend(layer, hidden, key, value, visibility, output_attentions=True, **places)[1]
     torch.testing.assert_close(weights, expected_weights)
 
 

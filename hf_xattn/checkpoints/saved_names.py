@@ -8,7 +8,7 @@ hit the blocks inside the layers too, so blocks are kept from them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,12 +55,30 @@ def _sparing_blocks(rule: WeightTransform) -> WeightTransform:
     return rule
 
 
+class _Unsharded:
+    """A model as transformers looks for its rules. FSDP2 derives a class of its own, which transformers takes for custom code without rules."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.base_model_prefix = model, model.base_model_prefix
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.model.named_modules():
+            kind = type(module)
+            if isinstance(module, PreTrainedModel) and kind.__module__.startswith("torch.distributed."):
+                original = next(each for each in kind.__mro__[1:] if issubclass(each, PreTrainedModel))
+                shell = original.__new__(original)
+                vars(shell)["config"] = module.config
+                module = shell
+            yield name, module
+
+
 def rules_of_parts(model: PreTrainedModel) -> list[WeightTransform]:
     """How loading makes the names that weights have in memory. transformers reverses these rules when it saves the model.
 
     A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse would add the prefix.
     """
-    rules = get_model_conversion_mapping(model, add_legacy=False)
+    unsharded: Any = _Unsharded(model)
+    rules = get_model_conversion_mapping(unsharded, add_legacy=False)
     return [_sparing_blocks(rule) for rule in rules if not isinstance(rule, PrefixChange)]
 
 
