@@ -45,14 +45,12 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
         return
     images, text = cache.cross_attention_cache.state(), _TextMark(cache)
     length, padding = cache.text_length, cache.text_padding
-    conversation = (cache.progress, cache.text_rows, length, padding, dict(cache.is_updated), cache.chosen_by)
+    conversation = (cache.progress, cache.text_rows, length, padding, dict(cache.is_updated))
     try:
         yield
     except BaseException:
         cache.cross_attention_cache.restore(images)
-        cache.progress, cache.text_rows, cache.text_length, cache.text_padding, cache.is_updated, cache.chosen_by = (
-            conversation
-        )
+        cache.progress, cache.text_rows, cache.text_length, cache.text_padding, cache.is_updated = conversation
         cache.broken = text.take_back(cache.self_attention_cache)
         raise
 

@@ -19,12 +19,6 @@ from .cross_cache import CrossCache, is_empty
 from .text_progress import History, TextProgress
 
 
-DROPPED = (
-    "Expected `past_key_values` with the text that has chosen the image tokens to keep (`keep_image_tokens`), but {}. The other tokens are "
-    "gone, and another text may need them. Start from an empty cache, or from one of `encode_images`."
-)
-
-
 class XAttnCache(EncoderDecoderCache):
     """An `EncoderDecoderCache` whose cross half holds images.
 
@@ -38,7 +32,6 @@ class XAttnCache(EncoderDecoderCache):
         text_length (`torch.LongTensor`, *optional*): number of cached text tokens, for decoders whose cache does not know it.
         text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many of them are padding; with `position_bias` only.
         broken (`str`, *optional*): why the text half can no longer be used.
-        chosen_by (`int`): length of the text that has chosen the image tokens to keep; 0 if no token was dropped.
     """
 
     cross_attention_cache: CrossCache
@@ -53,7 +46,6 @@ class XAttnCache(EncoderDecoderCache):
         self.text_length: torch.Tensor | None = None
         self.text_padding: torch.Tensor | None = None
         self.broken: str | None = None
-        self._chosen: Note[int] = Note(0)
 
     @classmethod
     def adopt(cls, cache: EncoderDecoderCache) -> XAttnCache:
@@ -96,33 +88,15 @@ class XAttnCache(EncoderDecoderCache):
     def text_rows(self, rows: int | None) -> None:
         self._rows = Note(rows)
 
-    @property
-    def chosen_by(self) -> int:
-        return 0 if self._chosen.is_lost else self._chosen.value
-
-    @chosen_by.setter
-    def chosen_by(self, length: int) -> None:
-        self._chosen = Note(length)
-
     def check_usable(self, batch_size: int) -> None:
-        """Raises a `ValueError` if an earlier call broke the cache, the text has another batch than the cached text, or the text is gone
-        that has chosen the image tokens."""
+        """Raises a `ValueError` if an earlier call broke the cache, or its text has another batch size."""
         if self.broken is not None:
             raise ValueError(self.broken)
-        if self.cross_attention_cache.dropped_tokens:
-            if self.text_rows is None:
-                raise ValueError(DROPPED.format("the text half is empty"))
-            self._check_chosen(self.get_seq_length() if self.can_be_cropped else None)
         if self.text_rows is not None and batch_size != self.text_rows:
             raise ValueError(
                 f"Expected text of batch {self.text_rows}, as in `past_key_values`, got {batch_size}. To continue with other rows, "
                 "call `batch_select_indices` or `batch_repeat_interleave` of the cache."
             )
-
-    def _check_chosen(self, length: int | None) -> None:
-        """Raises a `ValueError` if a text of `length` tokens lacks some of the text that has chosen the image tokens."""
-        if length is not None and length < self.chosen_by:
-            raise ValueError(DROPPED.format(f"{length} of its {self.chosen_by} tokens are left"))
 
     @property
     def offloads(self) -> bool:
@@ -218,16 +192,8 @@ class XAttnCache(EncoderDecoderCache):
         """Removes text from the end (a negative number), and returns to what the remaining text has seen of the images.
 
         Raises:
-            ValueError: if the cache comes from an exported program, which does not keep what earlier text has seen; or if the text has
-                chosen the image tokens to keep (`keep_image_tokens`).
+            ValueError: if the cache comes from an exported program, which does not keep what earlier text has seen.
         """
-        if self.can_be_cropped and self.cross_attention_cache.dropped_tokens:
-            if self._chosen.is_lost:
-                raise ValueError(
-                    DROPPED.format("the cache comes from an exported program, which does not know how much")
-                )
-            past = int(self.get_seq_length())
-            self._check_chosen(past + tokens_to_remove if tokens_to_remove <= 0 else min(past, tokens_to_remove))
         if self.can_be_cropped and self.progress.known_history is None and not self.progress.is_blank:
             raise ValueError(
                 "The text in `past_key_values` cannot be cropped: the cache comes from an exported program, which does not keep what "
