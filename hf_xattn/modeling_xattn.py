@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
 )
 
-from .cache.rollback import whole_or_not_at_all
+from .cache.xattn_cache import whole_or_not_at_all
 from .call import keep, prepare_blocks, read_call
 from .checkpoints.model_identity import ModelIdentity
 from .checkpoints.pretrained import XAttnPreTrainedModel, keep_weights
