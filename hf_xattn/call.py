@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.utils import logging
 
 from .cache.cross_cache import CrossCache
@@ -31,9 +31,8 @@ from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_
 from .images.image_encoder import ImageEncoder
 from .images.image_inputs import ImageInputs
 from .layers.context import CrossAttentionContext, Recorder, image_fields
+from .layers.folded_mask import fold_mask
 from .layers.image_rows import ImageRows, Slots, refuse_to_cache
-from .layers.image_token_selection import KeptShare
-from .layers.later_blocks import TextView, TokenChoice, context_of_kept
 from .layers.position_bias import text_positions, token_positions
 from .layers.row_groups import RowGroup, group_rows
 from .learning.stand_in import blank_states, run_beside, stand_in_images
@@ -67,7 +66,6 @@ class Call:
         continues (`bool`): whether the caller passed a cache or asked for one, so more text may follow.
         samples (`torch.BoolTensor`, *optional*): `(rows, length)`, True where a sample of a packed row starts; None if no row is packed.
         positions (`torch.LongTensor`, *optional*): `(rows or 1, length)`, of the text; None without `position_bias`.
-        share ([`KeptShare`], *optional*): how many image tokens blocks after the first keep; None if nothing is to be dropped.
     """
 
     text: dict[str, Any]
@@ -83,7 +81,6 @@ class Call:
     continues: bool
     samples: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    share: KeptShare | None = None
 
     @property
     def takes_up_images(self) -> bool:
@@ -102,14 +99,12 @@ class BlockInputs:
         new ([`ImageLayout`], *optional*): of the new images for the cache; None if there are none, or no cache.
         layout ([`ImageLayout`], *optional*): new layout of the cached images, for this conversation.
         progress ([`TextProgress`], *optional*): progress of the text after this call.
-        choice ([`TokenChoice`], *optional*): which image tokens are dropped; None if none.
     """
 
     context: CrossAttentionContext | None = None
     new: ImageLayout | None = None
     layout: ImageLayout | None = None
     progress: TextProgress | None = None
-    choice: TokenChoice | None = None
 
 
 def read_call(
@@ -122,7 +117,6 @@ def read_call(
     output_attentions: bool | None,
     recomputes: bool,
     skips_layers: bool,
-    share: KeptShare | None = None,
 ) -> Call:
     """Finds the cache of a call. `decoders/text_inputs.py` has checked the text. Arguments that are None follow the configuration.
 
@@ -131,7 +125,6 @@ def read_call(
         text, images, past_key_values, use_cache, output_attentions: as in `forward`.
         recomputes (`bool`): whether layers run twice, under gradient checkpointing.
         skips_layers (`bool`): whether layers may be skipped, under LayerDrop.
-        share ([`KeptShare`], *optional*): `keep_image_tokens`, checked.
 
     Raises:
         TypeError: if `past_key_values` is not a cache of transformers.
@@ -195,7 +188,6 @@ def read_call(
         continues=continues,
         samples=samples,
         positions=text_positions(text, cache, given) if config.cross_attention_config.position_bias else None,
-        share=share,
     )
 
 
@@ -271,43 +263,33 @@ def prepare_blocks(
         of_text = layout if rows is None or by_image else rows.layout_of_text(layout)
         sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
     group = block.num_attention_heads // block.num_key_value_heads
-    view = TextView(sees, by_image, rows, image_rows, call.rows, call.length, group, block.quiet_softmax)
-    folded, visible = view.fold()
-    choice = None
-    if call.share is not None and not stands_in:
-        past = 0 if call.cache is None else int(call.cache.get_seq_length())
-        cached = 0 if cross is None or cross.layout is None else cross.layout.num_images
-        text_mask = call.text.get("attention_mask")
-        choice = TokenChoice.of(call.share, layout, cached, view, text_mask, visible, past)
+    shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
+    if rows is None:
+        folded, visible = fold_mask(sees, image_rows=image_rows, text_rows=call.rows, **shape)
+    else:
+        folded, visible = rows.fold(sees, by_image=by_image, **shape)
     keeps = cross is not None and new is not None and call.uncached is None
     key_positions = None
     if block.position_bias:
         key_positions = token_positions((layout if rows is None else rows.layout_of_text(layout)).token_mask)
-    fields: dict[str, Any] = {
-        "cache": cross,
-        "slots": None if rows is None else Slots(rows.slots, rows.places),
-        "query_positions": call.positions,
-        "output_attentions": call.output_attentions or None,
-        "keep_keys_values": keeps or None,
-        "recorder": None if stands_in else Recorder(),
-        "unused": unused,
-    }
-    later = None
-    if choice is not None or layout.kept is not None:  # which tokens a block reads differs from row to row
-        fields["cross_attention_states"] = None if new is None else new.states
-        if choice is None and layout.kept is not None:
-            later = context_of_kept(fields, view, layout.kept, layout.num_tokens, key_positions)
-    else:
-        groups = None
-        if layout.token_mask is not None and not stands_in:
-            groups = _groups(config, call, layout, rows, image_rows, by_image)
-        if new is not None or groups is not None:
-            fields |= image_fields(None if new is None else new.states, None if new is None else new.layout, groups)
+    groups = None
+    if layout.token_mask is not None and not stands_in:
+        groups = _groups(config, call, layout, rows, image_rows, by_image)
     context = CrossAttentionContext(
-        **fields, mask=folded, visible=visible, key_positions=key_positions, later=later, choice=choice
+        cache=cross,
+        mask=folded,
+        visible=visible,
+        slots=None if rows is None else Slots(rows.slots, rows.places),
+        query_positions=call.positions,
+        key_positions=key_positions,
+        output_attentions=call.output_attentions or None,
+        keep_keys_values=keeps or None,
+        recorder=None if stands_in else Recorder(),
+        unused=unused,
+        **image_fields(None if new is None else new.states, None if new is None else new.layout, groups),
     )
     shown = layout if cross is not None and new is None else None
-    return BlockInputs(context, new.layout if new is not None and keeps else None, shown, after, choice)
+    return BlockInputs(context, new.layout if new is not None and keeps else None, shown, after)
 
 
 def keep(call: Call, prepared: BlockInputs) -> None:
@@ -323,25 +305,10 @@ def keep(call: Call, prepared: BlockInputs) -> None:
         cache.mark_updated(len(keys_values))
     if prepared.layout is not None:
         cache.cross_attention_cache.show(prepared.layout)
-    if prepared.choice is not None:
-        _drop_tokens(cache, prepared, prepared.choice)
     if prepared.progress is not None:
         cache.progress = prepared.progress
     cache.text_rows = call.rows
     cache.count_text(call.length, call.device, call.positions)
-
-
-def _drop_tokens(cache: XAttnCache, prepared: BlockInputs, choice: TokenChoice) -> None:
-    """Leaves only the image tokens in the cache that the text has chosen, in the blocks after the first."""
-    assert prepared.context is not None and prepared.context.recorder is not None
-    recorder, cross = prepared.context.recorder, cache.cross_attention_cache
-    assert recorder.kept is not None
-    cross.keep_tokens(recorder.kept, {} if prepared.new is not None else recorder.keys_values)
-    cache.chosen_by = choice.text_length
-    if cache.offloads:
-        cross.offload_all()
-    if isinstance(cache.self_attention_cache, StaticCache):
-        cross.mark_static()
 
 
 def _groups(
@@ -364,9 +331,7 @@ def _groups(
 
 def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:
     if isinstance(call.images, PreparedImages):
-        new = call.images.new
-        cached = None if call.cache is None else call.cache.cross_attention_cache.layout
-        return ImagesOfCall(new, new.layout if cached is None else cached.append(new.layout), call.images.mask)
+        return ImagesOfCall(call.images.new, call.images.new.layout, call.images.mask)
     call.images.check_device(call.device, "text")
     # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
     record = call.cache is not None and not trains and not torch.compiler.is_compiling()

@@ -26,10 +26,9 @@ from .images.conversation import PreparedImages, TextOfCall, read_images
 from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .layers.image_rows import refuse_to_cache
-from .layers.image_token_selection import KeptShare
 from .learning.stand_in import run_beside
 from .outputs import StepAttentions
-from .utils.distributed import fsdp_forward, is_distributed
+from .utils.distributed import fsdp_forward
 from .utils.keywords import suggestion
 from .utils.transformers_api import has, needs
 
@@ -38,8 +37,8 @@ from .utils.transformers_api import has, needs
 STEP_ATTENTIONS = "step_attentions"
 # Nor these: `generate` stops at strings with a tokenizer, and hands it to every step. Other models ignore it there.
 NOT_FOR_FORWARD = (STEP_ATTENTIONS, "tokenizer", "assistant_tokenizer")
-# With `keep_image_tokens`, the first forward alone gets these: it projects the images and chooses their tokens.
-KEEP_TOKENS, IMAGES = "keep_image_tokens", "image_inputs"
+# The argument of `forward` for images that `generate` has encoded.
+IMAGES = "image_inputs"
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class _ImagesOfGenerate:
     inputs: ImageInputs
     text: TextOfCall
     attentions: StepAttentions
-    share: KeptShare | None = None
 
 
 class XAttnGenerationMixin:
@@ -65,16 +63,12 @@ class XAttnGenerationMixin:
         With `return_dict_in_generate=True` it returns [`XAttnGenerateOutput`] or [`XAttnGenerateBeamOutput`]: transformers' outputs
         with `cross_attentions`, which `output_attentions=True` fills.
 
-        With `keep_image_tokens` the prompt chooses the image tokens that blocks after the first keep (see `forward`), and all steps use
-        them. With [`enable_image_store`] the store keeps all tokens, and only the cache of this call drops some.
-
         Raises:
             TypeError: for text or an `attention_mask` that is no tensor, or text of a wrong dtype.
             ValueError: for text of a wrong rank, if the text has image markers but there are no images, if the numbers of markers and
                 images differ (with `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks and cache
-                do not fit together; for a `keep_image_tokens` below 1 without a cache, without a text, or with `prefill_chunk_size`.
+                do not fit together.
         """
-        share = self.model._read_kept_share(kwargs.pop(KEEP_TOKENS, None))
         images = ImageInputs.take_from(self.config, kwargs)
         if images.image_rows is not None:
             refuse_to_cache("`generate`")
@@ -105,19 +99,14 @@ class XAttnGenerationMixin:
             self._check_markers(input_ids, images, xattn_cache)
             length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
             attentions = StepAttentions(length.new)
-            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, share)
-        elif share is not None:
-            raise ValueError(
-                f"Expected `input_ids` or `inputs_embeds` with `{KEEP_TOKENS}`: the text chooses the tokens."
-            )
+            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions)
         base: Any = super()
         try:
             output = base.generate(inputs, *args, **kwargs)
             return attentions.result(output)
         finally:
-            if isinstance(cache, XAttnCache):  # where it fails, neither a mask nor a dtype must wait for another text
+            if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
                 cache.progress = cache.progress.with_coming(None)
-                cache.cross_attention_cache.expect(None)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """transformers' own, which refuses unknown arguments. The error tells the name that is meant."""
@@ -139,7 +128,6 @@ class XAttnGenerationMixin:
         base: Any = super()
         result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)
-        share = None if request is None else request.share
         if request is not None:
             self._choose_chunk(generation_config, request, model_kwargs, given)
         if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
@@ -150,10 +138,6 @@ class XAttnGenerationMixin:
                 raise ValueError("`past_key_values` holds encoded images, but `use_cache=False` forbids a cache.")
             cache = image_cache.fork(cache)
         if cache is None:
-            if share is not None:
-                raise ValueError(
-                    f"Expected `{KEEP_TOKENS}` with a cache, got `use_cache=False`: each step would read the whole text and choose again."
-                )
             self._prepare_images(model_kwargs, request)
             return result
         if not isinstance(cache, EncoderDecoderCache):
@@ -162,14 +146,8 @@ class XAttnGenerationMixin:
             cache = XAttnCache(cache)
         cache = model_kwargs["past_key_values"] = XAttnCache.adopt(cache)
         if request is not None:
-            defer = share is not None and not is_distributed()
-            images = self.model.add_images(cache, request.inputs, request.text, defer=defer)
-            if defer and images.new is not None:
-                model_kwargs[IMAGES] = PreparedImages(images.new, images.mask)
-            else:
-                cache.progress = cache.current_progress().with_coming(images.mask)
-        if request is not None and share is not None:
-            model_kwargs[KEEP_TOKENS] = _with_prompt(share, request.text, model_kwargs)
+            images = self.model.add_images(cache, request.inputs, request.text)
+            cache.progress = cache.current_progress().with_coming(images.mask)
         if isinstance(cache.self_attention_cache, StaticCache):
             cache.cross_attention_cache.mark_static()
         if cache.offloads:
@@ -182,24 +160,16 @@ class XAttnGenerationMixin:
         """How many tokens of the prompt each forward reads: as asked, but one by one after cached text if the decoder would forget that."""
         text, decoder = request.text, self.model._interface
         chunk = getattr(generation_config, "prefill_chunk_size", None)
-        if chunk is not None and request.share is not None:
-            raise ValueError(
-                f"Expected `{KEEP_TOKENS}` without `prefill_chunk_size`, got {chunk}: the whole prompt chooses "
-                "the image tokens, and the first chunk would choose alone."
-            )
         if decoder.forgets and chunk not in (None, 1) and (text.cached or chunk < text.new):
             raise ValueError(
                 f"Expected `prefill_chunk_size` to be None or 1, got {chunk}: {decoder.name} drops its state when it reads several tokens "
                 "after cached text."
             )
         if decoder.forgets and text.cached and text.new > 1:
-            embeds = model_kwargs.get("inputs_embeds")
-            wrong = (
-                "`inputs_embeds`" if embeds is not None else f"`{KEEP_TOKENS}`" if request.share is not None else None
-            )
-            if wrong is not None:
+            if model_kwargs.get("inputs_embeds") is not None:
                 raise ValueError(
-                    f"Expected no {wrong} after cached text, got it with {text.new} new tokens: {decoder.name} reads them one at a time."
+                    f"Expected no `inputs_embeds` after cached text, got it with {text.new} new tokens: {decoder.name} "
+                    "reads them one at a time."
                 )
             chunk = generation_config.prefill_chunk_size = 1
         mask, text_half = model_kwargs.get("attention_mask"), getattr(given, "self_attention_cache", given)
@@ -258,8 +228,6 @@ class XAttnGenerationMixin:
         """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then none."""
         for name in NOT_FOR_FORWARD:
             kwargs.pop(name, None)
-        if not is_first_iteration and kwargs.pop(KEEP_TOKENS, None) is not None:
-            kwargs.pop(IMAGES, None)
         if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
             attention_mask = None
         base: Any = super()
@@ -285,10 +253,9 @@ class XAttnGenerationMixin:
         return base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own. An assistant gets the arguments of `generate`, but collects nothing, and chooses no image tokens."""
+        """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""
         given = kwargs.get("model_kwargs", {})
-        own = (STEP_ATTENTIONS, KEEP_TOKENS, IMAGES)
-        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name not in own}
+        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != STEP_ATTENTIONS}
         base: Any = super()
         return base._get_candidate_generator(*args, **kwargs)
 
@@ -301,15 +268,6 @@ class XAttnGenerationMixin:
         own = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)
         text_config = self.model.text_model.config
         return own(config=text_config, past_key_values=past_key_values, **kwargs)
-
-
-def _with_prompt(share: KeptShare, text: TextOfCall, model_kwargs: dict[str, Any]) -> KeptShare:
-    """The share, with the text that chooses: a first forward may have candidates of an assistant after the prompt."""
-    embeds, mask, prompt = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask"), None
-    length = text.new if embeds is None else embeds.shape[1]
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # transformers drops a mask without padding
-        prompt = mask[:, -length:] != 0
-    return KeptShare(share.share, length, prompt)
 
 
 def _holds_keys(cache: Cache | None) -> bool:

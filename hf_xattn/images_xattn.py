@@ -5,8 +5,6 @@ Everything here runs without a text. `encode_images` is what users call; `genera
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,7 +31,6 @@ from .images.image_store import ImageStore, StoreReader
 from .layers.active_blocks import cross_attention_blocks
 from .layers.block import GatedCrossAttentionBlock
 from .layers.context import KEYWORD, CrossAttentionContext, Recorder, image_fields
-from .layers.image_token_selection import KeptShare, check_can_choose, read_share
 from .learning.stand_in import run_beside, stand_in_images
 from .utils.distributed import has_units, is_distributed
 
@@ -202,8 +199,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         Gradients follow the caller's mode: under `torch.no_grad()` the cache is a constant, otherwise keys and values keep the graph
         that made them, so that a loss over the questions reaches projections, connector and tower.
 
-        With [`enable_image_store`] and under `torch.no_grad()`, images that are stored are not encoded again. Blocks get all tokens,
-        whatever `keep_image_tokens` of later calls is: that drops tokens in the cache of a conversation.
+        With [`enable_image_store`] and under `torch.no_grad()`, images that are stored are not encoded again.
 
         Args:
             pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask,
@@ -261,7 +257,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
         text: TextOfCall,
         made_by: str | None = None,
         cache_dtype: str | None = None,
-        defer: bool = False,
     ) -> ImagesOfCall:
         """Projects the new images of a call to keys and values in every block, and puts them into a cache: all, or none.
 
@@ -269,11 +264,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
             cache ([`XAttnCache`]), inputs ([`ImageInputs`]), text ([`TextOfCall`]): where the images go, and what comes with them.
             made_by (`str`, *optional*): this model's identity, for a cache that outlives the call without a text.
             cache_dtype (`str`, *optional*): of a cache that holds no images yet. None: that of the store.
-            defer (`bool`): leave new images to the first forward, where blocks after the first project only the tokens that they keep.
-                Stored images need no projection and go into the cache.
 
         Returns:
-            [`ImagesOfCall`]: with the caller's mask for the text to come; and with images that were deferred.
+            [`ImagesOfCall`]: with the caller's mask for the text to come.
         """
         if inputs.images is not None:
             self._check_active()
@@ -288,9 +281,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
         if inputs.images is not None:
             check_no_gradient(target.cache_dtype)
         images = read_images(self.image_encoder, inputs, cache, text, record_content=True, store=store)
-        if defer and images.new is not None:
-            cross.expect(target.cache_dtype)
-            return images
         zero = None
         nothing_new = images.new is None and images.stored is None
         if nothing_new and is_distributed() and has_units(self.text_model):
@@ -314,14 +304,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
         if images.new is not None or images.stored is not None:
             cross.read_by = self._mark
         return images
-
-    def _read_kept_share(self, keep_image_tokens: Any) -> KeptShare | None:
-        """Checks `keep_image_tokens` of a call, and whether this model can drop image tokens; None if nothing is to be dropped."""
-        share = read_share(keep_image_tokens)
-        if share is not None and (blocks := self.blocks):  # none, if no set of blocks is active
-            heads = self.config.cross_attention_config.num_key_value_heads
-            check_can_choose(self.training, len(blocks), blocks[0].attn.num_key_value_heads != heads)
-        return share
 
     def _read_store(self, identity: str | None) -> StoreReader | None:
         """The store for one call; None where it must be left aside.

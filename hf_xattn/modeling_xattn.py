@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
 )
 
-from .cache.rollback import whole_or_not_at_all
+from .cache.xattn_cache import whole_or_not_at_all
 from .call import keep, prepare_blocks, read_call
 from .checkpoints.model_identity import ModelIdentity
 from .checkpoints.pretrained import XAttnPreTrainedModel, keep_weights
@@ -143,18 +143,16 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         past_key_values: Cache | None,
         use_cache: bool | None,
         output_attentions: bool | None,
-        keep_image_tokens: Any = None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
         """Runs the decoder with the images as one keyword argument. `runner` is the decoder with or without its head."""
         self._check_inserted()
         check_text(text, past_key_values is None, self.get_input_embeddings)
-        share = self._read_kept_share(keep_image_tokens)
         if isinstance(images, ImageInputs) and images.image_rows is not None:
             refuse_data_parallel(self)
         recomputes = recomputes_layers(self, self._interface.receives_keywords)
         skips = may_skip_layers(self.text_model)
         asked = (past_key_values, use_cache, output_attentions)
-        call = read_call(self.config, self._interface, text, images, *asked, recomputes, skips, share)
+        call = read_call(self.config, self._interface, text, images, *asked, recomputes, skips)
         if call.cache is not None and call.takes_up_images:
             self._check_made_here(call.cache.cross_attention_cache)
         if self._sets is not None:
@@ -222,7 +220,6 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
         vision_features: torch.Tensor | None = None,
-        keep_image_tokens: float | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
         """
@@ -264,10 +261,6 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             image_inputs (`PreparedImages`, *optional*): images that `generate` has encoded, in place of all image arguments.
             image_rows (`torch.LongTensor`, *optional*): `(batch,)`, the row of the images that each text row looks at, -1 for none. The
                 images, `image_mask` and a mask of their tokens then have a batch of their own. For training, without a cache.
-            keep_image_tokens (`float`, *optional*): above 0, at most 1: the share of each image's tokens that blocks after the first
-                project, cache and attend. The first block looks at all, and its attention tells which the text of this call needs (see
-                `layers/image_token_selection.py`). In evaluation mode only. An image is decided about once: later calls with the same cache use
-                the tokens that are kept. None, as 1: all tokens.
 
         Raises:
             TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and pixels
@@ -303,7 +296,6 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             past_key_values,
             use_cache,
             output_attentions,
-            keep_image_tokens,
         )
         fields = {
             "last_hidden_state": outputs.last_hidden_state,
@@ -392,7 +384,6 @@ class XAttnForConditionalGeneration(
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
         vision_features: torch.Tensor | None = None,
-        keep_image_tokens: float | None = None,
         **kwargs,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
@@ -448,7 +439,6 @@ class XAttnForConditionalGeneration(
             past_key_values,
             use_cache,
             output_attentions,
-            keep_image_tokens,
         )
         loss = outputs.get("loss")
         if own_loss:

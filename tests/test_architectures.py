@@ -178,10 +178,6 @@ def test_continued_generation(model_type):
         with pytest.raises(ValueError, match="Expected no `inputs_embeds` after cached text, got it with 4 new tokens"):
             embeds = model.get_input_embeddings()(chat)
             model.generate(inputs_embeds=embeds, past_key_values=fork, **options)
-        with pytest.raises(
-            ValueError, match="Expected no `keep_image_tokens` after cached text, got it with 4 new tokens"
-        ):
-            model.generate(chat, past_key_values=fork, keep_image_tokens=0.5, **options)
         with pytest.raises(ValueError, match="Expected `prefill_chunk_size` to be None or 1, got 3"):
             model.generate(ids, cross_attention_states=states, prefill_chunk_size=3, **options)
         in_one = model.generate(chat, past_key_values=fork, prefill_chunk_size=1, **options)

@@ -129,17 +129,6 @@ def test_generate(layers, tmp_path):
     assert torch.equal(split.generate(**given(), **GREEDY), expected)
 
 
-@torch.no_grad()
-def test_fewer_image_tokens():
-    """The second block of the first place, which keeps what the first block has chosen and still gets all tokens."""
-    model = make_model(cross_attention_layers=[1, 1])
-    seen = []
-    for block in model.blocks:
-        block.attn.k_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
-    model(**given(), keep_image_tokens=0.5)
-    assert seen == [16, 8]
-
-
 @pytest.mark.parametrize(
     "checkpointing", [{"use_reentrant": False}, {"use_reentrant": True}], ids=["plain", "reentrant"]
 )

@@ -13,7 +13,6 @@ EXPECTED = {
     "load_and_generate": ["one image: ", "two images: ", "no image: "],
     "import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
     "benchmarks/capacity": ["| Llama-3.2-1B"],
-    "benchmarks/kept_image_tokens speed --quick": ["| 64 | 0.5 | "],
     "benchmarks/against_llava --hidden 64 --images 1 --questions --repeats 1": [
         "1 image(s): first token",
         "32 questions",

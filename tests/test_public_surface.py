@@ -142,7 +142,6 @@ def call_of(method, of_body=False, **needed):
 
 
 CACHE = value(none=Fine(None), kind=((STATES, STATES),))
-SHARE = value(none=Fine(None), kind="half", rank=Wrong(torch.tensor(0.5), "got tensor"), size=1.5, dtype=True)
 TEXT = {
     "input_ids": tensor(IDS, none=Wrong(None, "none"), size=IDS[:, :0], dtype=IDS.float()),
     "attention_mask": tensor(
@@ -171,7 +170,6 @@ TEXT = {
     "output_attentions": switch(),
     "return_dict": switch(),
     "image_inputs": value(none=Fine(None), kind={"pixel_values": PIXELS}),
-    "keep_image_tokens": SHARE,
 }
 HEAD = {
     "labels": tensor(IDS, device=True, none=Fine(None), size=IDS[:, 1:], dtype=IDS.float()),
@@ -311,10 +309,9 @@ SURFACES = {
             ),
             past_key_values=value(none=Fine(None), kind=Wrong(((STATES, STATES),), "tuple")),
             image_rows=value(none=Fine(None), kind=ROWS.numpy(), size=Wrong(ROWS, "generate")),
-            keep_image_tokens=SHARE,
         ),
         misspelt=(ValueError, TypeError),
-        fields={*IMAGE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "past_key_values", "keep_image_tokens"},
+        fields={*IMAGE_ARGUMENTS, "inputs", "input_ids", "inputs_embeds", "past_key_values"},
     ),
     "encode_images": Surface(
         XAttnModel.encode_images,

@@ -31,7 +31,7 @@ def test_quiet_softmax_copies_no_keys_and_values(monkeypatch):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_long_text_shares_its_mask_among_heads(monkeypatch, implementation):
     """A mask over long text written out for every head of a group, or read in another order than the queries."""
-    from hf_xattn.layers import later_blocks
+    from hf_xattn import call
 
     model, ids, states = make_model(vision=False), token_ids(1, 300).remainder(90) + 4, torch.randn(1, 6, 32)
     model.set_attn_implementation(implementation)
@@ -40,10 +40,8 @@ def test_long_text_shares_its_mask_among_heads(monkeypatch, implementation):
     expected = model(
         ids, cross_attention_states=states.repeat(3, 1, 1), cross_attention_mask=mask, use_cache=False
     ).logits
-    fold, masks = later_blocks.fold_mask, []
-    monkeypatch.setattr(
-        later_blocks, "fold_mask", lambda *args, **kwargs: masks.append(fold(*args, **kwargs)) or masks[-1]
-    )
+    fold, masks = call.fold_mask, []
+    monkeypatch.setattr(call, "fold_mask", lambda *args, **kwargs: masks.append(fold(*args, **kwargs)) or masks[-1])
     cache = model.encode_images(cross_attention_states=states)
     logits = model(ids, past_key_values=cache, cross_attention_mask=mask).logits
     assert masks[0].mask.shape == (1, 1, 360, 6), "two heads a group, one mask"

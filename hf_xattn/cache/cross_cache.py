@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -21,7 +20,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from ..utils.pytrees import Note
 from .image_layout import ImageLayout
 from .int8_cache import INT8, Int8States, States, concatenate, map_states
-from .kept_tokens import KeptTokens
 
 
 KeyValue = tuple[States, States]
@@ -32,8 +30,7 @@ class CrossAttentionLayer(DynamicLayer):
 
     Attributes:
         keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With `quiet_softmax` the null
-            key is in front of the image tokens. In an int8 cache the steps of [`Int8States`]. A block after the first may hold fewer
-            tokens, see [`KeptTokens`].
+            key is in front of the image tokens. In an int8 cache the steps of [`Int8States`].
         key_scales, value_scales (`torch.FloatTensor`, *optional*): the scales of an int8 cache.
         dtype (`torch.dtype`): of the keys and values that attention gets.
         device (`torch.device`): where the block runs.
@@ -144,10 +141,6 @@ class CrossCache(DynamicCache):
         """`"int8"` if keys and values are in int8, or will be; None for the dtype that the model computes in."""
         return self.layers[0].cache_dtype if self.layers else self._dtype_of_first
 
-    def expect(self, cache_dtype: str | None) -> None:
-        """Sets the dtype of the first images, where a forward adds them later."""
-        self._dtype_of_first = cache_dtype
-
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, with their scales."""
@@ -193,25 +186,6 @@ class CrossCache(DynamicCache):
         """Replaces the layout, for this conversation only. The image tokens stay the same."""
         self.layout = layout
 
-    def keep_tokens(self, kept: KeptTokens, keys_values: dict[int, KeyValue]) -> None:
-        """Replaces keys and values by those of fewer tokens. Other caches that share the images keep all.
-
-        Args:
-            kept ([`KeptTokens`]): the tokens that blocks after the first keep.
-            keys_values (`dict`): keys and values of the blocks that change, by index.
-        """
-        assert self.layout is not None
-        self.layers = [
-            CrossAttentionLayer(*keys_values[index]) if index in keys_values else layer
-            for index, layer in enumerate(self.layers)
-        ]
-        self.layout = replace(self.layout, kept=kept)
-
-    @property
-    def dropped_tokens(self) -> bool:
-        """Whether a text has dropped image tokens, so that no other text may use these keys and values."""
-        return self.layout is not None and self.layout.kept is not None
-
     def select(self, rows: torch.Tensor, layout: ImageLayout) -> None:
         """Keeps the image rows `rows`, in that order. `layout` describes them."""
         self.layers = [layer.select(rows) for layer in self.layers]
@@ -219,7 +193,7 @@ class CrossCache(DynamicCache):
 
     def reset(self) -> None:
         # Drop the tensors and do not zero them: other caches may share them.
-        self.layers, self.layout, self.made_by, self._dtype_of_first = [], None, None, None
+        self.layers, self.layout, self.made_by = [], None, None
 
     def offload_all(self) -> None:
         """Moves keys and values to the host. Each block copies its own back while it runs."""

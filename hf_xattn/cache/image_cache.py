@@ -65,12 +65,7 @@ class ImageCache(XAttnCache):
         return self.cross_attention_cache.nbytes
 
     def fork(self, self_attention_cache: Cache) -> XAttnCache:
-        """Returns a cache with the same images and another self-attention half. The images are not copied.
-
-        Raises:
-            ValueError: if a text has dropped some of the image tokens.
-        """
-        _check_all_tokens("cache", self.cross_attention_cache)
+        """Returns a cache with the same images and another self-attention half. The images are not copied."""
         fork = XAttnCache(self_attention_cache, self.cross_attention_cache.shared())
         fork.mark_updated(len(self.cross_attention_cache.layers))
         return fork
@@ -361,17 +356,7 @@ def _filled(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
         raise ValueError(
             f"Expected `{name}` to be a cache of `encode_images`, got {type_name(cache)} that holds no images."
         )
-    _check_all_tokens(name, cross)
     return cross, cross.layout
-
-
-def _check_all_tokens(name: str, cross: CrossCache) -> None:
-    """Raises a `ValueError` if a text has dropped image tokens that another text may need."""
-    if cross.dropped_tokens:
-        raise ValueError(
-            f"Expected `{name}` to hold all image tokens, got the cache of a conversation that keeps only some of them "
-            "(`keep_image_tokens`): its text has chosen them, and no other text may use them. Encode the images with `encode_images`."
-        )
 
 
 def _integers(name: str, values: Any) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 
 from ..utils.pytrees import Note, dataclass_node
 from .digests import Digests
-from .kept_tokens import KeptTokens
 
 
 @dataclass_node
@@ -29,7 +28,6 @@ class ImageLayout:
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding image.
         digests (`tuple[Digests, ...]`, *optional*): one entry for pixels and one for features; None if the content was
             not recorded.
-        kept ([`KeptTokens`], *optional*): the tokens that blocks after the first keep; None if they keep all.
     """
 
     sizes: tuple[int, ...]
@@ -37,7 +35,6 @@ class ImageLayout:
     token_mask: torch.Tensor | None = None
     image_mask: torch.Tensor | None = None
     digests: tuple[Digests, ...] | None = None
-    kept: KeptTokens | None = None
 
     def __post_init__(self) -> None:
         # What `cache/real_tokens.py` has read of the masks, in a tuple; None if it has not yet.
@@ -79,14 +76,7 @@ class ImageLayout:
             token_mask=_append_masks(self.token_mask, self.num_tokens, later.token_mask, later.num_tokens),
             image_mask=_append_masks(self.image_mask, self.num_images, later.image_mask, later.num_images),
             digests=_append_digests(self.digests, later.digests),
-            kept=self._append_kept(later),
         )
-
-    def _append_kept(self, later: ImageLayout) -> KeptTokens | None:
-        if self.kept is None:
-            return None  # a text decides about new images when it has looked at them
-        assert later.kept is None
-        return self.kept.append(KeptTokens.all_of(later.sizes, self.kept.index), self.num_tokens)
 
     def first_tokens(self, count: int) -> ImageLayout:
         """Returns the layout of the first `count` tokens, which must be whole images."""
@@ -99,7 +89,6 @@ class ImageLayout:
             image_of_token=self.image_of_token[:count],
             token_mask=None if self.token_mask is None else self.token_mask[:, :count],
             image_mask=None if self.image_mask is None else self.image_mask[:, :images],
-            kept=None,  # not of interest for what a text has seen
         )
 
     def select(self, rows: torch.Tensor, count: int) -> ImageLayout:
@@ -112,10 +101,7 @@ class ImageLayout:
             return mask[first]
 
         digests = None if self.digests is None else tuple(part.select(rows) for part in self.digests)
-        kept = None if self.kept is None else self.kept.select(rows)
-        return replace(
-            self, token_mask=take(self.token_mask), image_mask=take(self.image_mask), digests=digests, kept=kept
-        )
+        return replace(self, token_mask=take(self.token_mask), image_mask=take(self.image_mask), digests=digests)
 
     def select_text_rows(self, text_rows: torch.Tensor, batch_size: int, count: int) -> ImageLayout:
         """Returns the image rows that the text rows `text_rows` look at, one image row for each text row.

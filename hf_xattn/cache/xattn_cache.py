@@ -2,26 +2,35 @@
 
 The cache is transformers' `EncoderDecoderCache` with three additions, because text rows and image rows differ. It knows the number of
 text rows. It keeps what the text has seen of the images (`cache/text_progress.py`). If text rows are reordered or selected, their images
-follow.
+follow. A call that fails leaves the cache as it was, or marks it as broken ([`whole_or_not_at_all`]).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from ..utils.pytrees import Note
 from ..utils.tensor_checks import type_name
-from ..utils.transformers_api import empty_dynamic_layers
+from ..utils.transformers_api import DummyLayer, empty_dynamic_layers
 from .cross_cache import CrossCache, is_empty
 from .text_progress import History, TextProgress
 
 
-DROPPED = (
-    "Expected `past_key_values` with the text that has chosen the image tokens to keep (`keep_image_tokens`), but {}. The other tokens are "
-    "gone, and another text may need them. Start from an empty cache, or from one of `encode_images`."
+BROKEN = (
+    "An earlier call with `past_key_values` failed and may have left a part of its text there. Start from an empty "
+    "cache (`past_key_values.reset()`)."
 )
 
 
@@ -37,8 +46,7 @@ class XAttnCache(EncoderDecoderCache):
         text_rows (`int`, *optional*): batch of the cached text; None if there is no text yet.
         text_length (`torch.LongTensor`, *optional*): number of cached text tokens, for decoders whose cache does not know it.
         text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many of them are padding; with `position_bias` only.
-        broken (`str`, *optional*): why the text half can no longer be used.
-        chosen_by (`int`): length of the text that has chosen the image tokens to keep; 0 if no token was dropped.
+        broken (`bool`): whether a call has failed whose text cannot be removed. No other call may use the text half.
     """
 
     cross_attention_cache: CrossCache
@@ -52,8 +60,7 @@ class XAttnCache(EncoderDecoderCache):
         self._rows: Note[int | None] = Note(None)
         self.text_length: torch.Tensor | None = None
         self.text_padding: torch.Tensor | None = None
-        self.broken: str | None = None
-        self._chosen: Note[int] = Note(0)
+        self.broken = False
 
     @classmethod
     def adopt(cls, cache: EncoderDecoderCache) -> XAttnCache:
@@ -96,33 +103,15 @@ class XAttnCache(EncoderDecoderCache):
     def text_rows(self, rows: int | None) -> None:
         self._rows = Note(rows)
 
-    @property
-    def chosen_by(self) -> int:
-        return 0 if self._chosen.is_lost else self._chosen.value
-
-    @chosen_by.setter
-    def chosen_by(self, length: int) -> None:
-        self._chosen = Note(length)
-
     def check_usable(self, batch_size: int) -> None:
-        """Raises a `ValueError` if an earlier call broke the cache, the text has another batch than the cached text, or the text is gone
-        that has chosen the image tokens."""
-        if self.broken is not None:
-            raise ValueError(self.broken)
-        if self.cross_attention_cache.dropped_tokens:
-            if self.text_rows is None:
-                raise ValueError(DROPPED.format("the text half is empty"))
-            self._check_chosen(self.get_seq_length() if self.can_be_cropped else None)
+        """Raises a `ValueError` if an earlier call broke the cache, or its text has another batch size."""
+        if self.broken:
+            raise ValueError(BROKEN)
         if self.text_rows is not None and batch_size != self.text_rows:
             raise ValueError(
                 f"Expected text of batch {self.text_rows}, as in `past_key_values`, got {batch_size}. To continue with other rows, "
                 "call `batch_select_indices` or `batch_repeat_interleave` of the cache."
             )
-
-    def _check_chosen(self, length: int | None) -> None:
-        """Raises a `ValueError` if a text of `length` tokens lacks some of the text that has chosen the image tokens."""
-        if length is not None and length < self.chosen_by:
-            raise ValueError(DROPPED.format(f"{length} of its {self.chosen_by} tokens are left"))
 
     @property
     def offloads(self) -> bool:
@@ -218,16 +207,8 @@ class XAttnCache(EncoderDecoderCache):
         """Removes text from the end (a negative number), and returns to what the remaining text has seen of the images.
 
         Raises:
-            ValueError: if the cache comes from an exported program, which does not keep what earlier text has seen; or if the text has
-                chosen the image tokens to keep (`keep_image_tokens`).
+            ValueError: if the cache comes from an exported program, which does not keep what earlier text has seen.
         """
-        if self.can_be_cropped and self.cross_attention_cache.dropped_tokens:
-            if self._chosen.is_lost:
-                raise ValueError(
-                    DROPPED.format("the cache comes from an exported program, which does not know how much")
-                )
-            past = int(self.get_seq_length())
-            self._check_chosen(past + tokens_to_remove if tokens_to_remove <= 0 else min(past, tokens_to_remove))
         if self.can_be_cropped and self.progress.known_history is None and not self.progress.is_blank:
             raise ValueError(
                 "The text in `past_key_values` cannot be cropped: the cache comes from an exported program, which does not keep what "
@@ -241,6 +222,54 @@ class XAttnCache(EncoderDecoderCache):
         super().reset()
         empty_dynamic_layers(self.self_attention_cache)
         self._begin()
+
+
+@contextlib.contextmanager
+def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
+    """Takes a call back if the body of the `with` statement raises: new images, new text, and what the text has seen.
+
+    After an exception inside a forward, some layers of the text half hold the new text and others do not. If each of
+    them can be cropped exactly, the text is removed. Otherwise the cache is marked as broken, and the next call that
+    uses it raises an error. Under `torch.compile` there is nothing to restore: the body is one graph, and its failure
+    does not change Python's state.
+    """
+    if cache is None or torch.compiler.is_compiling():
+        yield
+        return
+    images, length = cache.cross_attention_cache.state(), cache.get_seq_length()
+    length = length.clone() if isinstance(length, torch.Tensor) else length  # a static layer counts in place
+    text = (cache.progress, cache.text_rows, cache.text_length, cache.text_padding, dict(cache.is_updated))
+    try:
+        yield
+    except BaseException:
+        cache.broken = True  # until all is restored
+        cache.cross_attention_cache.restore(images)
+        cache.progress, cache.text_rows, cache.text_length, cache.text_padding, cache.is_updated = text
+        cache.broken = not _crop_text(cache, int(length))
+        raise
+
+
+def _crop_text(cache: XAttnCache, length: int) -> bool:
+    """Removes the text after the first `length` tokens. Returns False if that is not possible."""
+    if length or cache.is_stateful():  # layers of states do not tell whether they held text
+        return all(_crop_layer(layer, length) for layer in cache.self_attention_cache.layers)
+    cache.self_attention_cache.reset()
+    empty_dynamic_layers(cache.self_attention_cache)
+    return True
+
+
+def _crop_layer(layer: Any, length: int) -> bool:
+    """[`_crop_text`] for one layer."""
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):  # a subclass may hold more than `crop` removes
+        return isinstance(layer, DummyLayer)
+    found = layer.get_seq_length()
+    if found <= length:
+        return True
+    # Not after an update that stopped half-way, and not if a sliding window has dropped its oldest tokens.
+    is_whole = layer.keys.shape[-2] == layer.values.shape[-2] == found
+    if is_whole:
+        layer.crop(length - found)
+    return is_whole
 
 
 def _rows_of_text(cache: Cache) -> int | None:

@@ -237,7 +237,7 @@ class ImageEncoder:
         layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
         if grid is not None:
             return StoredImages(grid, layout)
-        # Also where the real tokens are taken: compiled code and `keep_image_tokens` read padding, too.
+        # Also where the real tokens are taken: compiled code reads padding, too.
         return NewImages(without_padding_tokens(features, token_mask).flatten(1, 2), layout)
 
     def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:

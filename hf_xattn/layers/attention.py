@@ -33,7 +33,6 @@ from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.tensor_checks import check_floating, check_states, check_tensor
 from .context import CrossAttentionContext, Ragged, check_context, plain_context
 from .float32_attention import attend_in_float32, attends_in_float32
-from .image_token_selection import importance
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
 from .position_bias import relative_position_bucket
 from .row_groups import attend_by_group
@@ -178,8 +177,6 @@ class GatedCrossAttention(nn.Module):
         cached, states = context.cached(self.layer_idx), context.cross_attention_states
         if states is None:
             assert cached is not None
-            if context.cached_index is not None and context.recorder is not None:
-                context.recorder.keys_values[self.layer_idx] = cached
             return cached
         key, value = self.project_key_value(states, self.quiet_softmax and cached is None, context.ragged)
         # Rounded before they are used: this call must see what later calls read from the cache.
@@ -271,11 +268,6 @@ class GatedCrossAttention(nn.Module):
             if self.quiet_softmax:
                 position_bias = nn.functional.pad(position_bias, (1, 0))
 
-        if context.choice is not None:
-            shape = {"group": group, "scaling": self.scaling, "null_key": self.quiet_softmax}
-            context.choose(
-                importance(query, dense(key), mask, context.choice.counted, position_bias=position_bias, **shape)
-            )
         groups = None if context.ragged is None else context.ragged.groups
         # Compiled code reads all rows whole: it would be compiled anew for every batch.
         if groups is None or output_attentions or torch.compiler.is_compiling():

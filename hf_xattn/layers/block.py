@@ -174,12 +174,9 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             cross_attention = plain_context(hidden_states, cross_attention_states, cross_attention_mask, self.config)
         else:
             check_context(cross_attention)
-            cross_attention = cross_attention.of_block(self.layer_idx, hidden_states.device)
         attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
         if cross_attention.recorder is not None and not (weights is None and torch.compiler.is_compiling()):
             # In compiled code only if needed: `torch.compile` takes no checkpointed layer with a side effect into its graph.
-            if weights is not None:
-                weights = cross_attention.at_all_tokens(weights)
             cross_attention.recorder.weights[self.layer_idx] = weights
         update = _gated(attended, self.attn_gate, hidden_states.dtype)
         seen = hidden_states + update

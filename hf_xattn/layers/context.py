@@ -7,16 +7,15 @@ hooks: under DDP, deepcopy and recomputation it would be missing, and gradients 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from ..cache.cross_cache import CrossCache, KeyValue
-from ..cache.image_layout import ImageLayout, rows_to
-from ..cache.kept_tokens import KeptTokens
+from ..cache.image_layout import ImageLayout
 from ..cache.real_tokens import RealTokens, real_tokens
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.tensor_checks import check_bool, check_tensor, type_name
@@ -52,9 +51,6 @@ class Recorder:
     def __init__(self) -> None:
         self.weights: dict[int, torch.Tensor | None] = {}
         self.keys_values: dict[int, KeyValue] = {}
-        # If the first block chooses image tokens: what later blocks get in place of its context, and the tokens.
-        self.later: CrossAttentionContext | None = None
-        self.kept: KeptTokens | None = None
 
     def to(self, *args, **kwargs) -> Recorder:
         return self
@@ -88,17 +84,6 @@ pytree.register_pytree_node(
 )
 
 
-class ChoosesTokens(Protocol):
-    """What the first block needs of a [`TokenChoice`]."""
-
-    @property
-    def counted(self) -> torch.Tensor | None: ...
-
-    def decide(
-        self, weights: torch.Tensor, context: CrossAttentionContext
-    ) -> tuple[CrossAttentionContext, KeptTokens]: ...
-
-
 @dataclass
 class CrossAttentionContext(ModelOutput):
     """What the blocks of one forward share.
@@ -120,11 +105,6 @@ class CrossAttentionContext(ModelOutput):
         recorder ([`Recorder`], *optional*): the object that blocks record to.
         unused (`torch.Tensor`, *optional*): a zero, which a block adds to its output. It gives a gradient of zero to weights that
             other processes use and this call does not (see `learning/stand_in.py`).
-        later ([`CrossAttentionContext`], *optional*): for the blocks after the first, if these keep only some image tokens.
-        choice ([`TokenChoice`], *optional*): if the first block chooses the tokens that later blocks keep.
-        cached_index (`torch.LongTensor`, *optional*): `(R, kept)`, which of the cached keys and values to keep, with a null key.
-        kept_index (`torch.LongTensor`, *optional*): `(rows, M)`, place of each token among the `num_image_tokens` of all, for weights.
-        num_image_tokens (`int`, *optional*): N.
     """
 
     cross_attention_states: torch.Tensor | None = None
@@ -140,37 +120,6 @@ class CrossAttentionContext(ModelOutput):
     encode_only: bool | None = None
     recorder: Recorder | None = None
     unused: torch.Tensor | None = None
-    later: CrossAttentionContext | None = None
-    choice: ChoosesTokens | None = None
-    cached_index: torch.Tensor | None = None
-    kept_index: torch.Tensor | None = None
-    num_image_tokens: int | None = None
-
-    def of_block(self, layer_idx: int, device: torch.device) -> CrossAttentionContext:
-        """Returns what a block gets: this context, or the one of later blocks."""
-        if not layer_idx or (self.later is None and self.choice is None):
-            return self
-        if self.later is not None:
-            return self.later
-        recorder = self.recorder
-        if recorder is None or recorder.later is None:
-            return self
-        # The first block has made it, so no device hook has moved it.
-        moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), recorder.later)
-        return replace(moved, recorder=recorder)
-
-    def choose(self, weights: torch.Tensor) -> None:
-        """Leaves the tokens that later blocks keep in the recorder. `weights` are those of the first block, from `importance`."""
-        if self.choice is not None and self.recorder is not None:
-            self.recorder.later, self.recorder.kept = self.choice.decide(weights, self)
-
-    def at_all_tokens(self, weights: torch.Tensor) -> torch.Tensor:
-        """Attention weights `(B, heads, T, M)` of kept tokens to `(B, heads, T, N)`, where dropped tokens have 0."""
-        if self.kept_index is None or self.num_image_tokens is None:
-            return weights
-        index = rows_to(self.kept_index, weights.shape[0])[:, None, None].expand_as(weights)
-        # Adds, because an empty place may name the token of another place; its weight is 0.
-        return weights.new_zeros(*weights.shape[:-1], self.num_image_tokens).scatter_add(-1, index, weights)
 
     @property
     def folded_mask(self) -> FoldedMask:
@@ -182,16 +131,10 @@ class CrossAttentionContext(ModelOutput):
         return None if self.cache is None else self.cache.cache_dtype
 
     def cached(self, layer_idx: int) -> KeyValue | None:
-        """Returns a block's keys and values of cached images that it keeps, or None if there are no cached images."""
+        """Returns a block's keys and values of cached images, or None if there are no cached images."""
         if self.cache is None or not self.cache.layers:
             return None
-        key, value = self.cache.layers[layer_idx].read()
-        if self.cached_index is None:
-            return key, value
-        rows = torch.arange(key.shape[0], device=key.device)[:, None, None]
-        heads = torch.arange(key.shape[1], device=key.device)[None, :, None]
-        places = (rows, heads, self.cached_index[:, None].to(key.device))
-        return key[places], value[places]
+        return self.cache.layers[layer_idx].read()
 
 
 def image_fields(

@@ -25,7 +25,6 @@ from ..call import OF_BLOCKS
 from ..configuration_xattn import XAttnConfig
 from ..images.tower import image_size_of
 from ..layers.image_rows import refuse_to_cache
-from ..layers.image_token_selection import read_share
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..utils.tensor_checks import check_tensor, type_name
 from .patch_grid import PatchGrid, patch_grid
@@ -284,12 +283,6 @@ def attention_maps(
     check_tensor('inputs["input_ids"]', given["input_ids"])
     if "image_rows" in given:
         refuse_to_cache("`attention_maps`")
-    for dropped in (given.pop("keep_image_tokens", None), generate_kwargs.pop("keep_image_tokens", None)):
-        if read_share(dropped) is not None:
-            raise ValueError(
-                f"Expected `attention_maps` without `keep_image_tokens`, got {dropped!r}: the maps read the whole text once more, and would "
-                "choose other image tokens than `generate`. Pass `output_attentions=True` to `forward` or `generate`."
-            )
     num_given = given["input_ids"].shape[-1]
     cache = given.pop("past_key_values", None)
     if cache is not None and (not isinstance(cache, ImageCache) or cache.text_rows is not None):

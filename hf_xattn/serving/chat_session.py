@@ -176,10 +176,9 @@ class ChatSession:
         """Computes the attention maps of one of `answers`. `num_given` is the length of the text before the answer.
 
         Raises:
-            ValueError: if the answer was given without images, or with `keep_image_tokens` (see `attention_maps`).
+            ValueError: if the answer was given without images.
         """
-        dropped = {"keep_image_tokens": self.options.get("keep_image_tokens")}
-        inputs = {**self._inputs(answer.asked), **dropped}
+        inputs = self._inputs(answer.asked)
         given = inputs["input_ids"].shape[1]
         ids = answer.ids.to(inputs["input_ids"].device)[None]
         inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], dim=1)

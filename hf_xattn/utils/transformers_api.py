@@ -202,10 +202,13 @@ except ImportError:
             super().__post_init__(**kwargs)  # type: ignore[misc]
 
 
-try:  # since 5.21: the layer of an FP8 cache derives from it alone
-    from transformers.cache_utils import BaseQuantizedLayer
+try:  # since 5.23
+    from transformers.cache_utils import DummyLayer
 except ImportError:
-    from transformers.cache_utils import QuantizedLayer as BaseQuantizedLayer
+
+    class DummyLayer:  # type: ignore[no-redef]
+        """A layer of a cache that holds nothing. Older versions have none."""
+
 
 try:  # since 5.22
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
@@ -229,8 +232,8 @@ except ImportError:
 __all__ = [
     "ALL_PARALLEL_STYLES",
     "AutoImageProcessor",
-    "BaseQuantizedLayer",
     "DeclaresParts",
+    "DummyLayer",
     "PRIVATE",
     "REPAIRED",
     "SubConfigSpec",
