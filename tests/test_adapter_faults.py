@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 import transformers
-from adapter_models import ADDED, make, make_base, make_vision, same_model
-from conftest import make_text, randomize
 from hostile_inputs import edit_json, setting
+from saved_models import ADDED, make, make_base, make_vision, same_model
 from test_custom_code import make_custom, registered  # noqa: F401  # a fixture
+from tiny_models import make_text, randomize
 from transformers import (
     AutoModel,
     AutoModelForImageTextToText,

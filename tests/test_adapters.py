@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 import transformers
-from adapter_models import ADDED, ROOT, logits_of, make, make_base, make_vision, names_in, same_model
-from conftest import TEXT_CONFIGS, make_text, pixels, randomize, token_ids, vision_config
+from checkout import ROOT
+from saved_models import ADDED, logits_of, make, make_base, make_vision, names_in, same_model
 from test_custom_code import make_custom, registered  # noqa: F401  # a fixture
 from test_importers_mllama import make_mllama
+from tiny_models import TEXT_CONFIGS, make_text, pixels, randomize, token_ids, vision_config
 from transformers import (
     AutoModel,
     AutoModelForImageTextToText,

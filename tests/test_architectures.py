@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from conftest import randomize, strengthen
 from safetensors.torch import load_file
 from tiny_architectures import DIFFERENT, EXPERTS, tiny_config
+from tiny_models import randomize, strengthen
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 

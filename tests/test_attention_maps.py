@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, make_text, pixels, randomize, token_ids, vision_config
 from PIL import Image
 from test_importers_mllama import inputs as tiled_inputs
 from test_importers_mllama import make_mllama, make_processor
 from tiny_architectures import tiny_config
+from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import (
     AutoModelForCausalLM,
     BatchFeature,

@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 import transformers
-from adapter_models import make, make_base, make_vision
-from conftest import pixels, randomize, token_ids
 from quantized_bases import METHODS, quantization
 from quantized_bases import folder as quantized_folder
+from saved_models import make, make_base, make_vision
+from tiny_models import pixels, randomize, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 

@@ -5,9 +5,9 @@ import copy
 import peft
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
 from safetensors.torch import load_file, save_file
 from test_checkpointing import assert_same, gradients, without_dropout
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from hf_xattn import added_modules, freeze, lora_targets, retrofit

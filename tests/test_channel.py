@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from conftest import randomize
 from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
+from tiny_models import randomize
 
 from hf_xattn.decoders.channel import carried_context
 from hf_xattn.decoders.decoder import find_decoder

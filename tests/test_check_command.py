@@ -1,25 +1,20 @@
 """`hf-xattn check`, called as a person would: its lines, its exit status, and the kinds of models that it takes."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import test_importers_mllama
 import torch
-from conftest import make_text, randomize
 from quantized_bases import folder as quantized_folder
 from quantized_bases import quantization
 from test_custom_code import checkpoints  # noqa: F401  # a fixture
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from tiny_models import make_text, randomize
 from transformers import AutoModelForImageTextToText
 
 from hf_xattn import retrofit
 from hf_xattn.checks import NAMES
 from hf_xattn.commands.main import main
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 
 
 QUICK = [part for name in NAMES if name.startswith("cache-") and name != "cache-dynamic" for part in ("--skip", name)]

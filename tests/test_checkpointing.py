@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids
 from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
+from tiny_models import make_model, make_text, pixels, randomize, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base

@@ -3,21 +3,16 @@
 import copy
 import functools
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import SIZES, make_model, pixels, randomize, token_ids, vision_config
+from memory import memory_of
 from test_checkpointing import assert_same, gradients, without_dropout
+from tiny_models import SIZES, make_model, pixels, randomize, token_ids, vision_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
 from hf_xattn.utils.transformers_api import checkpoint_activations
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-from memory import memory_of
 
 
 IDS, PIXELS = token_ids(), pixels()

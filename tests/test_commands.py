@@ -3,17 +3,17 @@
 import io
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import test_importers_idefics
 import test_importers_mllama
 import torch
-from conftest import make_model, make_text, randomize
 from PIL import Image
 from safetensors.torch import load_file
 from test_importers_blocks import clip, flamingo_block_state, flamingo_checkpoint, kempner_block_state
 from test_importers_mllama import make_mllama
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+from tiny_models import make_model, make_text, randomize
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -27,10 +27,6 @@ from hf_xattn import XAttnProcessor
 from hf_xattn.checkpoints.inspection import is_fresh
 from hf_xattn.commands.main import main
 from hf_xattn.utils.architectures import markdown_table
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, token_ids
 from expectation_models import (
     BASES,
     CLASSES,
@@ -18,6 +17,7 @@ from expectation_models import (
 )
 from test_tower import ANY_SIZE, ONE_SIZE, SMALL, model_with
 from tiny_architectures import EXPERTS
+from tiny_models import VOCAB_SIZE, token_ids
 from transformers import SiglipVisionConfig
 from transformers.utils import ModelOutput
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import state_space
+from marked_models import state_space
+from tiny_models import make_model, pixels, token_ids
 from transformers import CompileConfig
 from transformers.cache_utils import EncoderDecoderCache, StaticCache
 

@@ -2,14 +2,14 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
+from checkout import HELPERS
 from custom_decoder import CustomDecoderConfig, CustomDecoderForCausalLM
 from custom_tower import CustomTower, CustomTowerConfig
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -24,10 +24,6 @@ from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, ret
 from hf_xattn.commands.main import main
 from hf_xattn.training.training_run import OPTIONS_FILE
 from hf_xattn.utils.custom_code import UnreadConfig
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 
 
 @pytest.fixture
@@ -77,7 +73,7 @@ def save_with_code(model, folder, **auto_map):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
     for reference in auto_map.values():
-        file = Path(__file__).parent / f"{reference.split('.')[0]}.py"
+        file = HELPERS / f"{reference.split('.')[0]}.py"
         if file.is_file():
             shutil.copy(file, folder)
 

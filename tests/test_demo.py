@@ -6,12 +6,12 @@ import io
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from chat_models import answer, question
+from checkout import ROOT
 from PIL import Image
 from test_model_card import card_of, rows_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
@@ -114,7 +114,7 @@ def test_artifacts_load_with_the_auto_classes(finished):
 def test_the_card_is_of_this_model(finished):
     """A published card with figures of a model that the demo no longer makes; a saved one that says nothing of the run."""
     folder, results, _ = finished
-    said = rows_of((Path(__file__).parents[1] / "model_cards" / "hf-xattn-demo.md").read_text())
+    said = rows_of((ROOT / "model_cards" / "hf-xattn-demo.md").read_text())
     front, card = card_of(folder / "model")
     made = rows_of(card)
     same = ("text decoder", "vision tower", "blocks in front of layers", "block", "tokens an image")

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import randomize
 from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
+from tiny_models import randomize
 from torch.nn.parallel import DistributedDataParallel
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import make_text, pixels, randomize, token_ids, vision_config
 from test_distributed import WORLD_SIZE, _leave
+from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy

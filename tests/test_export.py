@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, pixels, randomize, token_ids, vision_config
 from packaging.version import Version
 from test_architectures import make_tiny
+from tiny_models import TEXT_CONFIGS, make_model, pixels, randomize, token_ids, vision_config
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, marked
+from marked_models import MARKER, marked
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn import check_images, freeze, freeze_base
 

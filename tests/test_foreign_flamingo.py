@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
 from test_importers_blocks import MARKER, VISION, clip
+from tiny_models import make_model, make_text, pixels, token_ids
 
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.configuration_xattn import PerceiverConfig

@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, make_model, make_text, pixels
 from test_importers_blocks import HEAD_DIM, HEADS, MARKER, VISION, clip, flamingo_block_state, flamingo_checkpoint
+from tiny_models import VOCAB_SIZE, make_model, make_text, pixels
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPTJConfig, GPTJForCausalLM

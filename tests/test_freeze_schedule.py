@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model
+from checkout import HELPERS, ROOT
 from test_training import Pairs, arguments
+from tiny_models import make_model
 from transformers import Trainer, TrainerCallback
 
 from hf_xattn import FreezeSchedule, freeze
@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_a_checkpoint(killed, tmp_path):
     folder = tmp_path / ("killed" if killed else "whole")
     if killed:
         script = f"from test_freeze_schedule import *; make_trainer({str(folder)!r}, Kill()).train()"
-        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+        paths = os.pathsep.join([str(HELPERS), str(ROOT)])
         done = subprocess.run(
             [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True
         )

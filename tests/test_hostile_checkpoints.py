@@ -8,9 +8,10 @@ from pathlib import Path
 import hostile_inputs as hostile
 import pytest
 import torch
-from conftest import make_model
+from checkout import HELPERS
 from hostile_inputs import REFUSED, SAME, fresh, mark_of
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_xattn
@@ -115,7 +116,7 @@ def test_auto_classes_run_no_code(saved, tmp_path, group):
 def test_memory_and_time_stay_bounded():
     """Sizes that are asked for before they are checked: a terabyte, or a loop that never ends."""
     result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("hostile_memory.py")], capture_output=True, text=True, timeout=240
+        [sys.executable, HELPERS / "hostile_memory.py"], capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
 

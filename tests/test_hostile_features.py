@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from chat_helpers import TEXT_TEMPLATES, make_processor
+from chat_templates import TEXT_TEMPLATES, make_processor
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_features_encoding import SHARDS, data, features, model  # noqa: F401  # fixtures

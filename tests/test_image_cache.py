@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, randomize, token_ids
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tiny_models import make_model, pixels, randomize, token_ids
 
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.cache.image_cache import combine_images, load_image_cache, save_image_cache, select_images

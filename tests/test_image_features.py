@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
 from test_importers_mllama import CASES, TILES, VISION, make_mllama
+from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig, ResNetConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 

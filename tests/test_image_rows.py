@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_model, pixels, randomize, token_ids
-from conversation_helpers import MARKER, fresh_cache
+from marked_models import MARKER, fresh_cache
 from test_architectures import make_tiny, retrofitted
 from test_checkpointing import without_dropout
+from tiny_models import make_model, pixels, randomize, token_ids
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_xattn import freeze_base

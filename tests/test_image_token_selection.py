@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_model, pixels, randomize, token_ids
-from conversation_helpers import MARKER, close, marked, sees_of
 from kept_tokens import Case, chosen_by_hand, kept_of, lengths
+from marked_models import MARKER, close, marked, sees_of
 from test_architectures import make_tiny
 from test_importers_mllama import CASES as TILED
 from test_importers_mllama import make_mllama
+from tiny_models import make_model, pixels, randomize, token_ids
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.importers import import_checkpoint

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, make_text, token_ids
+from tiny_models import VOCAB_SIZE, make_text, token_ids
 from torch.nn.functional import gelu, layer_norm, silu, softmax
 from transformers import CLIPVisionConfig, CLIPVisionModel
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from conftest import make_model
 from test_importers_mllama import (
     CASES,
     MARKER,
@@ -16,6 +15,7 @@ from test_importers_mllama import (
     picture,
     stop_leak,
 )
+from tiny_models import make_model
 from transformers import (
     AutoConfig,
     AutoProcessor,

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import fresh_cache
-from int8_helpers import both
+from int8_rounding import both
 from kept_tokens import kept_of, lengths
+from marked_models import fresh_cache
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn import check_images
 

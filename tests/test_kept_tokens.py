@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from chat_models import answer, drawing, make_chat_model, question
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, close, fresh_cache, generate, marked, states_of
 from kept_tokens import Case, kept_of, lengths
+from marked_models import MARKER, close, fresh_cache, generate, marked, states_of
 from test_architectures import make_tiny, retrofitted
 from test_compile import GREEDY, compiled, counting_backend
 from test_export import decode_both_ways, export, needs_exporters, small
+from tiny_models import make_model, pixels, token_ids
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from safetensors.torch import load_file
 from template_models import save_chat_model
 from test_train_command import CAPTIONS, run, write
@@ -50,7 +51,7 @@ def command(desk, output, *options):
 def launched(desk, output, how, *options, folder):
     (folder / "watch").mkdir(exist_ok=True)
     (folder / "watch" / "sitecustomize.py").write_text(WATCH)
-    paths = os.pathsep.join([str(folder / "watch"), str(Path(__file__).parents[1])])
+    paths = os.pathsep.join([str(folder / "watch"), str(ROOT)])
     environment = {
         name: value for name, value in os.environ.items() if name not in (*launch.RANKS, *launch.SIZES, "LOCAL_RANK")
     }
@@ -139,7 +140,7 @@ def test_two_killed_processes_go_on(desk, tmp_path):
     kill += "        os.kill(os.getpid(), signal.SIGKILL)\n    return whole(self, *given, **named)\nTrainer.training_step = step\n"
     (tmp_path / "killing.py").write_text(kill + "from hf_xattn.commands.main import main\nraise SystemExit(main())\n")
     script = [*LAUNCH, *TWO, str(tmp_path / "killing.py"), "train", *command(desk, tmp_path / "killed", *options)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     assert subprocess.run(script, env=environment, capture_output=True, timeout=300).returncode != 0
     done = launched(desk, tmp_path / "killed", TWO, *options, "--resume", folder=tmp_path)
     assert done.returncode == 0 and done.stdout.count("Continuing from") == 1, done.stderr[-3000:]

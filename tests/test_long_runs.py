@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
+from tiny_models import make_model, pixels, token_ids
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, EncoderDecoderCache
 

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, make_model, make_text, pixels, token_ids
-from conversation_helpers import MARKER
+from marked_models import MARKER
 from test_training import arguments
+from tiny_models import VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from torch.nn.functional import cross_entropy
 from transformers import Trainer
 

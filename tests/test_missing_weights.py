@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from template_models import save_chat_model
 from test_train_command import MIXED, write
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

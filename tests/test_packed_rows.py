@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from conftest import make_model, pixels, randomize
-from conversation_helpers import MARKER, RULES, fresh_cache
+from marked_models import MARKER, RULES, fresh_cache
 from test_architectures import make_tiny, retrofitted
 from test_checkpointing import without_dropout
 from test_image_rows import assert_same, run
+from tiny_models import make_model, pixels, randomize
 from transformers import DataCollatorWithFlattening
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
 from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization
+from tiny_models import make_model, pixels, token_ids
 from transformers.utils.logging import warning_once
 
 from hf_xattn import (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids, vision_config
+from tiny_models import make_model, make_text, pixels, token_ids, vision_config
 
 from hf_xattn import XAttnConfig
 from hf_xattn.checkpoints.inspection import tokens_per_image

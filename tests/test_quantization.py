@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
 from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization, quantized_retrofit, quantized_text
 from template_models import CHATML, make_chat_model, make_processor
 from test_train_command import CAPTIONS, FAST, run, write
+from tiny_models import make_model, pixels, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, freeze_base, retrofit

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, fresh_cache
+from marked_models import MARKER, fresh_cache
 from test_importers_mllama import CASES, make_mllama
+from tiny_models import make_model, pixels, token_ids
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

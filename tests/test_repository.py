@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from checkout import ROOT
 
 import hf_xattn
 from hf_xattn.commands.main import _parser
 from hf_xattn.version import HOW_TO_INSTALL
 
 
-ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
 GUIDE = (GITHUB / "CONTRIBUTING.md").read_text()
 FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
@@ -113,7 +113,7 @@ def test_metadata():
     assert '"hf_xattn" = ["py.typed"]' in text and "Typing :: Typed" in text
     found = [
         str(path.relative_to(ROOT))
-        for pattern in ("*.md", "*.toml", ".github/**/*", "hf_xattn/**/*.py", "tests/*.py", "examples/**/*.py")
+        for pattern in ("*.md", "*.toml", ".github/**/*", "hf_xattn/**/*.py", "tests/**/*.py", "examples/**/*.py")
         for path in ROOT.glob(pattern)
         if path.is_file() and hf_xattn.__version__ in path.read_text()
     ]

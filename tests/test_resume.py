@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import killed_runs
 import pytest
 import torch
+from checkout import ROOT
 from safetensors.torch import load_file, save_file
 from template_models import save_chat_model
 from test_train_command import MIXED, write
@@ -117,7 +117,7 @@ def test_killed_again_and_again(arguments, whole, tmp_path):
 def test_killed_from_outside(file, arguments, whole, tmp_path):
     """A process of the command that ends at a moment of which it knows nothing."""
     command = [sys.executable, "-m", "hf_xattn", "train", *arguments, "--output", str(tmp_path / "out")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 120
     while run.poll() is None and not (tmp_path / "out" / CHECKPOINTS / file).exists() and time.monotonic() < end:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from adapter_models import same_model
-from conftest import make_model, make_text, randomize, token_ids
 from safetensors.torch import load_file
+from saved_models import same_model
 from test_saving import load
 from test_tower import ANY_SIZE, ONE_SIZE, SMALL
+from tiny_models import make_model, make_text, randomize, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, DeiTConfig
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import TEXT_CONFIGS, kernels_of, make_model, make_text, pixels, token_ids, vision_config
 from safetensors.torch import load_file, save_file
+from tiny_models import TEXT_CONFIGS, kernels_of, make_model, make_text, pixels, token_ids, vision_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel

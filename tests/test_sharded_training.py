@@ -6,14 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomize
+from checkout import HELPERS
 from safetensors.torch import load_file
 from template_models import CHATML, make_chat_model, make_processor
 from test_train_command import CAPTIONS, run, write
+from tiny_models import randomize
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import retrofit
@@ -21,7 +21,7 @@ from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
 
 
 slow = pytest.mark.slow  # a launch more of the same kind
-RANKS = Path(__file__).parent / "train_ranks.py"
+RANKS = HELPERS / "train_ranks.py"
 ALL = ["--train-text", "--train-vision"]
 CASES = {
     # name: (dtype, options of the command, options of FSDP)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from chat_models import make_chat_model
-from conftest import make_model, pixels, randomize, token_ids
 from test_custom_code import checkpoints  # noqa: F401  # a fixture
+from tiny_models import make_model, pixels, randomize, token_ids
 from transformers import AutoModelForImageTextToText, AutoProcessor, dynamic_module_utils
 from transformers.dynamic_module_utils import get_imports
 

@@ -8,21 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomize
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+from tiny_models import randomize
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.serving.chat_session import ChatSession
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 
 
 TEMPLATE = (

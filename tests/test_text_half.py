@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import randomize
 from tiny_architectures import tiny_config
+from tiny_models import randomize
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,

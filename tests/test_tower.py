@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_text, pixels, token_ids, vision_config
 from custom_tower import CustomTower, CustomTowerConfig
+from tiny_models import make_text, pixels, token_ids, vision_config
 from transformers import (
     Aimv2VisionConfig,
     AutoModel,

@@ -7,10 +7,10 @@ import shutil
 import pytest
 import test_importers_mllama
 import torch
-from conftest import make_text, randomize
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from template_models import make_processor, save_chat_model
+from tiny_models import make_text, randomize
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit

@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import transformers
-from conftest import make_text
 from known_checkpoints import SIGLIP, make_siglip
 from template_models import make_chat_model, make_processor, save_chat_model
 from test_commands import run
 from test_train_command import CAPTIONS, COLOURS, FAST, draw, interrupted, write
+from tiny_models import make_text
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
 from hf_xattn import retrofit

@@ -2,15 +2,15 @@
 
 import re
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import make_model, make_text, pixels, token_ids, vision_config
+from checkout import ROOT
 from test_architectures import make_tiny, retrofitted
 from test_distributed import WORLD_SIZE, _leave
+from tiny_models import make_model, make_text, pixels, token_ids, vision_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, SiglipConfig, TorchAoConfig
@@ -22,7 +22,7 @@ from hf_xattn.training.training_memory import shown, training_memory, training_m
 from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 BASE, TOWER = "meta-llama/Llama-3.1-70B", "google/siglip-so400m-patch14-384"
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
 from test_importers_mllama import CASES, make_mllama
+from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
+from checkout import EXAMPLES, ROOT
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -296,7 +296,7 @@ def test_questions_of_the_model(folder, tmp_path):
     assert offered(build_page(AutoModelForImageTextToText.from_pretrained(folder), processor)) == []
 
 
-SPACE = Path(__file__).parents[1] / "examples" / "space"
+SPACE = EXAMPLES / "space"
 
 
 @pytest.mark.parametrize("what", ["command", "space"])
@@ -332,7 +332,7 @@ def test_the_space_names_what_it_needs():
     assert fields["sdk"] == "gradio" and fields["app_file"] == "app.py" and (SPACE / fields["app_file"]).is_file()
     assert [int(part) for part in fields["sdk_version"].split(".")] >= [6, 10]
     wanted = (SPACE / "requirements.txt").read_text().splitlines()  # the package itself is a folder beside the script
-    project = (SPACE.parents[1] / "pyproject.toml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
     needed = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)[1]
     web = re.search(r"^web = \[(.*?)\]", project, re.MULTILINE)[1]
     assert wanted == re.findall('"(.+?)"', needed + web)

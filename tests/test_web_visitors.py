@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
-from conftest import make_model, pixels, token_ids, vision_config
 from PIL import Image
+from tiny_models import make_model, pixels, token_ids, vision_config
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, SiglipImageProcessorPil
 
 from hf_xattn.maps import attention_maps

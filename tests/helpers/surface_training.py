@@ -1,9 +1,9 @@
 """The tables of what is used in training, for `test_public_surface.py`."""
 
 import torch
-from conftest import make_model
 from surface import NOTHING, Fine, Surface, Wrong, needs, switch, value
 from template_models import make_processor
+from tiny_models import make_model
 
 from hf_xattn import (
     FreezeSchedule,

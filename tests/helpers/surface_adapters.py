@@ -4,8 +4,8 @@ import functools
 import tempfile
 from pathlib import Path
 
-from conftest import make_text
 from surface import NOTHING, Fine, Surface, Wrong, needs, value
+from tiny_models import make_text
 
 from hf_xattn import GatedCrossAttentionBlock, XAttnForConditionalGeneration, XAttnModel, retrofit
 

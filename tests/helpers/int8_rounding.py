@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from conftest import make_model
+from tiny_models import make_model
 
 
 def by_hand(states):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from conftest import make_model, pixels, randomize, token_ids
 from test_architectures import make_tiny, retrofitted
+from tiny_models import make_model, pixels, randomize, token_ids
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

@@ -4,7 +4,7 @@ import contextlib
 import math
 
 import torch
-from conversation_helpers import states_of
+from marked_models import states_of
 
 from hf_xattn import GatedCrossAttentionBlock
 

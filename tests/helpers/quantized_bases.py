@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import randomize, vision_config
+from tiny_models import randomize, vision_config
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 

@@ -2,8 +2,8 @@
 
 import tempfile
 
-from conftest import make_model, make_text
 from surface import NOTHING, Fine, Surface, Wrong, value
+from tiny_models import make_model, make_text
 
 from hf_xattn import XAttnForConditionalGeneration, remove_blocks
 from hf_xattn.checkpoints import model_card

@@ -15,9 +15,9 @@ from typing import Any
 
 import hypothesis
 import torch
-from conftest import make_text, randomize, vision_config
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from tiny_models import make_text, randomize, vision_config
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig, XAttnForConditionalGeneration
 

@@ -1,8 +1,8 @@
 """Helpers that tests of masks and caches share."""
 
 import torch
-from conftest import make_model, randomize, strengthen, vision_config
 from tiny_architectures import tiny_config
+from tiny_models import make_model, randomize, strengthen, vision_config
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 

@@ -1,16 +1,13 @@
 """Small models over saved bases, for the tests of adapter-only folders."""
 
-from pathlib import Path
-
 import torch
-from conftest import make_text, pixels, randomize, token_ids, vision_config
+from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel
 
 from hf_xattn import retrofit
 from hf_xattn.checkpoints.adapters import WEIGHTS, Adapter
 
 
-ROOT = Path(__file__).parents[1]
 ADDED = f"{WEIGHTS}.safetensors"
 
 

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
 from surface import NOTHING, Fine, Surface, Wrong, needs, value
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn import AttentionMaps
 from hf_xattn.maps import attention_maps

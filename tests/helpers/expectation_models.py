@@ -4,8 +4,8 @@ import functools
 import warnings
 
 import torch
-from conftest import make_text, pixels, randomize, token_ids, vision_config
 from tiny_architectures import tiny_config
+from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModelForCausalLM, CLIPVisionConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel

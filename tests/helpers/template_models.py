@@ -6,8 +6,8 @@ import string
 
 import numpy as np
 import torch
-from conftest import randomize, vision_config
 from PIL import Image
+from tiny_models import randomize, vision_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, SiglipImageProcessorPil
 

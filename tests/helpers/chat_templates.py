@@ -1,15 +1,9 @@
 """Chat templates, written here in each style of the families of text models, and a processor for them."""
 
-import sys
-from pathlib import Path
-
+from tiny_checkpoints import make_picture
 from transformers import SiglipImageProcessorPil
 
 from hf_xattn import XAttnProcessor
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_picture
 
 
 LOOP = "{% for message in messages %}"

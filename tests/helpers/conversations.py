@@ -15,16 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from conftest import TEXT_CONFIGS, make_text, randomize, strengthen, vision_config
+from tiny_architectures import tiny_config
+from tiny_models import TEXT_CONFIGS, make_text, randomize, strengthen, vision_config
 from transformers import AutoModelForCausalLM
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 
-
-try:
-    from tiny_architectures import tiny_config
-except ImportError:
-    from hf_xattn.utils.architectures import tiny_config
 
 MARKER = 3
 TOLERANCE = 1e-4

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from conversation_helpers import close, generate
+from marked_models import close, generate
 from test_perceiver import SMALL
 
 

@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from checkout import HELPERS, ROOT
 from killed_saves import Killer
 from transformers import Trainer, TrainerState, modeling_utils, trainer_utils
 
@@ -163,7 +164,7 @@ def run(function, *arguments, output=None):
     context.set_forkserver_preload(["killed_runs", "test_freeze_schedule"])
     process = context.Process(target=_printing_to, args=(output, function, *arguments))
     with pytest.MonkeyPatch.context() as patch:  # the server finds these modules, so that it can load them once
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), str(ROOT)]))
         process.start()
     process.join(120)
     if process.exitcode is None:

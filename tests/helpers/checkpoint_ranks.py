@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import pixels, token_ids
 from sharded_ranks import accelerator_with_fsdp, build, shard
+from tiny_models import pixels, token_ids
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -4,9 +4,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from chat_helpers import TEXT_TEMPLATES, make_processor
-from conftest import make_model
+from chat_templates import TEXT_TEMPLATES, make_processor
 from surface import Fine, Surface, needs, value
+from tiny_models import make_model
 
 from hf_xattn.serving.web import build_page
 

@@ -4,21 +4,18 @@ import io
 import os
 import resource
 import struct
-import sys
 import tempfile
 import zlib
 from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).parent))
-
 import hostile_inputs as hostile
 import torch
-from conftest import make_model, make_text
 from hostile_inputs import edit_json, fresh, setting
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model, make_text
 
 from hf_xattn import XAttnForConditionalGeneration, retrofit
 from hf_xattn.processing.image_reading import read_image

@@ -2,20 +2,16 @@
 
 import base64
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
-from conftest import randomize
 from PIL import Image
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from tiny_models import randomize
 from transformers import AutoTokenizer
 
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.utils.transformers_api import AutoImageProcessor
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 
 
 # Loops over the parts of a message, as templates of vision-language models do.

@@ -1,8 +1,8 @@
 """The tables of the image arguments, for `test_public_surface.py`."""
 
 import torch
-from conftest import pixels
 from surface import Fine, Surface, Wrong, tensor, value
+from tiny_models import pixels
 
 from hf_xattn.processing.image_limits import ImageLimits
 
