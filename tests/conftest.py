@@ -1,4 +1,7 @@
-"""What every test finds: the modules of `tests/helpers` and of the examples, and fixtures."""
+"""What every test finds: the modules of `tests/helpers` and of the examples, and fixtures.
+
+A fixture imports what it needs where it runs: the core tests also run where the examples are not.
+"""
 
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ HELPERS = Path(__file__).parent / "helpers"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDERS = [HELPERS, EXAMPLES, EXAMPLES / "benchmarks", EXAMPLES / "digits", EXAMPLES / "garments"]
 sys.path[:0] = [str(folder) for folder in FOLDERS]
+pytest.register_assert_rewrite(*(path.stem for path in HELPERS.glob("*.py")))  # a failed assert shows its values
 
 import tiny_models  # noqa: E402, F401  # no network, one thread: set before a test imports transformers
 
@@ -18,3 +22,57 @@ import tiny_models  # noqa: E402, F401  # no network, one thread: set before a t
 @pytest.fixture(autouse=True)
 def _no_grad_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def vision(tmp_path):
+    """A saved vision tower."""
+    from saved_models import make_vision
+
+    return make_vision(tmp_path / "vision")
+
+
+@pytest.fixture
+def registered_decoder():
+    """The decoder of `custom_decoder.py` in transformers' Auto classes, as a user's session puts it there."""
+    from checkpoints_with_code import registered
+
+    with registered():
+        yield
+
+
+@pytest.fixture
+def custom_checkpoints(tmp_path, monkeypatch):
+    """A folder with a text-only and a vision checkpoint that bring their code."""
+    from checkpoints_with_code import save_text_and_vision
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    save_text_and_vision(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+    """A saved model with a processor and a chat template."""
+    from chat_models import make_chat_model
+
+    return make_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def command_folder(tmp_path_factory):
+    """A folder with the checkpoints `text` and `vision`, the picture `picture.png`, and the retrofitted `model`."""
+    from command_runs import save_for_commands
+
+    return save_for_commands(tmp_path_factory.mktemp("commands"))
+
+
+@pytest.fixture(scope="module")
+def served(chat_folder):
+    """A running server of the model in `chat_folder`."""
+    from model_server import Served
+
+    served = Served(chat_folder, "seeing")
+    yield served
+    served.stop()
+    assert not served.thread.is_alive()

@@ -11,7 +11,7 @@ import llava_projector
 import numpy as np
 import pytest
 import torch
-from test_demo import check_last_line
+from command_runs import check_last_line
 from tiny_gguf import write_gguf
 from tiny_models import randomize
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor

@@ -7,8 +7,8 @@ import torch
 from killed_saves import at_moments, copy_to, run_until
 from safetensors import safe_open
 from saved_models import make_base, make_vision, same_model
-from test_importers_mllama import make_mllama
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from tiny_mllama import make_mllama
 from tiny_models import make_model, pixels, randomize
 from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 from kept_tokens import Case, chosen_by_hand, kept_of, lengths
 from marked_models import MARKER, close, marked, sees_of
-from test_architectures import make_tiny
-from test_importers_mllama import CASES as TILED
-from test_importers_mllama import make_mllama
+from tiny_decoders import make_tiny
+from tiny_mllama import TILED, make_mllama
 from tiny_models import make_model, pixels, randomize, token_ids
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from attention_inputs import BATCH, HIDDEN, TEXT_LEN, inputs, make_layer, make_mask
 from int8_rounding import both, by_hand
-from test_attention import BATCH, HIDDEN, TEXT_LEN, inputs, make_layer, make_mask
 from tiny_models import make_model, pixels
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

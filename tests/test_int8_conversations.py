@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
+from compiled_models import compiled, counting_backend
+from exported_models import decode_both_ways, export, needs_exporters, small
 from image_stores import MODELS, Counted, asked, assert_same
 from int8_rounding import both
 from marked_models import MARKER, RULES, close, fresh_cache, generate, marked
-from test_compile import compiled, counting_backend
-from test_export import decode_both_ways, export, needs_exporters, small
 from tiny_models import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, StaticCache
 

@@ -4,18 +4,20 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from chat_models import answer, drawing, make_chat_model, question
+from compiled_models import GREEDY, compiled, counting_backend
+from exported_models import decode_both_ways, export, needs_exporters, small
 from kept_tokens import Case, kept_of, lengths
 from marked_models import MARKER, close, fresh_cache, generate, marked, states_of
-from test_architectures import make_tiny, retrofitted
-from test_compile import GREEDY, compiled, counting_backend
-from test_export import decode_both_ways, export, needs_exporters, small
+from tiny_decoders import make_tiny, retrofitted
 from tiny_models import make_model, pixels, token_ids
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.image_cache import combine_images, save_image_cache, select_images
 from hf_xattn.checkpoints.inspection import key_value_bytes_per_token
+from hf_xattn.decoders.decoder import find_decoder
 from hf_xattn.serving.chat_session import ChatSession
 
 
@@ -360,8 +362,7 @@ def test_rows_take_their_tokens_along(change):
 @torch.no_grad()
 def test_the_text_that_has_chosen_cannot_be_removed():
     """Another question that gets the tokens of a question that is gone."""
-    model, ids = model_of(), token_ids(2, 10)
-    cache = fresh_cache()
+    model, ids, cache = model_of(), token_ids(2, 10), fresh_cache()
     model(ids[:, :7], pixel_values=pixels(2, 2), past_key_values=cache, keep_image_tokens=0.25)
     expected = model(ids[:, 7:], past_key_values=copy.deepcopy(cache)).logits
     model(token_ids(2, 4, seed=8), past_key_values=cache)
@@ -441,10 +442,6 @@ def test_calls_of_generate_that_cannot_choose_once():
 @torch.no_grad()
 def test_contexts_that_device_hooks_rebuild():
     """A context that accelerate copies for each layer, without the tokens that the first block has chosen."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    from hf_xattn.decoders.decoder import find_decoder
-
     model, ids = model_of(), token_ids(2, 10)
     inputs = {"pixel_values": pixels(2, 2), "keep_image_tokens": 0.25}
 

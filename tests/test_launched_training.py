@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import ROOT
+from command_runs import run_training
 from safetensors.torch import load_file
 from template_models import save_chat_model
-from test_train_command import CAPTIONS, run, write
+from training_examples import CAPTIONS, write_examples
 
 from hf_xattn.training import launch
 from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
@@ -39,7 +40,7 @@ def desk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launched")
     save_chat_model(folder / "model")
     lines = [{**line, "text": line["text"] * (1 + index % 3)} for index, line in enumerate(CAPTIONS)]
-    write(folder / "data", lines)
+    write_examples(folder / "data", lines)
     return folder
 
 
@@ -74,7 +75,7 @@ def test_two_processes_are_one_run(desk, tmp_path, capsys):
     """Two runs side by side that write over each other; rows that both see; a mean of means; everything printed twice."""
     done = launched(desk, tmp_path / "two", TWO, "--batch-size", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    status, printed, error = run(capsys, *command(desk, tmp_path / "one", "--batch-size", "2"))
+    status, printed, error = run_training(capsys, *command(desk, tmp_path / "one", "--batch-size", "2"))
     assert status == 0, error
 
     lines = [re.sub("two|one", "out", line) for line in printed.splitlines() if "'loss'" not in line]
@@ -105,11 +106,11 @@ def test_two_processes_are_one_run(desk, tmp_path, capsys):
     assert {path for rank, path in opened if rank == "1"} == set()  # torch and safetensors write past Python
     assert "README.md" in {Path(path).name for rank, path in opened if rank == "0"}
 
-    status, _, error = run(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
+    status, _, error = run_training(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
     assert status == 2 and "complete" in error
     saved = json.loads((tmp_path / "two" / OPTIONS_FILE).read_text())
     (tmp_path / "two" / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": False}))
-    status, _, error = run(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
+    status, _, error = run_training(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
     assert status == 2 and "expected 2 process(es)" in error and "got 1" in error
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_architectures import CONTEXT_SIZE, make_tiny
+from tiny_decoders import CONTEXT_SIZE, make_tiny
 from tiny_models import randomize
 from transformers import DynamicCache, EncoderDecoderCache
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from card_reading import card_of, rows_of
 from chat_models import make_chat_model
 from checkout import ROOT
 from huggingface_hub import ModelCard
@@ -22,15 +23,6 @@ from hf_xattn import demo, retrofit
 from hf_xattn.checkpoints.model_card import example_questions, write_model_card
 from hf_xattn.commands.main import main
 from hf_xattn.demo.canvases import WORDS
-
-
-def card_of(folder):
-    text = (Path(folder) / "README.md").read_text()
-    return yaml.safe_load(text.split("---\n")[1]), text
-
-
-def rows_of(text):
-    return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE))
 
 
 @pytest.fixture

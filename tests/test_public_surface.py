@@ -75,7 +75,7 @@ def model():
 @functools.cache
 def tiled():
     """A model whose vision tower reads tiles."""
-    from test_importers_mllama import make_mllama
+    from tiny_mllama import make_mllama
 
     return importers.import_checkpoint(make_mllama())
 

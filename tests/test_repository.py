@@ -106,6 +106,19 @@ def test_the_workflow_calls_the_script():
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
 
 
+def test_no_test_file_imports_another():
+    """A test file that cannot be moved or removed: another takes parts of it, or it looks for files beside itself."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    tests = {file.stem for file in files if file.stem.startswith("test_")}
+    found = []
+    for file in files:
+        imported = re.findall(r"\b(?:from|import) (\w+)", file.read_text())
+        found += [f"{file.name} imports {name}" for name in imported if name in tests | {"conftest"}]
+        if file.stem in tests and "Path(" + "__file__)" in file.read_text():
+            found.append(f"{file.name} looks beside itself, and not in `checkout.ROOT`")
+    assert len(tests) > 100 and found == []
+
+
 def test_metadata():
     """A package without types for its users, or whose version is written in two places."""
     assert (Path(hf_xattn.__file__).parent / "py.typed").is_file()

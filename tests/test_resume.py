@@ -16,7 +16,7 @@ import torch
 from checkout import ROOT
 from safetensors.torch import load_file, save_file
 from template_models import save_chat_model
-from test_train_command import MIXED, write
+from training_examples import MIXED, write_examples
 
 from hf_xattn import last_complete_checkpoint
 from hf_xattn.training.complete_checkpoints import find_checkpoints
@@ -32,7 +32,7 @@ def arguments(tmp_path_factory):
     """Ten steps with an evaluation in between, a checkpoint after every two, a shuffled order, and gradient accumulation."""
     folder = tmp_path_factory.mktemp("resume")
     save_chat_model(folder / "model")
-    data = write(folder / "data", MIXED)
+    data = write_examples(folder / "data", MIXED)
     options = "--steps 10 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --eval-share 0.25 --log-steps 1 --device cpu"
     return [str(folder / "model"), "--data", str(data), "--learning-rate", "0.01", *options.split()]
 

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 from marked_models import close, generate, state_space
-from test_architectures import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
 from tiny_architectures import tiny_config
+from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
 from tiny_models import make_model, pixels, randomize, strengthen, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from checkout import HELPERS
-from tensor_parallel_ranks import train_without_dropout
+from gradient_checks import without_dropout
 from tiny_models import make_text, pixels, randomize, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
@@ -61,7 +61,7 @@ def make(folder, cross_attention, name="llama"):
     expected["tokens"] = model.generate(
         ids, attention_mask=torch.ones_like(ids), **images, max_new_tokens=6, do_sample=False
     )
-    train_without_dropout(model)
+    without_dropout(model)
     model(**text, **images).loss.backward()
     expected["gradients"] = {n: weight.grad for n, weight in model.named_parameters() if weight.grad is not None}
     torch.save(expected, folder / "expected.pt")

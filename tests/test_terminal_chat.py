@@ -291,7 +291,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(folder):
 
 def test_sliding_window_and_states(processor):
     """A cache that cannot be cropped, cropped all the same."""
-    from test_architectures import make_tiny
+    from tiny_decoders import make_tiny
 
     for name in ("mistral", "mamba2"):
         text = make_tiny(name)

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from checkout import ROOT
-from test_architectures import make_tiny, retrofitted
-from test_distributed import WORLD_SIZE, _leave
+from tiny_decoders import make_tiny, retrofitted
 from tiny_models import make_model, make_text, pixels, token_ids, vision_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, SiglipConfig, TorchAoConfig
+from two_processes import WORLD_SIZE, leave
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, retrofit
 from hf_xattn.commands.loading import load_shapes, plan_shapes
@@ -195,7 +195,7 @@ def _shard(rank, folder):
     averages = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     parts = ([weight for weight in weights if not weight.requires_grad], learns, [w.grad for w in learns], averages)
     torch.save([size_of(tensor.to_local() for tensor in part) for part in parts], f"{folder}/found-{rank}.pt")
-    _leave(rank, folder)
+    leave(rank, folder)
 
 
 def test_a_rank_holds_what_fsdp2_gives_it(tmp_path):

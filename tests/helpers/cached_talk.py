@@ -31,6 +31,7 @@ from conversations import (
     check_beams,
     compare,
     describe,
+    mask_inputs,
     raising,
 )
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
@@ -240,7 +241,7 @@ class Talk:
             rows.append(seen_by_row)
         if form != "tokens" and (not representable or self.kind == "states3"):
             return self.explicit(given, axis, length, first)
-        return Explicit(self.mask_inputs(rows, form), rows, f"{form} over {axis} images, {length} rows")
+        return Explicit(mask_inputs(rows, form), rows, f"{form} over {axis} images, {length} rows")
 
     def _slots(self, given: Slots | None, axis: str) -> tuple[Slots, list[int]]:
         """The images that a mask covers, and their numbers in the row."""
@@ -258,15 +259,6 @@ class Talk:
         """Whether the call gives all images of the cache in their slots, with what of them is padding."""
         there = [list(row.images) for row in self.image_rows]
         return given is not None and all(images[: self.num_slots] == cached for cached, images in zip(there, given))
-
-    def mask_inputs(self, rows: list[list[Seen]], form: str) -> dict[str, torch.Tensor]:
-        if form == "tokens":
-            flags = [[[f for image in seen.values() for f in image] for seen in row] for row in rows]
-            return {"cross_attention_mask": torch.tensor(flags)}
-        mask = torch.tensor([[[any(image) for image in seen.values()] for seen in row] for row in rows])
-        if form == "images":
-            return {"image_attention_mask": mask}
-        return {"cross_attention_mask": mask[..., None]}
 
     def padding_inputs(self, rows: list[Row], what: str) -> dict[str, torch.Tensor]:
         """`image_mask` or a 2-D `cross_attention_mask` as these rows have it."""

@@ -1,8 +1,6 @@
 """Rows for tests of the collator, and what their labels say."""
 
-from template_models import (
-    picture,
-)
+from template_models import picture
 
 
 QUESTION, ANSWER = "what is in the picture ?", "a red circle."

@@ -182,6 +182,17 @@ def bank(name: str, rule: str) -> Bank:
     return Bank(name, rule, model, pixels, features.reshape(NUM_PICTURES, -1, features.shape[-1]), states)
 
 
+def mask_inputs(rows: list[list[Seen]], form: str) -> dict[str, torch.Tensor]:
+    """A mask of what each text token of each row sees: of `form` `"tokens"`, `"images"` or `"tiles"`."""
+    if form == "tokens":
+        flags = [[[f for image in seen.values() for f in image] for seen in row] for row in rows]
+        return {"cross_attention_mask": torch.tensor(flags)}
+    mask = torch.tensor([[[any(image) for image in seen.values()] for seen in row] for row in rows])
+    if form == "images":
+        return {"image_attention_mask": mask}
+    return {"cross_attention_mask": mask[..., None]}
+
+
 def attention_mask(rows: list[Row], length: int) -> torch.Tensor:
     """`(batch, length)`, zero over the padding of the text."""
     return torch.tensor([[step >= row.left for step in range(length)] for row in rows]).long()

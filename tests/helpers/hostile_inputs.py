@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+import hf_xattn
+
 
 REFUSED, SAME, REFUSED_OR_SAME = "refused", "the same model", "refused, or the same model"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -396,3 +398,18 @@ def code(source: Path) -> Iterator[Case]:
             edit_json("config.json", setting("evil.XAttnConfig", "auto_map", name))(folder)
 
         yield Case(f"auto_map of {name}", mapped, SAME)
+
+
+PACKAGE = str(Path(hf_xattn.__file__).parent)
+
+
+def is_ours(error):
+    """Whether the error was raised by this package, and names a file, a folder or an argument."""
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    words = str(error)
+    named = "`" in words or "/" in words
+    return (
+        isinstance(error, (ValueError, TypeError)) and frame.tb_frame.f_code.co_filename.startswith(PACKAGE) and named
+    )

@@ -4,7 +4,9 @@ from collections import Counter
 
 import torch
 from marked_models import close, generate
-from test_perceiver import SMALL
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_models import PERCEIVER
 
 
 NUM_TOKENS = 16
@@ -57,8 +59,19 @@ MODELS = {
     "position_bias": {"cross_attention_config": {"position_bias": True}},
     "perceiver": {
         "connector_type": "perceiver",
-        "perceiver_config": SMALL,
+        "perceiver_config": PERCEIVER,
         "cross_attention_config": {"context_size": 24},
     },
     "default_features": {"vision_feature_select_strategy": "default"},
 }
+
+
+def damaged(file, change, metadata=None):
+    """The file again, with other tensors or metadata."""
+    with safe_open(file, "pt") as opened:
+        tensors, kept = {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata())
+    change(tensors)
+    kept.update(metadata or {})
+    other = file.with_name("damaged.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, other, kept)
+    return other

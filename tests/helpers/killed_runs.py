@@ -17,6 +17,7 @@ import torch
 import transformers
 from checkout import HELPERS, ROOT
 from killed_saves import Killer
+from training_runs import make_scheduled_trainer
 from transformers import Trainer, TrainerState, modeling_utils, trainer_utils
 
 from hf_xattn import last_complete_checkpoint
@@ -144,9 +145,7 @@ def command(arguments, moment=None, number=0):
 def schedule(folder, moment=None, number=0):
     """A plain `Trainer` with a `FreezeSchedule`, as a user's script: started again and again with the same command."""
     _prepare(moment, number)
-    from test_freeze_schedule import make_trainer
-
-    trainer = make_trainer(folder, save_strategy="steps")
+    trainer = make_scheduled_trainer(folder, save_strategy="steps")
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
     trainer.save_model(str(folder / "trained"))
 
@@ -161,7 +160,7 @@ def _prepare(moment, number):
 def run(function, *arguments, output=None):
     """Runs a function of this module in a process, and returns its exit code: -9 where it was killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed_runs", "test_freeze_schedule"])
+    context.set_forkserver_preload(["killed_runs"])
     process = context.Process(target=_printing_to, args=(output, function, *arguments))
     with pytest.MonkeyPatch.context() as patch:  # the server finds these modules, so that it can load them once
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), str(ROOT)]))

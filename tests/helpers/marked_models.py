@@ -1,4 +1,4 @@
-"""Helpers that tests of masks and caches share."""
+"""Models that follow image markers, what their text may see by each rule, and short calls of `generate`."""
 
 import torch
 from tiny_architectures import tiny_config

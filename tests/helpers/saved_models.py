@@ -43,3 +43,10 @@ def same_model(model, loaded):
     assert mine.keys() == others.keys()
     assert [n for n in mine if mine[n].dtype != others[n].dtype or not torch.equal(mine[n], others[n])] == []
     assert torch.equal(logits_of(model), logits_of(loaded))
+
+
+def load(auto_class, folder, **kwargs):
+    """Loads, and makes sure that every key was found and used."""
+    model, info = auto_class.from_pretrained(folder, output_loading_info=True, **kwargs)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from test_architectures import make_tiny, retrofitted
+from gradient_checks import without_dropout
+from tiny_decoders import make_tiny, retrofitted
 from tiny_models import make_model, pixels, randomize, token_ids
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -75,12 +76,7 @@ def build(
         )
     else:
         model = randomize(retrofitted(make_tiny(decoder)))
-    model.train()
-    freeze(model, **{"text": False, "vision": False, **dict.fromkeys(frozen, True)})
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
+    return freeze(without_dropout(model), **{"text": False, "vision": False, **dict.fromkeys(frozen, True)})
 
 
 def kinds_of(decoder: str, images: str) -> tuple[str, ...]:

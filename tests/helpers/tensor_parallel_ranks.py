@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gradient_checks import without_dropout
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 from transformers.distributed import DistributedConfig
@@ -21,13 +22,6 @@ def error_of(call) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def train_without_dropout(model) -> None:
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
 
 
 def largest(one, other) -> float:
@@ -76,7 +70,7 @@ def work(folder: Path) -> dict:
         loaded = load_image_cache(file, model)
         keys = encoded.cross_attention_cache.layers[0].keys
         found["loaded images"] = torch.equal(loaded.cross_attention_cache.layers[0].keys, keys)
-    train_without_dropout(model)
+    without_dropout(model)
     model(**text, **images).loss.backward()
     gradients = {name: whole_of(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None}
     found["without gradient"] = sorted(expected["gradients"].keys() ^ gradients.keys())

@@ -2,11 +2,14 @@
 
 import os
 
+import torch
+
+from hf_xattn import XAttnConfig
+
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -23,7 +26,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn import XAttnForConditionalGeneration
 
 
 # Threads cost more than they give on models of this size, and several test runs share the machine.
@@ -141,3 +144,6 @@ def token_ids(batch: int = 2, length: int = 7, seed: int = 3) -> torch.Tensor:
 def pixels(batch: int = 2, num_images: int = 1, seed: int = 4) -> torch.Tensor:
     """Random images, `(batch, num_images, 3, 32, 32)`."""
     return torch.randn(batch, num_images, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+PERCEIVER = {"num_latents": 3, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
