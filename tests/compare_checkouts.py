@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 # Each is built from `tiny_architectures.py`, with weights strong enough that a lost state shows.
 TYPES = (
     "llama qwen3 mistral gemma3_text gemma2 gpt2 opt gpt_neox phi3 olmo2 mixtral qwen3_moe bloom falcon mamba mamba2 jamba bamba "
@@ -105,12 +105,10 @@ def pictures(rows: int = 2, images: int = 1, seed: int = 4):
 def build(model_type: str = "llama", dtype: str = "float32", **options: Any):
     """A model whose blocks, connector and text model have strong random weights."""
     import torch
+    from tiny_architectures import tiny_config
     from transformers import AutoModelForCausalLM, SiglipVisionConfig
 
     from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
-
-    sys.path.insert(0, str(HERE))
-    from tiny_architectures import tiny_config
 
     torch.manual_seed(0)
     text = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).eval()
@@ -345,7 +343,7 @@ def case_small_folders(record: Record, name: str) -> None:
 
 def case_chat(record: Record, name: str) -> None:
     """Templates, processor, collator, and two turns of a chat."""
-    from chat_helpers import SEEING, TEXT_TEMPLATES, image, make_processor, text
+    from chat_templates import SEEING, TEXT_TEMPLATES, image, make_processor, text
 
     from hf_xattn import XAttnDataCollator
 
@@ -390,7 +388,7 @@ CASES: dict[str, tuple[Callable[[Record, str], None], tuple[str, ...]]] = {
 
 def run(checkout: Path, output: Path, only: str) -> None:
     """Runs all cases with the package of a checkout, and writes what they record."""
-    sys.path[:0] = [str(checkout), str(HERE)]
+    sys.path[:0] = [str(checkout), str(HERE / "tests" / "helpers"), str(HERE / "examples")]
     import torch
     import transformers
 
@@ -435,7 +433,7 @@ def main() -> int:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "results.json")
-        for checkout in (arguments.other.resolve(), HERE.parent):
+        for checkout in (arguments.other.resolve(), HERE):
             command = [sys.executable, __file__, str(checkout), "--output", str(output), "--only", arguments.only]
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(checkout)}
             subprocess.run(command, check=True, cwd=folder, env=environment)

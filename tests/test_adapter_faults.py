@@ -6,23 +6,13 @@ import shutil
 
 import pytest
 import transformers
-from adapter_models import ADDED, make, make_base, make_vision, same_model
-from conftest import make_text, randomize
 from hostile_inputs import edit_json, setting
-from test_custom_code import make_custom, registered  # noqa: F401  # a fixture
-from transformers import (
-    AutoModel,
-    AutoModelForImageTextToText,
-    ResNetConfig,
-)
+from saved_models import ADDED, make, make_base, same_model
+from tiny_models import make_text, randomize
+from transformers import AutoModel, AutoModelForImageTextToText, ResNetConfig
 
 from hf_xattn import retrofit
 from hf_xattn.checkpoints.adapters import MANIFEST
-
-
-@pytest.fixture
-def vision(tmp_path):
-    return make_vision(tmp_path / "vision")
 
 
 def test_base_that_changed(vision, tmp_path, caplog):

@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 import transformers
-from adapter_models import ADDED, ROOT, logits_of, make, make_base, make_vision, names_in, same_model
-from conftest import TEXT_CONFIGS, make_text, pixels, randomize, token_ids, vision_config
-from test_custom_code import make_custom, registered  # noqa: F401  # a fixture
-from test_importers_mllama import make_mllama
+from checkout import ROOT
+from checkpoints_with_code import make_custom
+from saved_models import ADDED, logits_of, make, make_base, names_in, same_model
+from tiny_mllama import make_mllama
+from tiny_models import TEXT_CONFIGS, make_text, pixels, randomize, token_ids, vision_config
 from transformers import (
     AutoModel,
     AutoModelForImageTextToText,
@@ -22,11 +23,6 @@ from transformers import (
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
 from hf_xattn.checkpoints.adapters import MANIFEST, WEIGHTS
-
-
-@pytest.fixture
-def vision(tmp_path):
-    return make_vision(tmp_path / "vision")
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
@@ -232,7 +228,7 @@ def test_tiled_tower(source, tmp_path):
         assert torch.equal(model(**call).logits, loaded(**call).logits)
 
 
-def test_custom_decoder(registered, vision, tmp_path):  # noqa: F811
+def test_custom_decoder(registered_decoder, vision, tmp_path):
     """A decoder that transformers does not know, registered by the caller."""
     make_custom().save_pretrained(tmp_path / "text")
     model = randomize(retrofit(tmp_path / "text", vision, every=2)).eval()

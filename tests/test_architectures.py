@@ -1,49 +1,30 @@
 """Every decoder architecture of transformers: what the package promises holds, or the table says why it is not served."""
 
 import copy
-import warnings
 
 import pytest
 import torch
-from conftest import randomize, strengthen
 from safetensors.torch import load_file
-from tiny_architectures import DIFFERENT, EXPERTS, tiny_config
+from tiny_architectures import DIFFERENT, EXPERTS
+from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
+from tiny_models import randomize, strengthen
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
-from hf_xattn.decoders.decoder import find_cache_argument, find_decoder, layers_receive_keywords
+from hf_xattn.decoders.decoder import find_cache_argument, layers_receive_keywords
 from hf_xattn.decoders.insertion import check_insertable
 from hf_xattn.utils.architectures import ARCHITECTURES, architecture, causal_model_types, markdown_table
 from hf_xattn.utils.transformers_api import OLDEST, has, is_before
 
 
-SERVED = [name for name in causal_model_types() if architecture(name).refused is None]
 FORGETFUL = [name for name in SERVED if architecture(name).forgets]
 REFUSED = [name for name in causal_model_types() if architecture(name).refused is not None]
-CONTEXT_SIZE = 16
 
 # What the issue trackers of such packages ask for.
 FAMILIES = """llama mistral mixtral ministral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text gemma gemma2 gemma3_text
 gemma4_text phi phi3 phimoe gpt2 gpt_neo gpt_neox gptj opt bloom falcon mpt codegen starcoder2 olmo olmo2 olmo3 olmoe cohere
 cohere2 granite granitemoe deepseek_v2 deepseek_v3 glm glm4 glm4_moe gpt_oss smollm3 stablelm nemotron llama4_text bitnet jamba
 bamba falcon_h1 lfm2 mamba2""".split()
-
-
-def make_tiny(model_type, dtype=torch.float32):
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tiny sizes leave special tokens outside the vocabulary
-        return AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype).eval()
-
-
-def retrofitted(text):
-    config = XAttnConfig(
-        text_config=text.config,
-        cross_attention_layers=[1, len(find_decoder(text)[1])],  # in front of a layer, and after the last one
-        cross_attention_config={"context_size": CONTEXT_SIZE},
-    )
-    return XAttnForConditionalGeneration(config, text_model=text).eval()
 
 
 def check_packed(model, ids, states):

@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, make_text, pixels, randomize, token_ids, vision_config
 from PIL import Image
-from test_importers_mllama import inputs as tiled_inputs
-from test_importers_mllama import make_mllama, make_processor
 from tiny_architectures import tiny_config
+from tiny_mllama import make_mllama, make_mllama_processor
+from tiny_mllama import mllama_inputs as tiled_inputs
+from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import (
     AutoModelForCausalLM,
     BatchFeature,
@@ -300,7 +300,7 @@ def test_the_grid_lies_on_the_picture(connector):
 def test_tiles_in_their_order():
     """Tiles that are exchanged, or laid beside each other where they stand one upon the other."""
     model = import_checkpoint(make_mllama())
-    processor = make_processor()
+    processor = make_mllama_processor()
     for height, width, tiles in ((28, 56, (1, 2)), (84, 28, (3, 1)), (56, 56, (2, 2))):
         array = np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)
         given = processor(images=[[Image.fromarray(array)]], text=["<|image|> w1 w2"], return_tensors="pt")

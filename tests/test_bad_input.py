@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, make_model, pixels, token_ids
 from PIL import Image
+from tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 

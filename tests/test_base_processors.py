@@ -1,10 +1,8 @@
 """The processor of a folder of added weights that was saved without one: that of the bases."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.utils import logging
 
@@ -12,10 +10,6 @@ from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.commands.loading import load_processor
 from hf_xattn.commands.main import main
 from hf_xattn.utils import stub
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import memory_of_nan
+from memory_checks import memory_of_nan
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel

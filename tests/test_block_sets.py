@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 import transformers
-from adapter_models import make, make_base, make_vision
-from conftest import pixels, randomize, token_ids
 from quantized_bases import METHODS, quantization
 from quantized_bases import folder as quantized_folder
+from saved_models import make, make_base
+from tiny_models import pixels, randomize, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
@@ -24,11 +24,6 @@ GREEDY = {"max_new_tokens": 5, "do_sample": False}
 @torch.no_grad()
 def logits_of(model, **images):
     return model(token_ids(), **(images or IMAGES)).logits
-
-
-@pytest.fixture
-def vision(tmp_path):
-    return make_vision(tmp_path / "vision")
 
 
 @pytest.fixture

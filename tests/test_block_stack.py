@@ -5,9 +5,9 @@ import copy
 import peft
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
+from gradient_checks import assert_same_gradients, gradients, without_dropout
 from safetensors.torch import load_file, save_file
-from test_checkpointing import assert_same, gradients, without_dropout
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from hf_xattn import added_modules, freeze, lora_targets, retrofit
@@ -141,7 +141,7 @@ def test_gradient_checkpointing(layers, checkpointing):
     blocks = {name for name, _ in model.named_parameters() if "cross_attention_block" in name}
     assert blocks <= expected.keys() and all(bool(expected[name].any()) for name in blocks if "gate" in name)
     checkpoint_activations(model, checkpointing)
-    assert_same(gradients(model, **inputs), expected)
+    assert_same_gradients(gradients(model, **inputs), expected)
 
 
 def test_frozen_block_of_a_place_stays_in_evaluation():

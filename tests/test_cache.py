@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
+from tiny_models import make_model, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cached_talk import Talk
-from test_cache_fuzz import CHAT, add_text, cached, check
+from conversations import mask_inputs
+from random_talks import CHAT, add_text, cached, check
 
 
 def bring_back_padding(talk: Talk) -> None:
@@ -24,7 +25,7 @@ def bring_back_padding(talk: Talk) -> None:
     if rng.random() < 0.5:
         own = talk.explicit(None, "all", length)
         own.rows[row][rng.randrange(length)][slot] = (True,) * talk.rows[row].images[slot].size
-        what = talk.mask_inputs(own.rows, "tokens")
+        what = mask_inputs(own.rows, "tokens")
     elif rng.random() < 0.5:
         real = [[image.real for image in each.images] for each in talk.rows]
         real[row][slot] = True

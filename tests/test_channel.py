@@ -6,8 +6,9 @@ import threading
 
 import pytest
 import torch
-from conftest import randomize
-from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
+from gradient_checks import without_dropout
+from tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
+from tiny_models import randomize
 
 from hf_xattn.decoders.channel import carried_context
 from hf_xattn.decoders.decoder import find_decoder
@@ -32,10 +33,7 @@ def gradients(model):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(model_type, reentrant):
     """A recomputation that no longer finds the images: gradients of the blocks silently zero."""
-    model = make(model_type).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    model = without_dropout(make(model_type))
     plain = gradients(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:

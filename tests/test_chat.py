@@ -6,7 +6,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from chat_helpers import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture, make_processor, text
+from chat_templates import LOOP, SEEING, TALK, TEXT_TEMPLATES, image, make_picture, make_processor, text
 from transformers import AutoProcessor, ByT5Tokenizer
 
 from hf_xattn import XAttnProcessor

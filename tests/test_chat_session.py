@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from chat_models import NEW_TOKENS, answer, drawing, make_chat_model, question
+from chat_models import NEW_TOKENS, answer, drawing, question
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn.maps import attention_maps
@@ -16,18 +16,13 @@ TEXT = "what is in the picture ?"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_chat_model(tmp_path_factory.mktemp("session"))
+def model(chat_folder):
+    return AutoModelForImageTextToText.from_pretrained(chat_folder).eval()
 
 
 @pytest.fixture(scope="module")
-def model(folder):
-    return AutoModelForImageTextToText.from_pretrained(folder).eval()
-
-
-@pytest.fixture(scope="module")
-def processor(folder):
-    return AutoProcessor.from_pretrained(folder)
+def processor(chat_folder):
+    return AutoProcessor.from_pretrained(chat_folder)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_helpers import (
+from chat_templates import (
     ASK,
     IMAGES_FIRST,
     LOOP,

@@ -1,25 +1,19 @@
 """`hf-xattn check`, called as a person would: its lines, its exit status, and the kinds of models that it takes."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-import test_importers_mllama
 import torch
-from conftest import make_text, randomize
 from quantized_bases import folder as quantized_folder
 from quantized_bases import quantization
-from test_custom_code import checkpoints  # noqa: F401  # a fixture
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from tiny_mllama import make_mllama
+from tiny_models import make_text, randomize
 from transformers import AutoModelForImageTextToText
 
 from hf_xattn import retrofit
 from hf_xattn.checks import NAMES
 from hf_xattn.commands.main import main
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 
 
 QUICK = [part for name in NAMES if name.startswith("cache-") and name != "cache-dynamic" for part in ("--skip", name)]
@@ -153,7 +147,7 @@ def test_an_adapter_on_the_model(folder, tmp_path, capsys):
 
 def test_an_imported_model(tmp_path, capsys):
     """Tiles, image markers and added tokens that random inputs do not fit."""
-    test_importers_mllama.make_mllama().save_pretrained(tmp_path / "theirs")
+    make_mllama().save_pretrained(tmp_path / "theirs")
     assert main(["import", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours")]) == 0
     capsys.readouterr()
     status, out, error = run(capsys, tmp_path / "ours", *QUICK)
@@ -184,14 +178,14 @@ def test_a_gguf_base(tmp_path, capsys):
     assert status == 0, out + error
 
 
-def test_code_of_a_checkpoint(checkpoints, capsys):  # noqa: F811
+def test_code_of_a_checkpoint(custom_checkpoints, capsys):
     """Code that runs without permission, or a model that cannot be checked because it brings some."""
-    model = retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)
-    randomize(model).save_pretrained(checkpoints / "model")
-    options = ["--base", checkpoints / "text", *QUICK]
-    status, _, error = run(capsys, checkpoints / "model", *options)
+    model = retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", every=2, trust_remote_code=True)
+    randomize(model).save_pretrained(custom_checkpoints / "model")
+    options = ["--base", custom_checkpoints / "text", *QUICK]
+    status, _, error = run(capsys, custom_checkpoints / "model", *options)
     assert status == 2 and "trust_remote_code=True" in error
-    status, out, error = run(capsys, checkpoints / "model", *options, "--trust-remote-code")
+    status, out, error = run(capsys, custom_checkpoints / "model", *options, "--trust-remote-code")
     assert status == 0, out + error
 
 

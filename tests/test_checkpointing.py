@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids
-from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
+from gradient_checks import assert_same_gradients, gradients, without_dropout
+from tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
+from tiny_models import make_model, make_text, pixels, randomize, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze_base
@@ -14,25 +15,6 @@ from hf_xattn.utils.transformers_api import checkpoint_activations
 
 REENTRANT = {"use_reentrant": True}
 IDS = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
-
-
-def without_dropout(model):
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model.train()
-
-
-def gradients(model, **inputs):
-    model.zero_grad()
-    model(use_cache=False, **inputs).loss.backward()
-    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, atol=1e-5), name
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["full", "frozen_base"])
@@ -47,7 +29,7 @@ def test_gradients_are_those_without_checkpointing(name, inner, frozen):
     expected = gradients(model, **inputs)
     assert any("connector" in key for key in expected) and any("vision_tower" in key for key in expected)
     checkpoint_activations(model.model.text_model if inner else model, REENTRANT)
-    assert_same(gradients(model, **inputs), expected)
+    assert_same_gradients(gradients(model, **inputs), expected)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["full", "frozen_base"])
@@ -66,7 +48,7 @@ def test_gradients_of_states(model_type, frozen):
         found.append(gradients(model, input_ids=IDS, labels=IDS, cross_attention_states=source.tanh()))
         found[-1]["source"] = source.grad
     assert found[0]["source"].any()
-    assert_same(found[1], found[0])
+    assert_same_gradients(found[1], found[0])
 
 
 def test_switched_on_before_the_blocks_go_in():
@@ -80,7 +62,7 @@ def test_switched_on_before_the_blocks_go_in():
     model = XAttnForConditionalGeneration(config, text_model=text).train()
     model.load_state_dict(expected.state_dict())
     inputs = {"input_ids": token_ids(), "labels": token_ids(), "pixel_values": pixels()}
-    assert_same(gradients(copy.deepcopy(model), **inputs), gradients(expected, **inputs))
+    assert_same_gradients(gradients(copy.deepcopy(model), **inputs), gradients(expected, **inputs))
 
 
 def test_frozen_embeddings_that_are_given():
@@ -91,7 +73,7 @@ def test_frozen_embeddings_that_are_given():
     inputs = {"inputs_embeds": embeddings, "labels": IDS, "cross_attention_states": states}
     expected = gradients(model, **inputs)
     checkpoint_activations(model, REENTRANT)
-    assert_same(gradients(model, **inputs), expected)
+    assert_same_gradients(gradients(model, **inputs), expected)
 
 
 def test_encoded_images():
@@ -105,7 +87,7 @@ def test_encoded_images():
         encoded = model.encode_images(pixel_values=pixels())
         model(token_ids(), labels=token_ids(), past_key_values=encoded).loss.backward()
         found.append({name: weight.grad.clone() for name, weight in model.named_parameters() if weight.requires_grad})
-    assert_same(found[1], found[0])
+    assert_same_gradients(found[1], found[0])
 
 
 def test_nested_layers_are_refused():
@@ -161,6 +143,6 @@ def test_no_cache_from_layers_that_run_twice(given):
     outputs.loss.backward()
     found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     assert cache is None or (cache.get_seq_length() == 0 and not cache.cross_attention_cache.layers)
-    assert_same(found, gradients(model, input_ids=token_ids(), **inputs))
+    assert_same_gradients(found, gradients(model, input_ids=token_ids(), **inputs))
     model.eval()  # then nothing runs twice
     assert model(token_ids(), use_cache=True, **inputs).past_key_values.get_seq_length() == 7

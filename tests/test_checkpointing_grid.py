@@ -3,21 +3,16 @@
 import copy
 import functools
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import SIZES, make_model, pixels, randomize, token_ids, vision_config
-from test_checkpointing import assert_same, gradients, without_dropout
+from gradient_checks import assert_same_gradients, gradients, without_dropout
+from memory import memory_of
+from tiny_models import SIZES, make_model, pixels, randomize, token_ids, vision_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
 from hf_xattn.utils.transformers_api import checkpoint_activations
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-from memory import memory_of
 
 
 IDS, PIXELS = token_ids(), pixels()
@@ -55,7 +50,7 @@ def test_gradients(text, vision, connector, blocks, reentrant):
     checkpoint_activations(model, {"use_reentrant": reentrant})
     found = gradients(model, **INPUTS)
     assert found.keys() == {name for name, weight in model.named_parameters() if weight.requires_grad}
-    assert_same(found, expected)
+    assert_same_gradients(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +78,7 @@ def test_compiled_gradients(frozen, reentrant):
     compiled = torch.compile(model.forward, backend=backend, fullgraph=True)
     compiled(use_cache=False, **INPUTS).loss.backward()
     found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    assert_same(found, expected)
+    assert_same_gradients(found, expected)
     assert len(graphs) == 1 and "checkpoint" in graphs[0].print_readable(print_output=False)
     torch._dynamo.reset()
 
@@ -97,7 +92,7 @@ def test_compiled_with_graph_breaks():
     for block in model.blocks:
         block.mlp.act_fn.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     torch.compile(model.forward, backend="aot_eager")(use_cache=False, **INPUTS).loss.backward()
-    assert_same({name: w.grad for name, w in model.named_parameters() if w.grad is not None}, expected)
+    assert_same_gradients({name: w.grad for name, w in model.named_parameters() if w.grad is not None}, expected)
     torch._dynamo.reset()
 
 
@@ -109,7 +104,7 @@ def test_tower_that_trains_in_part(reentrant):
     assert any("vision_tower" in name for name in expected)
     model = without_dropout(make_model())
     checkpoint_activations(model, {"use_reentrant": reentrant})  # before the parts are chosen
-    assert_same(gradients(freeze(model, **frozen), **INPUTS), expected)
+    assert_same_gradients(gradients(freeze(model, **frozen), **INPUTS), expected)
 
 
 @each_way

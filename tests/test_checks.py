@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 import torch
-from conftest import make_model, make_text, randomize, strengthen
 from quantized_bases import quantized_retrofit
-from test_architectures import SERVED, make_tiny, retrofitted
 from tiny_architectures import EXPERTS
+from tiny_decoders import SERVED, make_tiny, retrofitted
+from tiny_models import make_model, make_text, randomize, strengthen
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from collator_rows import ANSWER, QUESTION, SHORT, row
+from gradient_checks import outputs_and_gradients, without_dropout
 from template_models import CHATML, make_chat_model, make_processor, picture
-from test_checkpointing import without_dropout
-from test_collator_training import arguments, sft_settings
-from test_image_rows import run
+from training_runs import sft_settings, short_arguments
 from transformers import Trainer
 
 from hf_xattn import XAttnDataCollator
@@ -40,7 +39,10 @@ def model(processor):
 
 def same_training(model, found, expected):
     """Loss and gradients are equal."""
-    (other, of_found), (whole, gradients) = run(model, **found), run(model, **expected, use_cache=False)
+    (other, of_found), (whole, gradients) = (
+        outputs_and_gradients(model, **found),
+        outputs_and_gradients(model, **expected, use_cache=False),
+    )
     assert torch.allclose(other.loss, whole.loss, atol=1e-12)
     assert of_found.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -91,7 +93,7 @@ def test_trainer(tmp_path, processor, option):
     states = []
     for given in ({}, {option: True}):
         model = without_dropout(make_chat_model(processor, image_visibility="previous"))
-        settings = arguments(
+        settings = short_arguments(
             tmp_path,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,

@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 import torch
 from collator_rows import ANSWER, QUESTION, SHORT, row, said
-from template_models import (
-    CHATML,
-    make_processor,
-    picture,
-)
+from template_models import CHATML, make_processor, picture
 
 from hf_xattn import XAttnDataCollator
 

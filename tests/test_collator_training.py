@@ -5,15 +5,10 @@ import pickle
 import pytest
 import torch
 from collator_rows import ANSWER, QUESTION, SHORT, row
-from template_models import (
-    CHATML,
-    GENERATION,
-    make_chat_model,
-    make_processor,
-    picture,
-)
+from template_models import CHATML, GENERATION, make_chat_model, make_processor, picture
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from training_runs import sft_settings, short_arguments
+from transformers import Trainer
 from transformers.trainer_utils import set_seed
 
 from hf_xattn import XAttnDataCollator
@@ -25,12 +20,6 @@ ROWS = [
         [(QUESTION, ANSWER), ("hi", "hello"), ("sure ?", "yes, yes, yes."), ("what ?", "no")]
     )
 ]
-
-
-def arguments(folder, **given):
-    return TrainingArguments(
-        output_dir=str(folder), report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, **given
-    )
 
 
 def test_loader_with_workers():
@@ -49,7 +38,7 @@ def test_loader_with_workers():
 def trained(folder, batch_size, accumulation):
     processor = make_processor(CHATML)
     model = make_chat_model(processor)
-    settings = arguments(
+    settings = short_arguments(
         folder,
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulation,
@@ -84,18 +73,12 @@ def test_trainer_that_removes_columns(tmp_path):
     processor = make_processor(CHATML)
     trainer = Trainer(
         model=make_chat_model(processor),
-        args=arguments(tmp_path, max_steps=1),
+        args=short_arguments(tmp_path, max_steps=1),
         train_dataset=ROWS,
         data_collator=XAttnDataCollator(processor),
     )
     with pytest.raises(ValueError, match="remove_unused_columns=False"):
         trainer.train()
-
-
-def sft_settings(folder, **given):
-    trl = pytest.importorskip("trl")
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    return trl.SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, **quiet, **given)
 
 
 def sft(folder, dataset, **given):

@@ -5,19 +5,10 @@ import re
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, token_ids
-from expectation_models import (
-    BASES,
-    CLASSES,
-    KINDS,
-    base_of,
-    build,
-    configuration,
-    images_for,
-    inputs_for,
-)
-from test_tower import ANY_SIZE, ONE_SIZE, SMALL, model_with
+from expectation_models import BASES, CLASSES, KINDS, base_of, build, configuration, images_for, inputs_for
 from tiny_architectures import EXPERTS
+from tiny_models import VOCAB_SIZE, token_ids
+from tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER, model_with
 from transformers import SiglipVisionConfig
 from transformers.utils import ModelOutput
 
@@ -405,7 +396,7 @@ TOWERS_WITH_MORE = ["vit", "dinov2", "siglip_head", "aimv2", "convnext", "beit"]
 @pytest.mark.parametrize("name", TOWERS_WITH_MORE)
 def test_every_weight_of_a_tower_gets_a_gradient(name):
     """A pooler, a head or a mask token behind the images: DDP would wait for its gradient. Frozen, it costs nothing."""
-    towers = {**ONE_SIZE, **ANY_SIZE, "siglip_head": lambda: SiglipVisionConfig(**SMALL)}
+    towers = {**ONE_SIZE, **ANY_SIZE, "siglip_head": lambda: SiglipVisionConfig(**SMALL_TOWER)}
     model = model_with(towers[name]()).train()
     ids, images = token_ids(), torch.randn(2, 1, 3, 32, 32)
     for train in (True, False):

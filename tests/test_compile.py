@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import state_space
-from transformers import CompileConfig
+from compiled_models import GREEDY, SAMPLING, compiled, counting_backend
+from marked_models import state_space
+from tiny_models import make_model, pixels, token_ids
 from transformers.cache_utils import EncoderDecoderCache, StaticCache
 
 
@@ -18,29 +18,8 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-def counting_backend():
-    """A backend that runs graphs as they are, and a list with an entry for each. (`generate` copies the backend, so that
-    it must be a function.)"""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    return backend, graphs
-
-
-def compiled(backend):
-    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
-    config._compile_all_devices = True
-    return {"cache_implementation": "static", "compile_config": config, "disable_compile": False}
-
-
 # A static layer with a sliding window compiles twice in the base already: before and after the window is full.
 GRAPHS = {"llama": 1, "gpt2": 1, "gemma3": 2}
-
-
-GREEDY, SAMPLING = {"do_sample": False}, {"do_sample": True, "top_k": 10}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from conftest import TEXT_CONFIGS, vision_config
+from tiny_models import TEXT_CONFIGS, vision_config
 from transformers import AutoConfig, LlamaConfig
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model, make_text, memory_of_nan, vision_config
+from memory_checks import memory_of_nan
+from tiny_models import make_model, make_text, vision_config
 from transformers import AutoModel
 
 from hf_xattn import retrofit

@@ -4,21 +4,19 @@ import contextlib
 import dataclasses
 import io
 import json
-import shlex
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from chat_models import answer, question
+from card_reading import card_of, rows_of
+from checkout import ROOT
+from command_runs import check_last_line
 from PIL import Image
-from test_model_card import card_of, rows_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
 from hf_xattn.checkpoints.model_card import example_questions
-from hf_xattn.commands.main import main
 from hf_xattn.demo import attention
 from hf_xattn.demo.canvases import (
     DIGIT,
@@ -43,19 +41,6 @@ def finished(tmp_path_factory):
         results = demo.run(folder, quick=True)
     assert torch.get_num_threads() == threads
     return folder, results, printed.getvalue()
-
-
-def check_last_line(printed, capsys, folder):
-    """The last line of a demo is a command, whose answer is the model's in a chat."""
-    last = printed.splitlines()[-1]
-    assert last.startswith("Next: hf-xattn generate ")
-    _, *command = shlex.split(last.removeprefix("Next: "))
-    capsys.readouterr()
-    assert main(command) == 0
-    given = dict(zip(command[2::2], command[3::2]))
-    model, processor = (auto.from_pretrained(folder / "model") for auto in (AutoModelForImageTextToText, AutoProcessor))
-    message = question(given["--prompt"], Image.open(given["--image"]))
-    assert capsys.readouterr().out == answer(model, processor, [message], max_new_tokens=64) + "\n"
 
 
 def test_the_last_line_answers(finished, capsys):
@@ -114,7 +99,7 @@ def test_artifacts_load_with_the_auto_classes(finished):
 def test_the_card_is_of_this_model(finished):
     """A published card with figures of a model that the demo no longer makes; a saved one that says nothing of the run."""
     folder, results, _ = finished
-    said = rows_of((Path(__file__).parents[1] / "model_cards" / "hf-xattn-demo.md").read_text())
+    said = rows_of((ROOT / "model_cards" / "hf-xattn-demo.md").read_text())
     front, card = card_of(folder / "model")
     made = rows_of(card)
     same = ("text decoder", "vision tower", "blocks in front of layers", "block", "tokens an image")

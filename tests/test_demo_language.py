@@ -4,16 +4,16 @@ import contextlib
 import io
 import json
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
+import demo_choices
+import llava_projector
 import numpy as np
 import pytest
 import torch
-from conftest import randomize
-from test_demo import check_last_line
+from command_runs import check_last_line
 from tiny_gguf import write_gguf
+from tiny_models import randomize
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
@@ -39,11 +39,6 @@ from hf_xattn.demo.question_picture import decided_words
 from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask, kinds_of
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-import demo_choices
-import llava_projector
 
 
 @pytest.fixture(scope="module")

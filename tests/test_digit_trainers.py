@@ -8,22 +8,19 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import EXAMPLES, ROOT
 from safetensors.torch import load_file
+from task import Recipe, make_bases, make_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from hf_xattn import sharding_units
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "digits"))
-from task import Recipe, make_bases, make_model
-
-
-EXAMPLES = Path(__file__).parents[1] / "examples" / "digits"
+DIGITS = EXAMPLES / "digits"
 TRAINERS = ("with_trainer", "with_trl", "with_accelerate", "with_fsdp2")
 DEMO = 0.95  # of the digits; the card of the demo says 97.9 % for seed 0, and 95.7 % for the lowest of three seeds
 
@@ -34,8 +31,8 @@ def torchrun(ranks):
 
 def run_script(name, output, *options, ranks=None):
     several = [sys.executable] if ranks is None else torchrun(ranks)
-    paths = os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [*several, str(EXAMPLES / f"{name}.py"), "--output", str(output), *options]
+    paths = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*several, str(DIGITS / f"{name}.py"), "--output", str(output), *options]
     done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -1,19 +1,14 @@
 """Two processes over gloo."""
 
-import os
-import time
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import randomize
-from test_architectures import CONTEXT_SIZE, make_tiny, retrofitted
+from gradient_checks import without_dropout
+from tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
+from tiny_models import randomize
 from torch.nn.parallel import DistributedDataParallel
-
-
-WORLD_SIZE = 2
+from two_processes import WORLD_SIZE, leave
 
 
 def _batch(rank):
@@ -23,11 +18,7 @@ def _batch(rank):
 
 
 def _model(model_type):
-    model = randomize(retrofitted(make_tiny(model_type))).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
+    return without_dropout(randomize(retrofitted(make_tiny(model_type))))
 
 
 def _gradients(model):
@@ -44,16 +35,7 @@ def _work(rank, model_type, checkpointing, images_on, folder):
     ids, states = _batch(rank)
     wrapped(input_ids=ids, cross_attention_states=states if rank in images_on else None, labels=ids).loss.backward()
     torch.save(_gradients(model), f"{folder}/gradients-{rank}.pt")
-    _leave(rank, folder)
-
-
-def _leave(rank, folder):
-    """Ends a process when all are done, without freeing its group: gloo's thread then waits for Python, and Python for it."""
-    Path(folder, f"done-{rank}").touch()
-    end = time.monotonic() + 60
-    while time.monotonic() < end and not all(Path(folder, f"done-{other}").exists() for other in range(WORLD_SIZE)):
-        time.sleep(0.01)
-    os._exit(0)
+    leave(rank, folder)
 
 
 @pytest.mark.parametrize(

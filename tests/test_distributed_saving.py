@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import make_text, pixels, randomize, token_ids, vision_config
-from test_distributed import WORLD_SIZE, _leave
+from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from two_processes import WORLD_SIZE, leave
 
 from hf_xattn import retrofit
 
@@ -69,7 +69,7 @@ def _work(rank, folder):
         )
     if rank == 0:
         torch.save(messages, folder / "messages.pt")
-    _leave(rank, folder)
+    leave(rank, folder)
 
 
 def test_sharded_weights(tmp_path):

@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import EXAMPLES
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 EXPECTED = {
     "retrofit_text_model": ["bit-identical to the base: True", "parameters train"],
     "load_and_generate": ["one image: ", "two images: ", "no image: "],

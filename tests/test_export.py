@@ -4,77 +4,28 @@ import copy
 import pickle
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, pixels, randomize, token_ids, vision_config
-from packaging.version import Version
-from test_architectures import make_tiny
+from exported_models import around, decode_both_ways, export, needs_exporters, small
+from tiny_decoders import make_tiny
+from tiny_models import make_model, pixels, randomize, token_ids
 from torch.utils import _pytree as pytree
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.cache.exporting import register_caches
 from hf_xattn.cache.xattn_cache import XAttnCache
-from hf_xattn.decoders.decoder import find_decoder
 from hf_xattn.layers.context import CrossAttentionContext, Recorder
 
 
 MARKER = 3
-needs_exporters = pytest.mark.skipif(
-    Version(torch.__version__).release < (2, 11), reason="transformers' exporters need torch 2.11"
-)
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-def export(model, inputs, dynamic=True, only=None, **options):
-    """Programs of transformers' own exporter: all that `export_for_generation` makes, or one."""
-    from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
-    from transformers.exporters.utils import decompose_for_generation
-
-    exporter, config = DynamoExporter(), DynamoConfig(dynamic=dynamic)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if only is None:
-            return exporter.export_for_generation(model, dict(inputs), config, **options).runners
-        return {only: exporter.export(*decompose_for_generation(model, dict(inputs))[only], config).runners["model"]}
-
-
-def around(text):
-    """A model with a vision tower around a decoder, as small as exporting is slow."""
-    vision = vision_config()
-    vision.num_hidden_layers = 1
-    layers = [1, len(find_decoder(text)[1])]
-    return XAttnConfig(text_config=text.config, vision_config=vision, cross_attention_layers=layers)
-
-
-def small(name="llama", **options):
-    config = TEXT_CONFIGS[name]()
-    config.num_hidden_layers = 2
-    text = AutoModelForCausalLM.from_config(config).eval()
-    config = XAttnConfig(**(around(text).to_dict() | options))
-    return randomize(XAttnForConditionalGeneration(config, text_model=text).eval())
 
 
 def of_type(model_type):
     text = make_tiny(model_type)
     return randomize(XAttnForConditionalGeneration(around(text), text_model=text).eval())
-
-
-def decode_both_ways(model, step, first, steps, prefix=9, same=torch.equal):
-    """Decodes with the model and with a program, each with its own cache. Returns the cache of the program."""
-    ours, theirs = first.past_key_values, copy.deepcopy(first.past_key_values)
-    token = first.logits[:, -1:].argmax(-1)
-    for index in range(steps):
-        position = torch.full(token.shape, prefix + index)
-        expected = model(token, position_ids=position, past_key_values=ours)
-        outputs = step(input_ids=token, position_ids=position, past_key_values=theirs)
-        assert same(outputs.logits, expected.logits), index
-        ours, theirs = expected.past_key_values, outputs.past_key_values
-        token = expected.logits.argmax(-1)
-    return theirs
 
 
 @needs_exporters

@@ -1,26 +1,21 @@
 """Processes that are killed while they write: what they leave is the complete old state or the complete new one."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from adapter_models import make_base, make_vision, same_model
-from conftest import make_model, pixels, randomize
 from killed_saves import at_moments, copy_to, run_until
 from safetensors import safe_open
-from test_importers_mllama import make_mllama
+from saved_models import make_base, make_vision, same_model
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from tiny_mllama import make_mllama
+from tiny_models import make_model, pixels, randomize
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import retrofit
 from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
 from hf_xattn.commands.main import main
 from hf_xattn.utils.whole_folder import finish_interrupted
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, which only POSIX has")

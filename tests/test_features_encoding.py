@@ -3,18 +3,19 @@
 import functools
 import json
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import test_importers_mllama
 import torch
+from command_runs import run
+from encoded_features import encode, save_features
 from safetensors import safe_open
-from template_models import picture, save_chat_model
-from test_train_command import CAPTIONS, CHAT, COLOURS, MIXED, draw, write
+from template_models import picture
+from tiny_mllama import make_mllama, make_mllama_processor
+from training_examples import CAPTIONS, CHAT, COLOURS, draw, write_examples
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from hf_xattn import VisionFeatures, XAttnDataCollator, XAttnProcessor, freeze
@@ -25,36 +26,23 @@ from hf_xattn.utils.file_digests import sha256_of
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("features") / "model"
-    save_chat_model(folder, connector_type="mlp")
-    return folder
+def folders(tmp_path_factory):
+    return save_features(tmp_path_factory.mktemp("features"))
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Every form of an example. One picture has two names."""
-    folder = write(tmp_path_factory.mktemp("features") / "data", [*MIXED, {"file_name": "again.png", "text": "red."}])
-    shutil.copy(folder / "red.png", folder / "again.png")
-    return folder
+def model(folders):
+    return folders[0]
 
 
 @pytest.fixture(scope="module")
-def features(model, data, tmp_path_factory):
-    """The features of `data`, which the tower has made one by one."""
-    folder = tmp_path_factory.mktemp("features") / "features"
-    assert main(encode(model, data, folder, "--batch-size", "1")) == 0
-    return folder
+def data(folders):
+    return folders[1]
 
 
-def encode(model, data, output, *options):
-    return ["encode", str(model), "--features", str(data), "--output", str(output), *options]
-
-
-def run(capsys, *arguments):
-    status = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+@pytest.fixture(scope="module")
+def features(folders):
+    return folders[2]
 
 
 def load(folder):
@@ -121,7 +109,7 @@ def test_each_picture_once(model, data, features, tmp_path, capsys, monkeypatch)
     assert all(torch.allclose(tensor, stored[name], atol=1e-5) for name, tensor in tensors(folder).items())
     status, out, _ = run(capsys, *encode(model, data, folder))
     assert status == 0 and "0 picture(s) encoded, 4 known, 0 bytes" in out and len(runs) == 2
-    more = write(tmp_path / "more", [*CAPTIONS, {"file_name": "new.png", "text": "a."}])
+    more = write_examples(tmp_path / "more", [*CAPTIONS, {"file_name": "new.png", "text": "a."}])
     draw("yellow").save(more / "new.png")
     status, out, _ = run(capsys, *encode(model, more, folder))
     assert status == 0 and "1 picture(s) encoded, 4 known" in out and len(shards(folder)) == 2
@@ -168,7 +156,7 @@ def test_training_from_features(model, data, features, tmp_path, capsys, monkeyp
 
 def test_bit_identical_training(model, tmp_path, capsys):
     """Features rounded on the way to the disk or back. Batches of one picture: the tower's outputs depend on the batch's size."""
-    data = write(tmp_path / "data", CAPTIONS)
+    data = write_examples(tmp_path / "data", CAPTIONS)
     features = tmp_path / "tower"
     assert main(encode(model, data, features, "--batch-size", "1")) == 0
     options = ["--data", data, "--steps", "6", "--batch-size", "1", "--learning-rate", "0.01", "--device", "cpu"]
@@ -252,7 +240,7 @@ def test_what_is_refused(model, data, features, tmp_path, capsys):
 
 def test_pictures_without_features(model, features, tmp_path, capsys):
     """A picture that was changed after it was encoded; pictures that are no files; all of them in one error."""
-    data = write(
+    data = write_examples(
         tmp_path / "data",
         [*CAPTIONS[:2], {"file_name": "new.png", "text": "a."}, {"file_name": "broken.png", "text": "b"}],
     )
@@ -285,13 +273,13 @@ def test_pictures_without_features(model, features, tmp_path, capsys):
 def test_unreadable_pictures(model, tmp_path, capsys):
     """A run of hours that ends at a broken picture, or ends well without it."""
     lines = [*CAPTIONS, {"file_name": "broken.png", "text": "a"}]
-    data = write(tmp_path / "data", lines)
+    data = write_examples(tmp_path / "data", lines)
     (data / "broken.png").write_bytes(b"no picture")
     status, out, error = run(capsys, *encode(model, data, tmp_path / "features"))
     assert status == 2 and "4 picture(s) encoded" in out
     assert "1 picture(s) cannot be read" in error and "broken.png" in error
     assert len(tensors(tmp_path / "features")) == 4
-    write(data, [*lines, {"file_name": "gone.png", "text": "a"}, "[]"])
+    write_examples(data, [*lines, {"file_name": "gone.png", "text": "a"}, "[]"])
     status, _, error = run(capsys, *encode(model, data, tmp_path / "features"))
     assert status == 2 and "2 line(s)" in error and "'gone.png' does not exist" in error
 
@@ -380,8 +368,8 @@ def test_processes_share_the_pictures(model, tmp_path, launcher):
 
 def test_tiles(tmp_path, capsys, monkeypatch):
     """Aspect ratios that are lost, or files with the tower's output for padding tiles."""
-    test_importers_mllama.make_mllama().save_pretrained(tmp_path / "theirs")
-    test_importers_mllama.make_processor().save_pretrained(tmp_path / "theirs")
+    make_mllama().save_pretrained(tmp_path / "theirs")
+    make_mllama_processor().save_pretrained(tmp_path / "theirs")
     ours = tmp_path / "ours"
     assert main(["import", str(tmp_path / "theirs"), "--output", str(ours)]) == 0
     lines = [
@@ -389,7 +377,7 @@ def test_tiles(tmp_path, capsys, monkeypatch):
         {"images": ["red.png", "wide.png"], "question": "w4", "answer": "w5 w6"},
         {"question": "w4", "answer": "w7"},
     ]
-    data = write(tmp_path / "data", lines)
+    data = write_examples(tmp_path / "data", lines)
     draw("red").resize((60, 25)).save(data / "wide.png")
     status, out, error = run(capsys, *encode(ours, data, tmp_path / "features"))
     assert status == 0 and "2 picture(s) encoded" in out, error

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, marked
+from gradient_checks import without_dropout
+from marked_models import MARKER, marked
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn import check_images, freeze, freeze_base
 
@@ -73,10 +74,7 @@ def test_other_rows_of_generate(kind):
 )
 def test_padding_may_hold_anything(kind, mask, value):
     """Padding that was never written, or time series that are padded with NaN: 0 times NaN in attention, and in gradients."""
-    model = freeze(make_model(), vision=kind == "vision_features").train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    model = without_dropout(freeze(make_model(), vision=kind == "vision_features"))
     found = []
     for held in (0.0, value):
         images = images_of(kind, num_images=2)

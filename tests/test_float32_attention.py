@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
+from tiny_models import make_model, pixels, token_ids
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_xattn.layers import attention, float32_attention

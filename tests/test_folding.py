@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_attention import (
+from attention_inputs import (
     BATCH,
     HEAD_DIM,
     HIDDEN,

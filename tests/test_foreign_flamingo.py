@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
-from test_importers_blocks import MARKER, VISION, clip
+from foreign_blocks import MARKER, VISION, make_clip
+from tiny_models import make_model, make_text, pixels, token_ids
 
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.configuration_xattn import PerceiverConfig
@@ -130,7 +130,7 @@ class Reference:
         return run
 
     def see(self, images):
-        features = clip()(images.flatten(0, 1)).last_hidden_state[:, 1:]
+        features = make_clip()(images.flatten(0, 1)).last_hidden_state[:, 1:]
         self.media = self.resampler(features.unflatten(0, images.shape[:2]))
         return self.text
 
@@ -147,7 +147,7 @@ def documents():
 def test_model_and_generated_tokens(tmp_path):
     """The second image with the position of the first; images of a padded row; positions lost in a file or after the first step."""
     reference = Reference()
-    model = import_open_flamingo(reference.state(), make_text(), clip(), image_token_id=MARKER, head_dim=8)
+    model = import_open_flamingo(reference.state(), make_text(), make_clip(), image_token_id=MARKER, head_dim=8)
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path).eval()
     assert model.config.perceiver_config.num_image_positions == 3

@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, make_model, make_text, pixels
-from test_importers_blocks import HEAD_DIM, HEADS, MARKER, VISION, clip, flamingo_block_state, flamingo_checkpoint
+from foreign_blocks import HEAD_DIM, HEADS, MARKER, VISION, flamingo_block_state, flamingo_checkpoint, make_clip
+from tiny_models import VOCAB_SIZE, make_model, make_text, pixels
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPTJConfig, GPTJForCausalLM
@@ -253,7 +253,7 @@ def test_open_flamingo_over_a_head_with_a_bias(tmp_path):
     trained = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     state |= {f"lang_encoder.{name}": tensor for name, tensor in trained.items()}
     options = {"image_token_id": MARKER, "head_dim": HEAD_DIM}
-    model = import_open_flamingo(state, make_gptj(), clip(), **options)
+    model = import_open_flamingo(state, make_gptj(), make_clip(), **options)
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path).eval()
     text = make_gptj()
@@ -263,5 +263,5 @@ def test_open_flamingo_over_a_head_with_a_bias(tmp_path):
     assert torch.equal(model(ids).logits, text(ids).logits)
     wrong = state | {"lang_encoder.lm_head.bias": torch.zeros(VOCAB_SIZE + 2)}
     with pytest.raises(ValueError, match=r"embeddings and a head of \[98, 99\] tokens"):
-        import_open_flamingo(wrong, make_gptj(), clip(), **options)
+        import_open_flamingo(wrong, make_gptj(), make_clip(), **options)
     assert HEADS and VISION == model.config.vision_config.hidden_size

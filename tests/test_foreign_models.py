@@ -7,11 +7,9 @@ import random
 
 import pytest
 import torch
-from test_importers_idefics import FAKE, make_idefics
-from test_importers_idefics import MARKER as IDEFICS_MARKER
-from test_importers_idefics import stop_leak as stop_idefics
-from test_importers_mllama import MARKER, TEXT, VISION, inputs
-from test_importers_mllama import stop_leak as stop_mllama
+from tiny_idefics import FAKE, make_idefics, stop_idefics
+from tiny_idefics import MARKER as IDEFICS_MARKER
+from tiny_mllama import MARKER, TEXT, VISION, mllama_inputs, stop_mllama
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
 from hf_xattn.importers import import_checkpoint
@@ -94,7 +92,7 @@ def test_mllama(seed):
     counts = [draw.randint(0, 3) for _ in range(draw.randint(1, 3))]
     counts[draw.randrange(len(counts))] = draw.randint(1, 3)
     rows = random_text(draw, counts, MARKER)
-    given = inputs(rows, [[draw.randint(1, 4) for _ in range(count)] for count in counts], seed)
+    given = mllama_inputs(rows, [[draw.randint(1, 4) for _ in range(count)] for count in counts], seed)
     given["attention_mask"] = (given["input_ids"] != 0).long()
     found = given["attention_mask"].bool()
     expected = theirs(**given).logits[found]

@@ -4,21 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model
-from test_training import Pairs, arguments
+from checkout import HELPERS, ROOT
+from tiny_models import make_model
+from training_runs import SCHEDULED_RUN, STAGES, Pairs, arguments, make_scheduled_trainer
 from transformers import Trainer, TrainerCallback
 
 from hf_xattn import FreezeSchedule, freeze
 from hf_xattn.decoders.model_parts import PARTS, part_of
 from hf_xattn.training import parameter_groups
-
-
-STAGES = {0: {"connector": True}, 2: {}, 0.5: {"text": False, "vision": False, "blocks": True}}
-RUN = {"max_steps": 8, "save_steps": 3, "weight_decay": 0.1}
 
 
 def weights_of(model):
@@ -39,23 +35,10 @@ class Watch(TrainerCallback):
         self.moved.append({part_of(name.removeprefix("model.")) for name in moved})
 
 
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def make_trainer(folder, *callbacks, stages=STAGES, **options):
-    model = make_model(random=False)
-    return Trainer(
-        model, arguments(folder, **RUN | options), train_dataset=Pairs(), callbacks=[FreezeSchedule(stages), *callbacks]
-    )
-
-
 def test_parts_train_in_their_stages(tmp_path, capsys):
     """A thawed part that the optimizer does not hold, a frozen part that decays or follows its momentum."""
     watch = Watch()
-    trainer = make_trainer(tmp_path, watch, save_strategy="no")
+    trainer = make_scheduled_trainer(tmp_path, watch, save_strategy="no")
     trainer.train()
     assert watch.moved == [{"blocks"}] * 2 + [{"blocks", "connector"}] * 2 + [set(PARTS) - {"blocks"}] * 4
     assert capsys.readouterr().out.count("From step ") == 3
@@ -65,19 +48,19 @@ def test_parts_train_in_their_stages(tmp_path, capsys):
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_goes_on_from_a_checkpoint(killed, tmp_path):
     """A resumed run that starts its schedule again, or with another optimizer: other weights than without a break."""
-    whole = make_trainer(tmp_path / "whole")
+    whole = make_scheduled_trainer(tmp_path / "whole")
     whole.train()
     folder = tmp_path / ("killed" if killed else "whole")
     if killed:
-        script = f"from test_freeze_schedule import *; make_trainer({str(folder)!r}, Kill()).train()"
-        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+        script = f"from training_runs import *; make_scheduled_trainer({str(folder)!r}, Kill()).train()"
+        paths = os.pathsep.join([str(HELPERS), str(ROOT)])
         done = subprocess.run(
             [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True
         )
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
         assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
     for step in (3,) if killed else (3, 6):
-        resumed = make_trainer(tmp_path / f"resumed-{step}")
+        resumed = make_scheduled_trainer(tmp_path / f"resumed-{step}")
         resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
         for name, weight in resumed.model.named_parameters():
             assert torch.equal(weight, whole.model.get_parameter(name)), name
@@ -91,7 +74,9 @@ def test_with_groups(tmp_path):
     def run(include_frozen):
         optimizer = torch.optim.AdamW(parameter_groups(model, 1e-2, 0.1, include_frozen))
         options = {"train_dataset": Pairs(), "callbacks": [FreezeSchedule(STAGES), watch]}
-        Trainer(model, arguments(tmp_path, **RUN, save_strategy="no"), optimizers=(optimizer, None), **options).train()
+        Trainer(
+            model, arguments(tmp_path, **SCHEDULED_RUN, save_strategy="no"), optimizers=(optimizer, None), **options
+        ).train()
 
     run(include_frozen=True)
     assert watch.moved[-1] == set(PARTS) - {"blocks"}
@@ -103,9 +88,9 @@ def test_with_groups(tmp_path):
 def test_stages_are_checked_before_a_step(tmp_path):
     """A run of days that fails at the step where a part shall thaw."""
     with pytest.raises(ValueError, match=r"begin one after the other.*\[0, 6, 4\]"):
-        make_trainer(tmp_path, stages={0: {}, 6: {}, 0.5: {}}).train()
+        make_scheduled_trainer(tmp_path, stages={0: {}, 6: {}, 0.5: {}}).train()
     with pytest.raises(ValueError, match="`names`.*'no.such'"):
-        make_trainer(tmp_path, stages={0: {}, 4: {"names": {"no.such": True}}})
+        make_scheduled_trainer(tmp_path, stages={0: {}, 4: {"names": {"no.such": True}}})
     for stages, error in (
         ({1: {}}, "first stage at 0"),
         ({0: {}, 0.7: {}, 0.2: {}}, "increase"),
@@ -115,7 +100,7 @@ def test_stages_are_checked_before_a_step(tmp_path):
     ):
         with pytest.raises(ValueError, match=error):
             FreezeSchedule(stages)
-    late = Trainer(freeze(make_model()), arguments(tmp_path, **RUN), train_dataset=Pairs())
+    late = Trainer(freeze(make_model()), arguments(tmp_path, **SCHEDULED_RUN), train_dataset=Pairs())
     late.create_optimizer()
     late.add_callback(FreezeSchedule(STAGES))
     with pytest.raises(ValueError, match=r"`Trainer\(callbacks=\[...\]\)`"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
+from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from transformers import AutoModel, GPT2Config, MixtralConfig, ResNetConfig
 
 from hf_xattn import XAttnForConditionalGeneration, freeze, freeze_base, retrofit, training_table

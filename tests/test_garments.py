@@ -2,18 +2,12 @@
 
 import gzip
 import json
-import sys
-from pathlib import Path
-
-import numpy as np
-import pytest
-from PIL import Image
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "garments"))
 
 import make_rows
+import numpy as np
+import pytest
 from pictures import GARMENTS, patch_labels, place_things, read_source
+from PIL import Image
 from questions import PHRASINGS, TEXT, ask
 from score import _exchanged, is_right, same_verdict
 

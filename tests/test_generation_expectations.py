@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import token_ids
 from expectation_models import BASES, KINDS, base_of, build, images_for, inputs_for
+from tiny_models import token_ids
 
 
 NEW = 5

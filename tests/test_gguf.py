@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_text, pixels, randomize, vision_config
-from test_importers_blocks import kempner_block_state
+from foreign_blocks import kempner_block_state
 from tiny_gguf import CHAT_TEMPLATE, write_gguf
+from tiny_models import make_text, pixels, randomize, vision_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

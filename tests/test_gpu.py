@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
+from tiny_models import make_model, pixels, token_ids
 
 
 pytestmark = pytest.mark.skipif(

@@ -7,11 +7,10 @@ import zipfile
 
 import pytest
 import torch
-from conftest import make_model, make_text, vision_config
-from hostile_inputs import Runs, edit_json, fresh, setting
+from hostile_inputs import Runs, edit_json, fresh, is_ours, setting
 from safetensors.torch import load_file, save_file
-from test_hostile_checkpoints import is_ours
-from test_importers_mllama import make_mllama
+from tiny_mllama import make_mllama
+from tiny_models import make_model, make_text, vision_config
 from transformers import AutoModel
 
 from hf_xattn import XAttnForConditionalGeneration, retrofit

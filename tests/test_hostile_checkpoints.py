@@ -3,21 +3,17 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import hostile_inputs as hostile
 import pytest
 import torch
-from conftest import make_model
-from hostile_inputs import REFUSED, SAME, fresh, mark_of
+from checkout import HELPERS
+from hostile_inputs import REFUSED, SAME, fresh, is_ours, mark_of
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-import hf_xattn
 from hf_xattn import XAttnForConditionalGeneration
-
-
-PACKAGE = str(Path(hf_xattn.__file__).parent)
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +26,6 @@ def saved(tmp_path_factory):
     outside.parent.mkdir()
     outside.write_bytes((folder / "whole" / "model.safetensors").read_bytes())
     return folder, {name: tensor.clone() for name, tensor in model.state_dict().items()}, outside
-
-
-def is_ours(error):
-    """Whether the error was raised by this package, and names a file, a folder or an argument."""
-    frame = error.__traceback__
-    while frame.tb_next is not None:
-        frame = frame.tb_next
-    words = str(error)
-    named = "`" in words or "/" in words
-    return (
-        isinstance(error, (ValueError, TypeError)) and frame.tb_frame.f_code.co_filename.startswith(PACKAGE) and named
-    )
 
 
 def outcome(load, folder, weights):
@@ -115,7 +99,7 @@ def test_auto_classes_run_no_code(saved, tmp_path, group):
 def test_memory_and_time_stay_bounded():
     """Sizes that are asked for before they are checked: a terabyte, or a loop that never ends."""
     result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("hostile_memory.py")], capture_output=True, text=True, timeout=240
+        [sys.executable, HELPERS / "hostile_memory.py"], capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
 

@@ -5,16 +5,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from chat_helpers import TEXT_TEMPLATES, make_processor
+from chat_templates import TEXT_TEMPLATES, make_processor
+from encoded_features import save_features
+from hostile_inputs import is_ours
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_features_encoding import SHARDS, data, features, model  # noqa: F401  # fixtures
-from test_hostile_checkpoints import is_ours
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import VisionFeatures
 from hf_xattn.processing.image_limits import LIMITS
 from hf_xattn.processing.image_reading import frames_to_read, read_frames
+from hf_xattn.training.vision_features import SHARDS
 from hf_xattn.utils.file_digests import sha256_of
 
 
@@ -43,8 +44,9 @@ def shards(digest, tensors, metadata):
     yield "tiles of no picture", ({**tensors, f"{digest}.x": real.clone()}, metadata)
 
 
-def test_folders_of_features(model, data, features, tmp_path):  # noqa: F811
+def test_folders_of_features(tmp_path, tmp_path_factory):
     """Features of another shape or of no number that a model learns from, or an error from inside of safetensors or torch."""
+    model, data, features = save_features(tmp_path_factory.mktemp("features"))
     ours, processor = AutoModelForImageTextToText.from_pretrained(model), AutoProcessor.from_pretrained(model)
     pictures = [data / name for name in ("red.png", "again.png")]
     others = sorted(path for path in data.glob("*.png") if sha256_of(path) != sha256_of(pictures[0]))[:1]

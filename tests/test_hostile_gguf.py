@@ -11,7 +11,7 @@ import torch
 
 
 gguf = pytest.importorskip("gguf")
-from test_hostile_checkpoints import is_ours  # noqa: E402
+from hostile_inputs import is_ours  # noqa: E402
 from tiny_gguf import write_gguf  # noqa: E402
 
 from hf_xattn import retrofit  # noqa: E402

@@ -16,13 +16,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from chat_helpers import TEXT_TEMPLATES, make_processor
-from conftest import make_model, pixels
+from chat_templates import TEXT_TEMPLATES, make_processor
+from hostile_inputs import is_ours
 from hostile_memory import png
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_hostile_checkpoints import is_ours
+from tiny_models import make_model, pixels
 from transformers import SiglipImageProcessor
 
 from hf_xattn import XAttnProcessor

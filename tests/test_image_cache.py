@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, randomize, token_ids
-from safetensors import safe_open
+from image_stores import damaged
 from safetensors.torch import save_file
+from tiny_models import make_model, pixels, randomize, token_ids
 
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.cache.image_cache import combine_images, load_image_cache, save_image_cache, select_images
@@ -152,17 +152,6 @@ def test_a_reset_cache_forgets_who_encoded_its_images():
     model.blocks[0].attn.k_proj.weight.mul_(2)
     found = model(ids, pixel_values=pixels(), past_key_values=cache).logits
     assert torch.allclose(found, model(ids, pixel_values=pixels()).logits, atol=1e-5)
-
-
-def damaged(file, change, metadata=None):
-    """The file again, with other tensors or metadata."""
-    with safe_open(file, "pt") as opened:
-        tensors, kept = {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata())
-    change(tensors)
-    kept.update(metadata or {})
-    other = file.with_name("damaged.safetensors")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, other, kept)
-    return other
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
-from test_importers_mllama import CASES, TILES, VISION, make_mllama
+from tiny_mllama import TILED, TILES, VISION, make_mllama
+from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig, ResNetConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -76,7 +76,7 @@ def test_tiled_tower():
     """Mllama's tiles taken for images, or features without the tower's own output."""
     theirs = make_mllama()
     ours = import_checkpoint(theirs)
-    given = {name: value for name, value in CASES["batch"].items() if name not in ("input_ids", "cross_attention_mask")}
+    given = {name: value for name, value in TILED["batch"].items() if name not in ("input_ids", "cross_attention_mask")}
     asks = {"output_hidden_states": True, "output_attentions": True}
     outputs = ours.get_image_features(**given, **asks)
     expected = theirs.model.vision_model(**given, **asks)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from int8_helpers import rounding
+from int8_rounding import rounding
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn.layers import row_groups
 from hf_xattn.layers.row_groups import CallCost

@@ -3,22 +3,17 @@
 import base64
 import io
 import logging
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_checkpoints import make_picture, make_text_checkpoint
 from transformers import SiglipImageProcessorPil, ViTImageProcessor
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.processing import image_reading
 from hf_xattn.processing.image_reading import read_frames, read_image
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_picture, make_text_checkpoint
 
 
 @pytest.fixture(scope="module")

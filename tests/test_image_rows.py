@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_model, pixels, randomize, token_ids
-from conversation_helpers import MARKER, fresh_cache
-from test_architectures import make_tiny, retrofitted
-from test_checkpointing import without_dropout
+from gradient_checks import assert_same_outputs, outputs_and_gradients, without_dropout
+from marked_models import MARKER, fresh_cache
+from tiny_decoders import make_tiny, retrofitted
+from tiny_models import make_model, pixels, randomize, token_ids
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_xattn import freeze_base
@@ -63,21 +63,6 @@ def images_of(index, masks=""):
     return shared, every
 
 
-def run(model, **inputs):
-    model.zero_grad()
-    output = model(**inputs)
-    output.loss.backward()
-    return output, {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def assert_same(found, expected, atol=1e-10):
-    assert torch.allclose(found[0].logits, expected[0].logits, atol=atol)
-    assert torch.allclose(found[0].loss, expected[0].loss, atol=atol)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert torch.allclose(found[1][name], gradient, atol=atol, rtol=1e-8), name
-
-
 @pytest.mark.parametrize("masks", ["", "images", "images and tokens", "text"])
 @pytest.mark.parametrize("rule", ["all", "previous", "latest_group"])
 @pytest.mark.parametrize("order", ORDERS)
@@ -86,10 +71,10 @@ def test_gradients_are_those_of_repeated_images(order, rule, masks):
     model, index = shared_model(rule=rule), ORDERS[order]
     shared, every = images_of(index, masks)
     text = text_of(len(index), rule)
-    expected = run(model, **text, **every, use_cache=False)
+    expected = outputs_and_gradients(model, **text, **every, use_cache=False)
     assert len(expected[1]) == len(list(model.parameters())), "every weight learns"
     assert all(gradient.any() for name, gradient in expected[1].items() if "k_proj.bias" not in name)
-    assert_same(run(model, **text, **shared), expected)
+    assert_same_outputs(outputs_and_gradients(model, **text, **shared), expected)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -107,9 +92,9 @@ def test_options_of_the_blocks(order, fields, implementation):
     assert model.blocks[0].attn.config._attn_implementation == implementation
     shared, every = images_of(ORDERS[order], "images")
     text = text_of(len(ORDERS[order]))
-    expected = run(model, **text, **every, use_cache=False, output_attentions="blocks")
-    found = run(model, **text, **shared, output_attentions="blocks")
-    assert_same(found, expected)
+    expected = outputs_and_gradients(model, **text, **every, use_cache=False, output_attentions="blocks")
+    found = outputs_and_gradients(model, **text, **shared, output_attentions="blocks")
+    assert_same_outputs(found, expected)
     for weights, wanted in zip(found[0].cross_attentions, expected[0].cross_attentions, strict=True):
         torch.testing.assert_close(weights, wanted, atol=1e-10, rtol=1e-8)
 
@@ -126,7 +111,7 @@ def test_one_pass_and_one_projection_for_an_image(order):
         for projection in (block.attn.k_proj, block.attn.v_proj):
             hooks.append(projection.register_forward_pre_hook(lambda _, args: projected.append(args[0].shape[0])))
     try:
-        run(model, **text_of(len(index)), **shared)
+        outputs_and_gradients(model, **text_of(len(index)), **shared)
     finally:
         for hook in hooks:
             hook.remove()
@@ -158,9 +143,9 @@ def test_checkpointing(frozen, reentrant):
         freeze_base(model, vision=False)
     shared, every = images_of(ORDERS["unequal"])
     text = text_of(6)
-    expected = run(model, **text, **every, use_cache=False)
+    expected = outputs_and_gradients(model, **text, **every, use_cache=False)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(run(model, **text, **shared), expected)
+    assert_same_outputs(outputs_and_gradients(model, **text, **shared), expected)
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "gpt2"])
@@ -169,8 +154,8 @@ def test_other_decoders(model_type):
     model = without_dropout(randomize(retrofitted(make_tiny(model_type))).double())
     index, states = torch.tensor([1, 0, 1, 1]), torch.randn(2, 5, 16, dtype=torch.float64)
     text = {"input_ids": token_ids(4), "labels": token_ids(4)}
-    expected = run(model, **text, cross_attention_states=states[index], use_cache=False)
-    assert_same(run(model, **text, cross_attention_states=states, image_rows=index), expected)
+    expected = outputs_and_gradients(model, **text, cross_attention_states=states[index], use_cache=False)
+    assert_same_outputs(outputs_and_gradients(model, **text, cross_attention_states=states, image_rows=index), expected)
 
 
 def test_ddp(tmp_path):
@@ -179,13 +164,13 @@ def test_ddp(tmp_path):
     try:
         model = without_dropout(make_model().double())
         shared, every = images_of(ORDERS["unequal"])
-        expected = run(model, **text_of(6), **every, use_cache=False)
+        expected = outputs_and_gradients(model, **text_of(6), **every, use_cache=False)
         wrapped = DistributedDataParallel(model)
         output = wrapped(**text_of(6), **shared)
         model.zero_grad()
         output.loss.backward()
         found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-        assert_same((output, found), expected)
+        assert_same_outputs((output, found), expected)
     finally:
         dist.destroy_process_group()
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, RULES, fresh_cache, marked
-from image_store_helpers import MODELS, Counted, asked, assert_same, with_store
-from test_importers_mllama import make_mllama
+from image_stores import MODELS, Counted, asked, assert_same, with_store
+from marked_models import MARKER, RULES, fresh_cache, marked
+from tiny_mllama import make_mllama
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn.importers import import_checkpoint
 

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import generate
-from image_store_helpers import IMAGE_BYTES, MODELS, asked, assert_same, with_store
+from image_stores import IMAGE_BYTES, MODELS, asked, assert_same, with_store
+from marked_models import generate
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.images import image_store

@@ -2,62 +2,26 @@
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, make_text, token_ids
+from foreign_blocks import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    MARKER,
+    VISION,
+    flamingo_block_state,
+    flamingo_checkpoint,
+    kempner_block_state,
+    language_state,
+    make_clip,
+    perceiver_state,
+)
+from tiny_models import VOCAB_SIZE, make_text, token_ids
 from torch.nn.functional import gelu, layer_norm, silu, softmax
-from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.importers.kempnerforge import import_kempnerforge, kempnerforge_block_config
 from hf_xattn.importers.open_flamingo import import_open_flamingo, open_flamingo_block
-
-
-HIDDEN, VISION, HEADS, HEAD_DIM = 32, 24, 2, 8
-INNER = HEADS * HEAD_DIM
-MARKER = 5
-
-
-def random_state(shapes, seed):
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        state[name] = (
-            noise * 0.1 + 1 if "norm" in name and "weight" in name else noise * (0.2 if len(shape) > 1 else 0.5)
-        )
-    return state
-
-
-def flamingo_block_state(seed=0, hidden=HIDDEN):
-    return random_state(
-        {
-            "attn.norm.weight": (hidden,),
-            "attn.norm.bias": (hidden,),
-            "attn.to_q.weight": (INNER, hidden),
-            "attn.to_kv.weight": (2 * INNER, VISION),
-            "attn.to_out.weight": (hidden, INNER),
-            "attn_gate": (1,),
-            "ff.0.weight": (hidden,),
-            "ff.0.bias": (hidden,),
-            "ff.1.weight": (4 * hidden, hidden),
-            "ff.3.weight": (hidden, 4 * hidden),
-            "ff_gate": (1,),
-        },
-        seed,
-    )
-
-
-def perceiver_state(latents=3, depth=2):
-    shapes = {"latents": (latents, VISION), "norm.weight": (VISION,), "norm.bias": (VISION,)}
-    for index in range(depth):
-        for name in ("norm_media", "norm_latents"):
-            shapes[f"layers.{index}.0.{name}.weight"] = shapes[f"layers.{index}.0.{name}.bias"] = (VISION,)
-        shapes[f"layers.{index}.0.to_q.weight"] = (INNER, VISION)
-        shapes[f"layers.{index}.0.to_kv.weight"] = (2 * INNER, VISION)
-        shapes[f"layers.{index}.0.to_out.weight"] = (VISION, INNER)
-        shapes[f"layers.{index}.1.0.weight"] = shapes[f"layers.{index}.1.0.bias"] = (VISION,)
-        shapes[f"layers.{index}.1.1.weight"] = (4 * VISION, VISION)
-        shapes[f"layers.{index}.1.3.weight"] = (VISION, 4 * VISION)
-    return random_state(shapes, 7)
 
 
 def heads_of(states):
@@ -112,51 +76,6 @@ def test_open_flamingo_block():
     assert torch.allclose(block(text, media), flamingo_block(text, media, state), atol=1e-5)
 
 
-def language_state():
-    """Embeddings with rows for added tokens, as OpenFlamingo trains them."""
-    return random_state(
-        {"model.embed_tokens.weight": (VOCAB_SIZE + 3, HIDDEN), "lm_head.weight": (VOCAB_SIZE + 3, HIDDEN)}, 8
-    )
-
-
-def flamingo_checkpoint(layout="published"):
-    """As `filter_state_dict_to_trainable` leaves it, or all that the model has, wrapped."""
-    checkpoint = {f"perceiver.{name}": tensor for name, tensor in perceiver_state().items()}
-    checkpoint |= {f"lang_encoder.{name}": tensor for name, tensor in language_state().items()}
-    for index in (0, 2):
-        for name, tensor in flamingo_block_state(index).items():
-            checkpoint[f"lang_encoder.model.layers.{index}.gated_cross_attn_layer.{name}"] = tensor
-            if layout == "whole":
-                checkpoint[f"lang_encoder.gated_cross_attn_layers.{index}.{name}"] = tensor
-    if layout == "whole":
-        for name, tensor in make_text().model.state_dict().items():
-            if name.startswith("layers."):
-                _, index, rest = name.split(".", 2)
-                inner = "decoder_layer." if index in "02" else ""
-                checkpoint[f"lang_encoder.model.layers.{index}.{inner}{rest}"] = tensor
-                checkpoint[f"lang_encoder.old_decoder_blocks.{index}.{rest}"] = tensor
-        checkpoint["lang_encoder.model.layers.0.decoder_layer.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-        checkpoint["vision_encoder.proj"] = torch.zeros(3, 3)
-        checkpoint = {
-            f"module.{name}".replace("layers.0", "layers.0._checkpoint_wrapped_module"): tensor
-            for name, tensor in checkpoint.items()
-        }
-    return checkpoint
-
-
-def clip():
-    torch.manual_seed(0)
-    config = CLIPVisionConfig(
-        hidden_size=VISION,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-    )
-    return CLIPVisionModel(config).eval()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["published", "whole"])
 def test_open_flamingo_model(layout, tmp_path):
@@ -166,7 +85,7 @@ def test_open_flamingo_model(layout, tmp_path):
     base = make_text()
     if layout == "whole":  # holds all weights of the layers
         base.model.layers[0].mlp.up_proj.weight.zero_()
-    model = import_open_flamingo(state, base, clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
+    model = import_open_flamingo(state, base, make_clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
     assert not model.training and model.config.text_config.vocab_size == VOCAB_SIZE + 3
     assert model.config.text_config is model.model.text_model.config
     model.save_pretrained(tmp_path)
@@ -177,7 +96,7 @@ def test_open_flamingo_model(layout, tmp_path):
     ids[0, [2, 5, 7]] = MARKER  # a document with three images
     ids[0, 9] = VOCAB_SIZE + 1
     pixels = torch.randn(1, 3, 3, 16, 16)
-    features = clip()(pixels[0]).last_hidden_state[:, 1:]
+    features = make_clip()(pixels[0]).last_hidden_state[:, 1:]
     media = flamingo_resampler(features, perceiver_state()).flatten(0, 1)[None]
     order = (ids == MARKER).cumsum(dim=1)
     mask = (order[..., None] == torch.arange(1, 4)).repeat_interleave(3, dim=-1)
@@ -229,10 +148,10 @@ def test_wrong_open_flamingo_checkpoints():
     before = {name: tensor.clone() for name, tensor in text.state_dict().items()}
     for state, message in cases:
         with pytest.raises(ValueError, match=message):
-            import_open_flamingo(state, text, clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
+            import_open_flamingo(state, text, make_clip(), image_token_id=MARKER, head_dim=HEAD_DIM)
     for head_dim, message in ((7, "do not fit the 16 query"), (0, "`head_dim` must be at least 1, got 0")):
         with pytest.raises(ValueError, match=message):
-            import_open_flamingo(good, text, clip(), image_token_id=MARKER, head_dim=head_dim)
+            import_open_flamingo(good, text, make_clip(), image_token_id=MARKER, head_dim=head_dim)
     assert_untouched(text, before)
 
 
@@ -240,22 +159,6 @@ def assert_untouched(text, before):
     after = text.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert type(text.model.layers[0]).__name__ == "LlamaDecoderLayer" and text.config.vocab_size == VOCAB_SIZE
-
-
-def kempner_block_state(seed=0, hidden_act="silu", kv_heads=1, hidden=HIDDEN):
-    shapes = {
-        "attn_norm.weight": (hidden,),
-        "attn.q_proj.weight": (INNER, hidden),
-        "attn.k_proj.weight": (kv_heads * HEAD_DIM, hidden),
-        "attn.v_proj.weight": (kv_heads * HEAD_DIM, hidden),
-        "attn.o_proj.weight": (hidden, INNER),
-        "mlp_norm.weight": (hidden,),
-        "mlp.up_proj.weight": (48, hidden),
-        "mlp.down_proj.weight": (hidden, 48),
-    }
-    if hidden_act == "silu":
-        shapes["mlp.gate_proj.weight"] = (48, hidden)
-    return random_state(shapes, seed)
 
 
 def rms(x, weight, eps=1e-5):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_importers_mllama import VOCAB, make_mllama
+from tiny_mllama import VOCAB, make_mllama
 from transformers import PreTrainedModel
 
 from hf_xattn.importers import import_checkpoint

@@ -3,30 +3,12 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForImageTextToText,
-    IdeficsConfig,
-    IdeficsForVisionText2Text,
-    IdeficsProcessor,
-    PreTrainedTokenizerFast,
-)
-from transformers.models.idefics.image_processing_pil_idefics import IdeficsImageProcessorPil
-from transformers.models.idefics.modeling_idefics import IdeficsGatedCrossAttentionLayer
+from tiny_idefics import MARKER, VOCAB, make_idefics, stop_idefics
+from transformers import AutoModelForImageTextToText
 
 from hf_xattn.importers import export_checkpoint, import_checkpoint
 
 
-VOCAB, ADDED = 96, 4
-FAKE, MARKER = VOCAB, VOCAB + 1
-VISION = {
-    "embed_dim": 24,
-    "image_size": 16,
-    "intermediate_size": 48,
-    "patch_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
 RESAMPLER = {
     "use_resampler": True,
     "resampler_n_latents": 3,
@@ -44,45 +26,6 @@ VARIANTS = {
 }
 
 
-def make_idefics(dtype=torch.float32, **changes):
-    torch.manual_seed(0)
-    fields = {
-        "vocab_size": VOCAB,
-        "additional_vocab_size": ADDED,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "cross_layer_interval": 2,
-        "vision_config": VISION,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    model = IdeficsForVisionText2Text(IdeficsConfig(**fields | changes)).to(dtype).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or "layrnorm" in name or ".ln." in name:
-                parameter.add_(noise * 0.1)
-            else:
-                parameter.copy_(noise if "alpha" in name else noise * 0.2)
-    return model
-
-
-def make_processor():
-    markers = ["<fake_token_around_image>", "<image>"]
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(VOCAB - 4)), *markers]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    fast.add_special_tokens({"additional_special_tokens": markers})
-    return IdeficsProcessor(IdeficsImageProcessorPil(image_size=16), fast)
-
-
 def make_inputs(marked=True):
     ids = torch.tensor([[1, 5, MARKER, 6, 7, MARKER, 8, 9], [1, MARKER, 10, 11, 12, 13, 14, 15]])
     seen = (ids == MARKER).cumsum(dim=1)
@@ -97,20 +40,6 @@ def make_inputs(marked=True):
     }
 
 
-def stop_leak(model):
-    """Transformers' gated layer, with its MLP branch off where its attention branch is."""
-
-    def forward(self, hidden_states, *args, cross_attention_gate=None, **kwargs):
-        seen = IdeficsGatedCrossAttentionLayer.forward(
-            self, hidden_states, *args, cross_attention_gate=cross_attention_gate, **kwargs
-        )
-        return torch.where(cross_attention_gate[..., None] != 0, seen, hidden_states)
-
-    for layer in model.model.gated_cross_attn_layers:
-        layer.forward = forward.__get__(layer)
-    return model
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits(variant):
@@ -119,7 +48,7 @@ def test_logits(variant):
     ours = import_checkpoint(theirs)
     given = make_inputs(marked=variant != "nothing_added")
     leaking = theirs(**given).logits
-    expected = stop_leak(theirs)(**given).logits
+    expected = stop_idefics(theirs)(**given).logits
     logits = ours(**given).logits
     assert logits.shape == expected.shape
     assert torch.allclose(logits, expected, atol=2e-5)
@@ -135,7 +64,7 @@ def test_logits(variant):
 @pytest.mark.parametrize("variant", ["plain", "resampler"])
 def test_generate(variant):
     """Images or masks that go missing after the first step; keys and values projected at every step, as there."""
-    theirs = stop_leak(make_idefics(**VARIANTS[variant]))
+    theirs = stop_idefics(make_idefics(**VARIANTS[variant]))
     ours = import_checkpoint(theirs)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True}
     given = make_inputs()
@@ -154,7 +83,7 @@ def test_writes_added_tokens():
     given = make_inputs()
     labels = given["input_ids"].clone()
     labels[:, -1] = VOCAB + 3
-    logits = stop_leak(theirs)(**given).logits[:, :-1].flatten(0, 1)  # transformers' own loss fails on added tokens
+    logits = stop_idefics(theirs)(**given).logits[:, :-1].flatten(0, 1)  # transformers' own loss fails on added tokens
     expected = torch.nn.functional.cross_entropy(logits, labels.masked_fill(labels == MARKER, -100)[:, 1:].flatten())
     assert torch.allclose(ours(**given, labels=labels).loss, expected, atol=1e-5)
 

@@ -2,12 +2,21 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_mllama import (
+    MARKER,
+    MIXED,
+    TEXT,
+    TILED,
+    VOCAB,
+    make_mllama,
+    make_mllama_processor,
+    mllama_inputs,
+    picture,
+    stop_mllama,
+)
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -15,11 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     MllamaConfig,
     MllamaForConditionalGeneration,
-    MllamaImageProcessor,
     MllamaProcessor,
-    PreTrainedTokenizerFast,
 )
-from transformers.models.mllama.modeling_mllama import MllamaCrossAttentionDecoderLayer
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
 from hf_xattn.checkpoints.inspection import describe
@@ -27,129 +33,19 @@ from hf_xattn.importers import export_checkpoint, import_checkpoint
 from hf_xattn.importers.mllama import recipe
 
 
-VOCAB, MARKER = 96, 96
-TILES = 4
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_global_layers": 1,
-    "attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-    "max_num_tiles": TILES,
-    "intermediate_layers_indices": [0, 2],
-    "vision_output_dim": 48,
-}
-TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 6,
-    "cross_attention_layers": [1, 4],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "max_position_embeddings": 512,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-
-
-def make_mllama(dtype=torch.float32, **text):
-    torch.manual_seed(0)
-    config = MllamaConfig(vision_config=VISION, text_config=TEXT | text, image_token_index=MARKER)
-    config._attn_implementation = "eager"
-    model = MllamaForConditionalGeneration(config).to(dtype).eval()
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "gate" in name and "proj" not in name:  # zero in a fresh model, of the vision tower too
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-        elif "norm" in name:
-            parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(dtype) * 0.1)
-        else:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
-
-
-def inputs(ids, tiles, seed=2):
-    """What `MllamaProcessor` makes: a row of ids each, and for each row how many tiles each of its images has."""
-    ids = torch.tensor(ids)
-    generator = torch.Generator().manual_seed(seed)
-    images = max(len(row) for row in tiles)
-    pixels = torch.randn(len(ids), images, TILES, 3, 28, 28, generator=generator)
-    ratios = torch.zeros(len(ids), images, dtype=torch.long)
-    mask = torch.zeros(len(ids), images, TILES, dtype=torch.long)
-    mask[:, :, 0] = 1  # the image processor gives padding images one tile
-    cross = torch.zeros(len(ids), ids.shape[1], images, TILES, dtype=torch.long)
-    for row, counts in enumerate(tiles):
-        markers = (ids[row] == MARKER).nonzero()[:, 0].tolist()
-        for image, count in enumerate(counts):
-            ratios[row, image] = count  # 1 x count
-            mask[row, image, :count] = 1
-            pixels[row, image, count:] = 0
-            end = image + 1
-            while end < len(markers) and markers[end] == markers[end - 1] + 1:
-                end += 1
-            stop = markers[end] if end < len(markers) else ids.shape[1]
-            cross[row, markers[image] : stop, image, :count] = 1
-    return {
-        "input_ids": ids,
-        "pixel_values": pixels,
-        "aspect_ratio_ids": ratios,
-        "aspect_ratio_mask": mask,
-        "cross_attention_mask": cross,
-    }
-
-
-CASES = {
-    "one": inputs([[MARKER, 5, 6, 7, 8, 9]], [[1]]),
-    "tiles": inputs([[MARKER, 5, 6, 7, 8, 9]], [[3]]),
-    "several": inputs([[MARKER, 5, 6, MARKER, 8, 9, 10]], [[2, 4]]),
-    "consecutive": inputs([[MARKER, MARKER, 6, 7, MARKER, 9, 10]], [[1, 4, 2]]),
-    "batch": inputs([[MARKER, 5, 6, 7, MARKER, 9], [MARKER, 11, 12, 13, 14, 15]], [[2, 1], [4]]),
-}
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TILED)
 @pytest.mark.parametrize("driven_by", ["mask", "ids"])
 def test_logits(case, driven_by):
     """A weight in the wrong place, padding tiles that are seen, another visibility rule, another rotary embedding."""
     theirs = make_mllama()
     ours = import_checkpoint(theirs)
     assert not ours.training and import_checkpoint(theirs.train()).training
-    expected = theirs.eval()(**CASES[case]).logits
-    given = dict(CASES[case])
+    expected = theirs.eval()(**TILED[case]).logits
+    given = dict(TILED[case])
     if driven_by == "ids":
         del given["cross_attention_mask"]
     assert torch.allclose(ours(**given).logits, expected, atol=2e-5)
-
-
-def stop_leak(model):
-    """Transformers' cross-attention layer, with its attention branch off where its MLP branch is."""
-
-    def forward(self, hidden_states, full_text_row_masked_out_mask=None, **kwargs):
-        seen = MllamaCrossAttentionDecoderLayer.forward(
-            self, hidden_states, full_text_row_masked_out_mask=full_text_row_masked_out_mask, **kwargs
-        )
-        return torch.where(full_text_row_masked_out_mask[:, 0] != 0, seen, hidden_states)
-
-    for layer in model.model.language_model.layers:
-        if isinstance(layer, MllamaCrossAttentionDecoderLayer):
-            layer.forward = forward.__get__(layer)
-    return model
-
-
-MIXED = inputs([[5, 6, 7, MARKER, 8, 9], [10, 11, 12, 13, 14, 15]], [[3], []])
 
 
 @torch.no_grad()
@@ -160,7 +56,7 @@ def test_text_that_sees_no_image_is_left_alone():
     logits = ours(**MIXED).logits
     leaking = theirs(**MIXED).logits
     assert not torch.allclose(logits[1], leaking[1], atol=1e-3)
-    assert torch.allclose(logits, stop_leak(make_mllama())(**MIXED).logits, atol=2e-5)
+    assert torch.allclose(logits, stop_mllama(make_mllama())(**MIXED).logits, atol=2e-5)
     text_only = ours(MIXED["input_ids"]).logits
     assert torch.equal(logits[1], text_only[1]) and torch.equal(logits[0, :3], text_only[0, :3])
     assert torch.allclose(text_only, theirs(MIXED["input_ids"]).logits, atol=2e-5)
@@ -189,7 +85,7 @@ def test_padding_images(said_by):
     """A padding image that is seen, where no marker keeps it out: its processor marks one of its tiles as real."""
     model = import_checkpoint(make_mllama())
     model.config.image_visibility = "all"
-    given = inputs([[MARKER, 5, 6, MARKER, 7, 8], [MARKER, 11, 12, 13, 14, 15]], [[2, 1], [4]])
+    given = mllama_inputs([[MARKER, 5, 6, MARKER, 7, 8], [MARKER, 11, 12, 13, 14, 15]], [[2, 1], [4]])
     del given["cross_attention_mask"]
     if said_by == "image_mask":
         given["aspect_ratio_ids"][1, 1] = 1
@@ -205,7 +101,7 @@ def test_padding_images(said_by):
 def test_images_added_to_a_chat():
     """Tiles of the new image that are taken for those of the images in the cache."""
     model = import_checkpoint(make_mllama())
-    whole = inputs([[MARKER, 5, 6, 7, MARKER, 9, 10]], [[3, 2]])
+    whole = mllama_inputs([[MARKER, 5, 6, 7, MARKER, 9, 10]], [[3, 2]])
     del whole["cross_attention_mask"]
     expected = model(**whole).logits
     start = {name: value[:, :4] if name == "input_ids" else value[:, :1] for name, value in whole.items()}
@@ -221,15 +117,15 @@ def test_generate(case):
     theirs = make_mllama()
     ours = import_checkpoint(theirs)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    expected = theirs.generate(**CASES[case], **options)
-    from_ids = {name: value for name, value in CASES[case].items() if name != "cross_attention_mask"}
-    for given in (CASES[case], from_ids):
+    expected = theirs.generate(**TILED[case], **options)
+    from_ids = {name: value for name, value in TILED[case].items() if name != "cross_attention_mask"}
+    for given in (TILED[case], from_ids):
         for use_cache in (True, False):
             assert torch.equal(ours.generate(**given, **options, use_cache=use_cache), expected)
     encoded = {name: value for name, value in from_ids.items() if name != "input_ids"}
     images = ours.encode_images(**encoded)
     for _ in range(2):
-        assert torch.equal(ours.generate(CASES[case]["input_ids"], past_key_values=images, **options), expected)
+        assert torch.equal(ours.generate(TILED[case]["input_ids"], past_key_values=images, **options), expected)
 
 
 @torch.no_grad()
@@ -269,29 +165,12 @@ def test_folder_to_folder_and_back(dtype, shard_size, tmp_path):
             assert parts[0] == parts[1]
 
 
-def make_processor():
-    words = ["<pad>", "<s>", "<unk>", *(f"w{index}" for index in range(VOCAB - 3)), "<|image|>", "<|python_tag|>"]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
-    )
-    fast.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
-    image_processor = MllamaImageProcessor(size={"height": 28, "width": 28}, max_image_tiles=TILES)
-    return MllamaProcessor(image_processor, fast)
-
-
-def picture(width, height, seed):
-    generator = np.random.default_rng(seed)
-    return Image.fromarray(generator.integers(0, 255, (height, width, 3), dtype=np.uint8))
-
-
 @torch.no_grad()
 def test_processors(tmp_path):
     """The original processor, or ours around the same image processor, that the imported model does not understand."""
     theirs = make_mllama()
     theirs.save_pretrained(tmp_path / "theirs")
-    make_processor().save_pretrained(tmp_path / "theirs")
+    make_mllama_processor().save_pretrained(tmp_path / "theirs")
     ours = import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     processor = AutoProcessor.from_pretrained(tmp_path / "ours")
     assert isinstance(processor, MllamaProcessor)
@@ -333,7 +212,7 @@ def test_neighbouring_cross_attention_layers(neighbours, tmp_path):
     ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours").eval()
     assert ours.config.cross_attention_layers == places and len(ours.blocks) == len(cross)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    for name, case in CASES.items():
+    for name, case in TILED.items():
         assert torch.allclose(ours(**case).logits, theirs(**case).logits, atol=2e-5), name
         # Their own generation with a cache fails with an image in front of the first layer.
         expected = theirs.generate(**case, **options, use_cache=0 not in cross)
@@ -346,7 +225,7 @@ def test_neighbouring_cross_attention_layers(neighbours, tmp_path):
     assert original.keys() == back.keys() and all(torch.equal(back[name], original[name]) for name in original)
     again = MllamaForConditionalGeneration.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
     assert again.config.text_config.cross_attention_layers == cross
-    assert torch.equal(again(**CASES["several"]).logits, theirs(**CASES["several"]).logits)
+    assert torch.equal(again(**TILED["several"]).logits, theirs(**TILED["several"]).logits)
 
 
 @pytest.mark.parametrize("cross", [[0], [0, 1, 2]])
@@ -361,7 +240,7 @@ def test_block_after_the_last_layer(tmp_path):
     """A cross-attention layer at the end of the stack that is dropped, or moved in front of the last layer."""
     theirs = make_mllama(cross_attention_layers=[1, 5])
     ours = import_checkpoint(theirs)
-    case = CASES["several"]
+    case = TILED["several"]
     assert torch.allclose(ours(**case).logits, theirs(**case).logits, atol=2e-5)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     assert torch.equal(ours.generate(**case, **options), theirs.generate(**case, **options))
@@ -405,7 +284,7 @@ def test_a_changed_model_does_not_go_back(tmp_path):
 def test_wrong_pixels():
     """Pixels of another processor, or without their aspect ratios."""
     model = import_checkpoint(make_mllama())
-    good = CASES["one"]
+    good = TILED["one"]
     for change, message in (
         ({"pixel_values": good["pixel_values"][:, :, 0]}, "max_num_tiles=4"),
         ({"aspect_ratio_ids": None}, "`aspect_ratio_ids` is required"),

@@ -4,18 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import make_model
-from test_importers_mllama import (
-    CASES,
-    MARKER,
-    MIXED,
-    TEXT,
-    VISION,
-    VOCAB,
-    make_processor,
-    picture,
-    stop_leak,
-)
+from tiny_mllama import MARKER, MIXED, TEXT, TILED, VISION, VOCAB, make_mllama_processor, picture, stop_mllama
+from tiny_models import make_model
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -95,15 +85,15 @@ def test_a_retrofit_of_the_shape_gives_equal_logits(variant, through, tmp_path):
         source = tmp_path / "ours"
         ours.save_pretrained(source)
     theirs = exported(source, tmp_path / "theirs")
-    for case in CASES.values():
+    for case in TILED.values():
         case = with_marker(case, marker)
         expected = ours(**{name: value for name, value in case.items() if name != "cross_attention_mask"}).logits
         assert torch.allclose(theirs(**case).logits[..., :VOCAB], expected[..., :VOCAB], atol=5e-5)
         assert not torch.allclose(ours(case["input_ids"]).logits[0, -1], expected[0, -1], atol=1e-2)
-    text = with_marker(CASES["one"], marker)["input_ids"][:, 1:]
+    text = with_marker(TILED["one"], marker)["input_ids"][:, 1:]
     assert torch.allclose(theirs(text).logits, ours(text).logits, atol=5e-5)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    case = with_marker(CASES["several"], marker)
+    case = with_marker(TILED["several"], marker)
     assert torch.equal(theirs.generate(**case, **options), ours.generate(**case, **options))
     again = import_checkpoint(tmp_path / "theirs").eval()
     assert torch.allclose(again(**case).logits, ours(**case).logits, atol=5e-5)
@@ -116,7 +106,7 @@ def test_text_that_sees_no_image_is_the_one_difference(tmp_path):
     theirs = exported(ours, tmp_path / "theirs")
     logits = ours(**MIXED).logits
     assert not torch.allclose(theirs(**MIXED).logits[1], logits[1], atol=1e-3)
-    assert torch.allclose(stop_leak(theirs)(**MIXED).logits, logits, atol=5e-5)
+    assert torch.allclose(stop_mllama(theirs)(**MIXED).logits, logits, atol=5e-5)
 
 
 @torch.no_grad()
@@ -125,7 +115,7 @@ def test_half_precision(tmp_path):
     ours = make_retrofit(torch.bfloat16)
     theirs = exported(ours, tmp_path / "theirs", dtype="auto")
     assert theirs.dtype == torch.bfloat16
-    case = CASES["several"]
+    case = TILED["several"]
     expected = ours.float()(**case).logits
     assert torch.allclose(theirs.float()(**case).logits, expected, atol=0.02 * expected.abs().max())
 
@@ -134,7 +124,7 @@ def test_half_precision(tmp_path):
 @pytest.mark.parametrize("marker", ["<|image|>", "<picture>"])
 def test_the_processor_is_mllamas(tmp_path, marker):
     """A folder whose processor only this package can load, or one that looks for another marker."""
-    parts = make_processor()
+    parts = make_mllama_processor()
     tokenizer = parts.tokenizer
     if marker != "<|image|>":
         tokenizer.add_special_tokens({"additional_special_tokens": [marker]})

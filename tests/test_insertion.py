@@ -8,16 +8,10 @@ import weakref
 import pytest
 import torch
 from accelerate import dispatch_model
-from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
+from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    BertConfig,
-    T5Config,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, T5Config
 
 from hf_xattn import GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration, XAttnModel
 from hf_xattn.decoders.decoder import find_decoder

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import make_model, pixels
-from int8_helpers import both, by_hand
-from test_attention import BATCH, HIDDEN, TEXT_LEN, inputs, make_layer, make_mask
+from attention_inputs import BATCH, HIDDEN, TEXT_LEN, inputs, make_layer, make_mask
+from int8_rounding import both, by_hand
+from tiny_models import make_model, pixels
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_xattn.cache import int8_cache

@@ -5,12 +5,12 @@ import pickle
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
-from conversation_helpers import MARKER, RULES, close, fresh_cache, generate, marked
-from image_store_helpers import MODELS, Counted, asked, assert_same
-from int8_helpers import both
-from test_compile import compiled, counting_backend
-from test_export import decode_both_ways, export, needs_exporters, small
+from compiled_models import compiled, counting_backend
+from exported_models import decode_both_ways, export, needs_exporters, small
+from image_stores import MODELS, Counted, asked, assert_same
+from int8_rounding import both
+from marked_models import MARKER, RULES, close, fresh_cache, generate, marked
+from tiny_models import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from hf_xattn.cache.image_cache import ImageCache, combine_images, load_image_cache, save_image_cache, select_images

@@ -5,12 +5,11 @@ import json
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, fresh_cache, marked
-from image_store_helpers import IMAGE_BYTES, MODELS, Counted, asked, assert_same
-from int8_helpers import both
+from image_stores import IMAGE_BYTES, MODELS, Counted, asked, assert_same, damaged
+from int8_rounding import both
+from marked_models import MARKER, fresh_cache, marked
 from safetensors import safe_open
-from test_image_cache import damaged
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn.cache.image_cache import FORMAT, load_image_cache, save_image_cache
 

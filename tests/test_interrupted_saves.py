@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import make_model
+from tiny_models import make_model
 from transformers import AutoModelForImageTextToText
 
 from hf_xattn import XAttnForConditionalGeneration

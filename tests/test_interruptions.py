@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
+from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.xattn_cache import XAttnCache

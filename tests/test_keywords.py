@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from custom_decoder import CustomDecoderConfig, CustomDecoderForCausalLM
+from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from transformers.utils import TransformersKwargs
 
 from hf_xattn import retrofit

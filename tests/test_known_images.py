@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, close, marked, states_of
+from marked_models import MARKER, close, marked, states_of
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn.cache.image_cache import combine_images
 

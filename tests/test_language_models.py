@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from conftest import make_model, make_text
 from tiny_gguf import CHAT_TEMPLATE, tiny_llama, write_gguf
+from tiny_models import make_model, make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_xattn.checkpoints.bases import load_text

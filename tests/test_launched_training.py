@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
+from command_runs import run_training
 from safetensors.torch import load_file
 from template_models import save_chat_model
-from test_train_command import CAPTIONS, run, write
+from training_examples import CAPTIONS, write_examples
 
 from hf_xattn.training import launch
 from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
@@ -38,7 +40,7 @@ def desk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launched")
     save_chat_model(folder / "model")
     lines = [{**line, "text": line["text"] * (1 + index % 3)} for index, line in enumerate(CAPTIONS)]
-    write(folder / "data", lines)
+    write_examples(folder / "data", lines)
     return folder
 
 
@@ -50,7 +52,7 @@ def command(desk, output, *options):
 def launched(desk, output, how, *options, folder):
     (folder / "watch").mkdir(exist_ok=True)
     (folder / "watch" / "sitecustomize.py").write_text(WATCH)
-    paths = os.pathsep.join([str(folder / "watch"), str(Path(__file__).parents[1])])
+    paths = os.pathsep.join([str(folder / "watch"), str(ROOT)])
     environment = {
         name: value for name, value in os.environ.items() if name not in (*launch.RANKS, *launch.SIZES, "LOCAL_RANK")
     }
@@ -73,7 +75,7 @@ def test_two_processes_are_one_run(desk, tmp_path, capsys):
     """Two runs side by side that write over each other; rows that both see; a mean of means; everything printed twice."""
     done = launched(desk, tmp_path / "two", TWO, "--batch-size", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    status, printed, error = run(capsys, *command(desk, tmp_path / "one", "--batch-size", "2"))
+    status, printed, error = run_training(capsys, *command(desk, tmp_path / "one", "--batch-size", "2"))
     assert status == 0, error
 
     lines = [re.sub("two|one", "out", line) for line in printed.splitlines() if "'loss'" not in line]
@@ -104,11 +106,11 @@ def test_two_processes_are_one_run(desk, tmp_path, capsys):
     assert {path for rank, path in opened if rank == "1"} == set()  # torch and safetensors write past Python
     assert "README.md" in {Path(path).name for rank, path in opened if rank == "0"}
 
-    status, _, error = run(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
+    status, _, error = run_training(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
     assert status == 2 and "complete" in error
     saved = json.loads((tmp_path / "two" / OPTIONS_FILE).read_text())
     (tmp_path / "two" / OPTIONS_FILE).write_text(json.dumps({**saved, "complete": False}))
-    status, _, error = run(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
+    status, _, error = run_training(capsys, *command(desk, tmp_path / "two", "--batch-size", "1"), "--resume")
     assert status == 2 and "expected 2 process(es)" in error and "got 1" in error
 
 
@@ -139,7 +141,7 @@ def test_two_killed_processes_go_on(desk, tmp_path):
     kill += "        os.kill(os.getpid(), signal.SIGKILL)\n    return whole(self, *given, **named)\nTrainer.training_step = step\n"
     (tmp_path / "killing.py").write_text(kill + "from hf_xattn.commands.main import main\nraise SystemExit(main())\n")
     script = [*LAUNCH, *TWO, str(tmp_path / "killing.py"), "train", *command(desk, tmp_path / "killed", *options)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     assert subprocess.run(script, env=environment, capture_output=True, timeout=300).returncode != 0
     done = launched(desk, tmp_path / "killed", TWO, *options, "--resume", folder=tmp_path)
     assert done.returncode == 0 and done.stdout.count("Continuing from") == 1, done.stderr[-3000:]

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import randomize
-from test_architectures import CONTEXT_SIZE, make_tiny
+from tiny_decoders import CONTEXT_SIZE, make_tiny
+from tiny_models import randomize
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze

@@ -1,12 +1,12 @@
 """The peer of the demo over a language model: transformers' Llava on the same rows, with the same features and prompts."""
 
 import json
-import sys
-from pathlib import Path
 
+import llava_projector
 import numpy as np
 import pytest
 import torch
+from llava_peer import LlavaChats, LlavaTraining, llava_of
 from tiny_gguf import write_gguf
 from transformers import AutoModel, AutoModelForCausalLM, LlavaProcessor
 
@@ -17,11 +17,6 @@ from hf_xattn.demo.language_run import retrofitted
 from hf_xattn.demo.language_scores import same_logits
 from hf_xattn.demo.language_training import Batch, Rows
 from hf_xattn.demo.questions import ask
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-import llava_projector
-from llava_peer import LlavaChats, LlavaTraining, llava_of
 
 
 IMAGE_TOKENS = 13  # two rows of six patches, and the class token

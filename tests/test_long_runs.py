@@ -1,35 +1,19 @@
 """Many generates in one process: nothing of them is kept, and nothing compiles again and again."""
 
-import gc
 import random
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from torch._subclasses.fake_tensor import FakeTensor
+from memory_checks import STATUS, resident, tensors_alive
+from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_xattn.cache.image_cache import select_images
 
 
 slow = pytest.mark.slow
-STATUS = Path("/proc/self/status")
 KINDS = ("plain", "static", "beams", "no cache", "assisted", "own cache", "encoded", "sampled", "several images")
-
-
-def tensors_alive():
-    """Number and bytes of the tensors that anything in this process still holds."""
-    gc.collect()
-    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-    found = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # without memory, of other tests
-    return len(found), sum(tensor.untyped_storage().nbytes() for tensor in found if not tensor.is_meta)
-
-
-def resident():
-    """Bytes of memory of this process."""
-    return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmRSS")) * 1024
 
 
 def one_call(model, kind, number):

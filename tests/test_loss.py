@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, make_model, make_text, pixels, token_ids
-from conversation_helpers import MARKER
-from test_training import arguments
+from marked_models import MARKER
+from tiny_models import VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from torch.nn.functional import cross_entropy
+from training_runs import arguments
 from transformers import Trainer
 
 from hf_xattn import freeze_base

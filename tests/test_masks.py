@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
-from conversation_helpers import MARKER, RULES, close, generate, marked, sees_of, states_of
+from marked_models import MARKER, RULES, close, generate, marked, sees_of, states_of
+from tiny_models import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 

@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from template_models import save_chat_model
-from test_train_command import MIXED, write
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
+from training_examples import MIXED, write_examples
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -191,7 +191,7 @@ def test_command_check(tmp_path, capsys):
 def test_resumed_run(tmp_path, capsys):
     """A run that goes on from a checkpoint without its connector, with that of the model it began with."""
     save_chat_model(tmp_path / "model")
-    data, out = write(tmp_path / "data", MIXED), tmp_path / "out"
+    data, out = write_examples(tmp_path / "data", MIXED), tmp_path / "out"
     options = ["--data", data, "--output", out, "--steps", 2, "--save-steps", 1, "--device", "cpu"]
     command = ["train", tmp_path / "model", *options]
     assert main([str(word) for word in command]) == 0

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from card_reading import card_of, rows_of
 from chat_models import make_chat_model
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
+from checkout import ROOT
 from huggingface_hub import ModelCard
 from template_models import CHATML, make_processor, make_tokenizer
 from template_models import make_chat_model as make_templated
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.utils import hub
 
@@ -21,18 +23,6 @@ from hf_xattn import demo, retrofit
 from hf_xattn.checkpoints.model_card import example_questions, write_model_card
 from hf_xattn.commands.main import main
 from hf_xattn.demo.canvases import WORDS
-
-
-ROOT = Path(__file__).parents[1]
-
-
-def card_of(folder):
-    text = (Path(folder) / "README.md").read_text()
-    return yaml.safe_load(text.split("---\n")[1]), text
-
-
-def rows_of(text):
-    return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE))
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, randomize, token_ids
-from conversation_helpers import generate
+from marked_models import generate
+from tiny_models import make_model, pixels, randomize, token_ids
 
 from hf_xattn.cache.image_cache import combine_images
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, VOCAB_SIZE, make_model, make_text, pixels, randomize, token_ids, vision_config
+from tiny_models import TEXT_CONFIGS, VOCAB_SIZE, make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
+from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import AutoModelForImageTextToText
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 

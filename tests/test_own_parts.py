@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (

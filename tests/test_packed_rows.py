@@ -4,11 +4,10 @@ import functools
 
 import pytest
 import torch
-from conftest import make_model, pixels, randomize
-from conversation_helpers import MARKER, RULES, fresh_cache
-from test_architectures import make_tiny, retrofitted
-from test_checkpointing import without_dropout
-from test_image_rows import assert_same, run
+from gradient_checks import assert_same_outputs, outputs_and_gradients, without_dropout
+from marked_models import MARKER, RULES, fresh_cache
+from tiny_decoders import make_tiny, retrofitted
+from tiny_models import make_model, pixels, randomize
 from transformers import DataCollatorWithFlattening
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
@@ -82,12 +81,12 @@ def samples_of(rows, images=True):
 def assert_unpacked(model, rows=ONE_ROW, images=True, atol=EXACT, **more):
     """Packed rows give the loss, the logits and the gradients of their samples in rows of their own."""
     packed, unpacked, real = samples_of(rows, images)
-    expected, gradients = run(model, **unpacked, use_cache=False)
-    found, of_packed = run(model, **packed, **more)
+    expected, gradients = outputs_and_gradients(model, **unpacked, use_cache=False)
+    found, of_packed = outputs_and_gradients(model, **packed, **more)
     assert found.past_key_values is None
     assert torch.allclose(found.logits.flatten(0, 1), expected.logits[real], atol=atol)
     found.logits = expected.logits
-    assert_same((found, of_packed), (expected, gradients), atol)
+    assert_same_outputs((found, of_packed), (expected, gradients), atol)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -116,11 +115,11 @@ def test_checkpointing():
     """Masks of samples that the recomputation does not get."""
     model = without_dropout(make_model(image_token_id=MARKER, image_visibility="previous").double())
     packed, unpacked, _ = samples_of(ONE_ROW)
-    expected = run(model, **unpacked, use_cache=False)
+    expected = outputs_and_gradients(model, **unpacked, use_cache=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = run(model, **packed)
+    found = outputs_and_gradients(model, **packed)
     expected[0].logits = found[0].logits
-    assert_same(found, expected)
+    assert_same_outputs(found, expected)
 
 
 def test_a_mask_of_the_caller_in_place_of_markers():
@@ -173,8 +172,8 @@ def test_shared_images():
     packed = [samples_of([row])[0] for row in rows]
     text = {name: torch.cat([each[name] for each in packed]) for name in ("input_ids", "position_ids", "labels")}
     images, index = pixels(2, 2).double(), torch.tensor([1, 0, 1])
-    expected = run(model, **text, pixel_values=images[index])
-    assert_same(run(model, **text, pixel_values=images, image_rows=index), expected)
+    expected = outputs_and_gradients(model, **text, pixel_values=images[index])
+    assert_same_outputs(outputs_and_gradients(model, **text, pixel_values=images, image_rows=index), expected)
 
 
 def test_collators_of_transformers_and_trl():
@@ -334,8 +333,8 @@ def test_places_of_shared_images():
     """Text rows that share images and have them at other places of their samples."""
     model, images = placing_model(image_visibility="all"), pixels(1, 2).double()
     text, rows = samples_of([[(4, [0, 3]), (4, [])], [(6, [1, 2]), (2, [])]])[0], torch.zeros(2, dtype=torch.long)
-    expected = run(model, **{**text, "pixel_values": images.expand(2, -1, -1, -1, -1)})
-    assert_same(run(model, **{**text, "pixel_values": images, "image_rows": rows}), expected)
+    expected = outputs_and_gradients(model, **{**text, "pixel_values": images.expand(2, -1, -1, -1, -1)})
+    assert_same_outputs(outputs_and_gradients(model, **{**text, "pixel_values": images, "image_rows": rows}), expected)
     text = samples_of([[(4, [0, 3]), (4, [])], [(4, [1]), (4, [1])]])[0]
     with pytest.raises(ValueError, match="`image_rows`.*same place"):
         model(**{**text, "pixel_values": images, "image_rows": rows})

@@ -5,16 +5,11 @@ import logging
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
 from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization
+from tiny_models import make_model, pixels, token_ids
 from transformers.utils.logging import warning_once
 
-from hf_xattn import (
-    XAttnForConditionalGeneration,
-    added_modules,
-    lora_targets,
-    retrofit,
-)
+from hf_xattn import XAttnForConditionalGeneration, added_modules, lora_targets, retrofit
 from hf_xattn.utils.transformers_api import checkpoints_activations, has
 
 

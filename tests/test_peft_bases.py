@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, token_ids
 from hostile_inputs import edit_json, setting
+from tiny_models import make_model, token_ids
 
 from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.checkpoints.peft_bases import find_peft

@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids, vision_config
+from tiny_models import PERCEIVER, make_model, make_text, pixels, token_ids, vision_config
 
 from hf_xattn import XAttnConfig
 from hf_xattn.checkpoints.inspection import tokens_per_image
 from hf_xattn.configuration_xattn import PerceiverConfig
 
 
-SMALL = {"num_latents": 3, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
-
-
 def make(**changes):
     return make_model(
-        connector_type="perceiver", perceiver_config=SMALL | changes, cross_attention_config={"context_size": 24}
+        connector_type="perceiver", perceiver_config=PERCEIVER | changes, cross_attention_config={"context_size": 24}
     )
 
 
@@ -42,11 +39,11 @@ def test_every_part_learns():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"perceiver_config": SMALL | {"num_latents": 0}}, "`num_latents` must be a positive integer, got 0"),
-        ({"perceiver_config": SMALL | {"hidden_act": "nope"}}, "`hidden_act`"),
-        ({"perceiver_config": SMALL | {"norm_eps": 0.0}}, "`norm_eps` must be positive"),
-        ({"perceiver_config": SMALL | {"hidden_size": 25}}, r"\(25\) must be the vision tower's width \(24\)"),
-        ({"perceiver_config": SMALL, "connector_type": "mlp"}, "`connector_type='perceiver'`, got 'mlp'"),
+        ({"perceiver_config": PERCEIVER | {"num_latents": 0}}, "`num_latents` must be a positive integer, got 0"),
+        ({"perceiver_config": PERCEIVER | {"hidden_act": "nope"}}, "`hidden_act`"),
+        ({"perceiver_config": PERCEIVER | {"norm_eps": 0.0}}, "`norm_eps` must be positive"),
+        ({"perceiver_config": PERCEIVER | {"hidden_size": 25}}, r"\(25\) must be the vision tower's width \(24\)"),
+        ({"perceiver_config": PERCEIVER, "connector_type": "mlp"}, "`connector_type='perceiver'`, got 'mlp'"),
         ({"vision_config": None}, "needs a `vision_config`"),
         ({"cross_attention_config": {"context_size": 32}}, r"`context_size` \(32\)|context_size` \(32\)"),
     ],

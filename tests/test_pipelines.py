@@ -6,14 +6,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from chat_models import NEW_TOKENS, answer, drawing, make_chat_model, question
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    TextIteratorStreamer,
-    TextStreamer,
-    pipeline,
-)
+from chat_models import NEW_TOKENS, answer, drawing, question
+from transformers import AutoModelForImageTextToText, AutoProcessor, TextIteratorStreamer, TextStreamer, pipeline
 
 
 TEXT = "what is in the picture ?"
@@ -21,18 +15,13 @@ OPTIONS = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_chat_model(tmp_path_factory.mktemp("piped"))
+def parts(chat_folder):
+    return AutoModelForImageTextToText.from_pretrained(chat_folder), AutoProcessor.from_pretrained(chat_folder)
 
 
 @pytest.fixture(scope="module")
-def parts(folder):
-    return AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def pipe(folder):
-    return pipeline("image-text-to-text", model=str(folder))
+def pipe(chat_folder):
+    return pipeline("image-text-to-text", model=str(chat_folder))
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +95,10 @@ def test_batches(pipe, parts, batch_size):
     assert [text.strip() for (text,) in map(new_text, records)] == expected
 
 
-def test_text_generation(folder, parts):
+def test_text_generation(chat_folder, parts):
     """A model that answers text alone otherwise, or not at all, as a language model."""
     model, processor = parts
-    pipe = pipeline("text-generation", model=str(folder))
+    pipe = pipeline("text-generation", model=str(chat_folder))
     inputs = processor(text=TEXT)
     tokens = model.generate(**inputs, **OPTIONS)[0, inputs["input_ids"].shape[1] :]
     options = {**OPTIONS, "return_full_text": False, "clean_up_tokenization_spaces": False}

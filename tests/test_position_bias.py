@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_text, pixels, randomize, strengthen, vision_config
 from tiny_architectures import tiny_config
+from tiny_models import TEXT_CONFIGS, make_text, pixels, randomize, strengthen, vision_config
 from transformers import AutoModelForCausalLM
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration

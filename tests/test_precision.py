@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from test_checkpointing import without_dropout
+from gradient_checks import without_dropout
+from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn import freeze, train_in_float32
 from hf_xattn.learning import lost_updates

@@ -1,19 +1,13 @@
 """`XAttnProcessor`: texts and their images to inputs."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoProcessor, AutoTokenizer, ViTImageProcessorPil
 
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.utils.transformers_api import AutoImageProcessor
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_model
+from tiny_models import make_model
 from torch.nn.functional import linear
 
 from hf_xattn.utils import projection

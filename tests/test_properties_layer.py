@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from attention_inputs import attend
 from hypothesis import strategies as st
 from properties import LayerCase, block_config, layer_cases, run, slow_seed, tensor
-from test_attention import attend
 
 from hf_xattn import GatedCrossAttentionBlock
 from hf_xattn.layers.block import CrossAttentionLayerNorm

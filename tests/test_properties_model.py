@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, randomize, vision_config
 from hypothesis import strategies as st
 from properties import BatchCase, batch_cases, run, slow_seed, tensor
+from tiny_models import TEXT_CONFIGS, randomize, vision_config
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 

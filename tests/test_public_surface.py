@@ -6,13 +6,11 @@ Signatures are read, so a new argument or a new function without a row fails her
 import dataclasses
 import functools
 import inspect
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TEXT_CONFIGS, make_model, make_text, token_ids, vision_config
 from surface import (
     KINDS,
     NOTHING,
@@ -35,6 +33,8 @@ from surface_processor import processor_surfaces
 from surface_saving import SURFACES as SAVING
 from surface_training import SURFACES as TRAINING
 from surface_web import SURFACES as WEB
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from tiny_models import TEXT_CONFIGS, make_model, make_text, token_ids, vision_config
 from transformers import AutoModel, AutoTokenizer, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -59,10 +59,6 @@ from hf_xattn.serving import web
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
-
-
 IDS = token_ids()
 
 
@@ -79,7 +75,7 @@ def model():
 @functools.cache
 def tiled():
     """A model whose vision tower reads tiles."""
-    from test_importers_mllama import make_mllama
+    from tiny_mllama import make_mllama
 
     return importers.import_checkpoint(make_mllama())
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
 from huggingface_hub import ModelCard
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.utils import hub
 

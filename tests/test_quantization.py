@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
+from command_runs import FAST, run_training
 from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization, quantized_retrofit, quantized_text
 from template_models import CHATML, make_chat_model, make_processor
-from test_train_command import CAPTIONS, FAST, run, write
+from tiny_models import make_model, pixels, token_ids
+from training_examples import CAPTIONS, write_examples
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel, freeze_base, retrofit
@@ -278,12 +279,16 @@ def test_the_train_command_on_a_saved_quantized_model(method, tmp_path, capsys):
     )
     model.save_pretrained(folder_in)
     processor.save_pretrained(folder_in)
-    data = write(tmp_path / "data", CAPTIONS)
-    status, output, errors = run(capsys, folder_in, "--data", data, "--output", folder_out, "--steps", 4, *FAST)
+    data = write_examples(tmp_path / "data", CAPTIONS)
+    status, output, errors = run_training(
+        capsys, folder_in, "--data", data, "--output", folder_out, "--steps", 4, *FAST
+    )
     assert status == 0, errors
     trained = XAttnForConditionalGeneration.from_pretrained(folder_out)
     parts = parts_of(trained)
     assert parts.pop("decoder") == {"quantized"} and "quantized" not in set().union(*parts.values())
     assert not torch.equal(trained.blocks[0].attn.o_proj.weight, model.blocks[0].attn.o_proj.weight)
-    status, _, errors = run(capsys, folder_in, "--data", data, "--output", tmp_path / "text", "--train-text", *FAST)
+    status, _, errors = run_training(
+        capsys, folder_in, "--data", data, "--output", tmp_path / "text", "--train-text", *FAST
+    )
     assert status != 0 and "(`--train-text`) are quantized" in errors

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import MARKER, fresh_cache
-from test_importers_mllama import CASES, make_mllama
+from marked_models import MARKER, fresh_cache
+from tiny_mllama import TILED, make_mllama
+from tiny_models import make_model, pixels, token_ids
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -114,7 +114,7 @@ def test_features_and_token_masks_cost_nothing():
 def test_padding_tiles_cost_nothing(store):
     """Padding tiles that pass the connector or the projections, or that attention reads. The tower gets them: real tiles look at them."""
     model = import_checkpoint(make_mllama())
-    given = {name: value for name, value in CASES["batch"].items() if name != "cross_attention_mask"}
+    given = {name: value for name, value in TILED["batch"].items() if name != "cross_attention_mask"}
     expected = model(**given).logits
     if store:
         model.enable_image_store()

@@ -5,13 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from adapter_models import same_model
-from conftest import make_model
+from checkout import ROOT
 from safetensors.torch import load_file, save_file
+from saved_models import same_model
+from tiny_models import make_model
 from transformers import AutoModelForImageTextToText
 
 
@@ -104,7 +104,7 @@ def test_two_ranks_save_over_other_weights(tmp_path):
         text=True,
         timeout=300,
         env={name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
-        | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert {path.name for path in folder.glob("*.safetensors")} == {rank_file(1), rank_file(2)}

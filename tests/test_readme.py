@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import side_by_side
+from checkout import ROOT
 from known_checkpoints import QWEN, TEXTS, make_siglip, make_text
 from PIL import Image
 
@@ -17,11 +19,6 @@ from hf_xattn.commands.main import _parser, main
 from hf_xattn.utils.architectures import architecture, causal_model_types, markdown_table
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-import side_by_side
-
-
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 CLIENT = "OpenAI("  # in the block that asks a running server

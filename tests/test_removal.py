@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import dispatch_model
-from conftest import make_model, make_text, pixels, randomize, token_ids, vision_config
 from quantized_bases import METHODS, folder, quantized_text
-from test_text_half import make as make_vlm
+from tiny_composites import make_composite as make_vlm
+from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 

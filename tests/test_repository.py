@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from checkout import ROOT
 
 import hf_xattn
 from hf_xattn.commands.main import _parser
 from hf_xattn.version import HOW_TO_INSTALL
 
 
-ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
 GUIDE = (GITHUB / "CONTRIBUTING.md").read_text()
 FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
@@ -106,6 +106,19 @@ def test_the_workflow_calls_the_script():
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
 
 
+def test_no_test_file_imports_another():
+    """A test file that cannot be moved or removed: another takes parts of it, or it looks for files beside itself."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    tests = {file.stem for file in files if file.stem.startswith("test_")}
+    found = []
+    for file in files:
+        imported = re.findall(r"\b(?:from|import) (\w+)", file.read_text())
+        found += [f"{file.name} imports {name}" for name in imported if name in tests | {"conftest"}]
+        if file.stem in tests and "Path(" + "__file__)" in file.read_text():
+            found.append(f"{file.name} looks beside itself, and not in `checkout.ROOT`")
+    assert len(tests) > 100 and found == []
+
+
 def test_metadata():
     """A package without types for its users, or whose version is written in two places."""
     assert (Path(hf_xattn.__file__).parent / "py.typed").is_file()
@@ -113,7 +126,7 @@ def test_metadata():
     assert '"hf_xattn" = ["py.typed"]' in text and "Typing :: Typed" in text
     found = [
         str(path.relative_to(ROOT))
-        for pattern in ("*.md", "*.toml", ".github/**/*", "hf_xattn/**/*.py", "tests/*.py", "examples/**/*.py")
+        for pattern in ("*.md", "*.toml", ".github/**/*", "hf_xattn/**/*.py", "tests/**/*.py", "examples/**/*.py")
         for path in ROOT.glob(pattern)
         if path.is_file() and hf_xattn.__version__ in path.read_text()
     ]

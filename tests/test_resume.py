@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import killed_runs
 import pytest
 import torch
+from checkout import ROOT
 from safetensors.torch import load_file, save_file
 from template_models import save_chat_model
-from test_train_command import MIXED, write
+from training_examples import MIXED, write_examples
 
 from hf_xattn import last_complete_checkpoint
 from hf_xattn.training.complete_checkpoints import find_checkpoints
@@ -32,7 +32,7 @@ def arguments(tmp_path_factory):
     """Ten steps with an evaluation in between, a checkpoint after every two, a shuffled order, and gradient accumulation."""
     folder = tmp_path_factory.mktemp("resume")
     save_chat_model(folder / "model")
-    data = write(folder / "data", MIXED)
+    data = write_examples(folder / "data", MIXED)
     options = "--steps 10 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --eval-share 0.25 --log-steps 1 --device cpu"
     return [str(folder / "model"), "--data", str(data), "--learning-rate", "0.01", *options.split()]
 
@@ -117,7 +117,7 @@ def test_killed_again_and_again(arguments, whole, tmp_path):
 def test_killed_from_outside(file, arguments, whole, tmp_path):
     """A process of the command that ends at a moment of which it knows nothing."""
     command = [sys.executable, "-m", "hf_xattn", "train", *arguments, "--output", str(tmp_path / "out")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 120
     while run.poll() is None and not (tmp_path / "out" / CHECKPOINTS / file).exists() and time.monotonic() < end:

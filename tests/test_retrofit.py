@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from conftest import SIZES, VOCAB_SIZE, kernels_of, make_text, pixels, token_ids, vision_config
+from tiny_models import SIZES, VOCAB_SIZE, kernels_of, make_text, pixels, token_ids, vision_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

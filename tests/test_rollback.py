@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import pixels, token_ids
-from conversation_helpers import MARKER, close, fresh_cache, marked, state_space
+from marked_models import MARKER, close, fresh_cache, marked, state_space
+from tiny_models import pixels, token_ids
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, EncoderDecoderCache, QuantizedLayer, StaticCache
 
 

@@ -1,12 +1,12 @@
 """The order of the folders of the package: who may import whom."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 
-PACKAGE = Path(__file__).parents[1] / "hf_xattn"
+PACKAGE = ROOT / "hf_xattn"
 # Each imports from those before it. A file of the top level stands where its imports allow.
 ORDER = (
     "version utils configuration_xattn cache layers images decoders learning checkpoints call outputs labels_xattn images_xattn "

@@ -8,8 +8,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import pixels, randomize, token_ids
 from quantized_bases import METHODS, folder, quantization, quantized_text
+from tiny_models import pixels, randomize, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import XAttnForConditionalGeneration, lora_targets, retrofit

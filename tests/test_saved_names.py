@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from adapter_models import same_model
-from conftest import make_model, make_text, randomize, token_ids
 from safetensors.torch import load_file
-from test_saving import load
-from test_tower import ANY_SIZE, ONE_SIZE, SMALL
+from saved_models import load, same_model
+from tiny_models import make_model, make_text, randomize, token_ids
+from tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER
 from transformers import AutoModel, AutoModelForCausalLM, DeiTConfig
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
@@ -81,7 +80,7 @@ def test_state_dict_of_a_folder(shard, tmp_path):
 
 @pytest.mark.parametrize(
     "config",
-    [ONE_SIZE["vit"], ANY_SIZE["dinov2"], ANY_SIZE["swin"], lambda: DeiTConfig(**SMALL)],
+    [ONE_SIZE["vit"], ANY_SIZE["dinov2"], ANY_SIZE["swin"], lambda: DeiTConfig(**SMALL_TOWER)],
     ids=["vit", "dinov2", "swin", "deit"],
 )
 def test_tower_keeps_its_names(config, tmp_path):

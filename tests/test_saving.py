@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import TEXT_CONFIGS, kernels_of, make_model, make_text, pixels, token_ids, vision_config
 from safetensors.torch import load_file, save_file
+from saved_models import load
+from tiny_models import TEXT_CONFIGS, kernels_of, make_model, make_text, pixels, token_ids, vision_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnModel
@@ -33,13 +34,6 @@ def same_tensors(model, other):
     assert mine.keys() == others.keys()
     different = [n for n in mine if mine[n].dtype != others[n].dtype or not torch.equal(mine[n], others[n].cpu())]
     assert different == []
-
-
-def load(auto_class, folder, **kwargs):
-    """Loads, and makes sure that every key was found and used."""
-    model, info = auto_class.from_pretrained(folder, output_loading_info=True, **kwargs)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)

@@ -4,10 +4,10 @@ import io
 import pickle
 import re
 from base64 import b64encode
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from PIL import Image
 
 from hf_xattn.commands.main import _parser
@@ -17,7 +17,7 @@ from hf_xattn.processing.image_reading import read_image
 from hf_xattn.serving.web.visitors import MAX_BYTES, MAX_PIXELS
 
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 NOTE = README.partition("## Security\n")[2].partition("\n## ")[0]
 
 

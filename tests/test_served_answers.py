@@ -16,7 +16,7 @@ pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 from fastapi import HTTPException
 from huggingface_hub.utils import httpx
-from test_serving import TEXT, Served, asked, folder  # noqa: F401  # `folder` is a fixture
+from model_server import TEXT, Served, asked
 
 from hf_xattn.serving import answer_limits
 from hf_xattn.serving.answer_limits import AnswerLimits, check_config
@@ -29,8 +29,8 @@ CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments":
 
 
 @pytest.fixture(scope="module")
-def served(folder):  # noqa: F811
-    served = Served(folder, "bounded", answers=AnswerLimits(max_new_tokens=40, max_beams=3))
+def served(chat_folder):
+    served = Served(chat_folder, "bounded", answers=AnswerLimits(max_new_tokens=40, max_beams=3))
     yield served
     served.stop()
 
@@ -405,18 +405,18 @@ def test_special_tokens_stop(served):
     assert done["usage"]["completion_tokens"] == 1 and done["choices"][0]["message"]["content"] == ""
 
 
-def test_the_options(folder, monkeypatch, capsys):  # noqa: F811
+def test_the_options(chat_folder, monkeypatch, capsys):
     """Options without effect, or bounds that no request meets."""
     from hf_xattn.serving import serving
 
     for option in ("--max-new-tokens", "--max-beams"):
-        assert main(["serve", str(folder), option, "0"]) == 2
+        assert main(["serve", str(chat_folder), option, "0"]) == 2
         assert f"`{option}` must be at least 1, got 0" in capsys.readouterr().err
     given, build_app = [], serving.build_app
     monkeypatch.setattr(serving, "build_app", lambda *arguments: given.append(arguments[-1]) or build_app(*arguments))
     monkeypatch.setattr(serving.Server, "run", lambda *_, **__: None)
     for options in ((), ("--max-new-tokens", "5", "--max-beams", "2")):
-        assert main(["serve", str(folder), "--port", "0", *options]) == 0
+        assert main(["serve", str(chat_folder), "--port", "0", *options]) == 0
     assert given == [AnswerLimits(4096, 8), AnswerLimits(5, 2)]
 
 

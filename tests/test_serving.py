@@ -1,6 +1,5 @@
 """`hf-xattn serve`: a chat about images over HTTP, with the client that people use."""
 
-import json
 import os
 import re
 import signal
@@ -9,92 +8,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from urllib.request import Request, urlopen
 
 import pytest
-from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
+from chat_models import NEW_TOKENS, answer, data_url, drawing, question
+from model_server import TEXT, Served, asked, openai
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from hf_xattn.commands.loading import load_processor
 from hf_xattn.commands.main import main
-
-
-openai = pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-
-TEXT = "what is in the picture ?"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_chat_model(tmp_path_factory.mktemp("served"))
-
-
-class Served:
-    """A server in a thread of this process, its model, and a copy of the model to compare with."""
-
-    def __init__(self, folder, name, **limits):
-        from hf_xattn.serving.listening import bind
-        from hf_xattn.serving.serving import Server, build_app
-
-        self.name = name
-        self.model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-        self.processor = load_processor(str(folder))
-        self.reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
-        self.model.enable_image_store()
-        listener, ready = bind("127.0.0.1", 0), threading.Event()
-        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = Server(build_app(name, self.model, self.processor, **limits), ready.set, log_level="critical")
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
-        self.thread.start()
-        assert ready.wait(20)
-        self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def ask(self, messages, client=None, **options):
-        made = {"model": self.name, "max_tokens": NEW_TOKENS, "temperature": 0.0} | options
-        return (client or self.client).chat.completions.create(messages=messages, **made)
-
-    def text(self, messages, **options):
-        return self.ask(messages, **options).choices[0].message.content
-
-    def expected(self, messages):
-        return answer(self.reference, self.processor, messages)
-
-    def check_goes_on(self):
-        """The server lives, and answers about an image rightly."""
-        assert json.loads(self.fetch("/health")) == {"status": "ok"}
-        assert self.text([asked(TEXT, drawing(5))]) == self.expected([question(TEXT, drawing(5))])
-
-    def fetch(self, path, body=None):
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(self.address + path, data, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=20) as response:
-            return response.read().decode()
-
-    def stop(self):
-        self.server.should_exit = True
-        self.thread.join(20)
-
-
-@pytest.fixture(scope="module")
-def served(folder):
-    served = Served(folder, "seeing")
-    yield served
-    served.stop()
-    assert not served.thread.is_alive()
-
-
-def asked(text, *images):
-    """A message of a chat in OpenAI's form. Images are PIL images or addresses."""
-    urls = [image if isinstance(image, str) else data_url(image) for image in images]
-    return {
-        "role": "user",
-        "content": [
-            *({"type": "image_url", "image_url": {"url": url}} for url in urls),
-            {"type": "text", "text": text},
-        ],
-    }
 
 
 def test_answers_are_those_of_generate(served):
@@ -298,11 +219,11 @@ def test_the_second_question_encodes_nothing(served):
         hook.remove()
 
 
-def test_a_model_without_an_image_processor(folder, tmp_path):
+def test_a_model_without_an_image_processor(chat_folder, tmp_path):
     """A question about an image answered from its text alone."""
-    model = AutoModelForImageTextToText.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(chat_folder)
     model.save_pretrained(tmp_path)
-    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    tokenizer = AutoProcessor.from_pretrained(chat_folder).tokenizer
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     blind = Served(tmp_path, "blind")
@@ -316,14 +237,14 @@ def test_a_model_without_an_image_processor(folder, tmp_path):
         blind.stop()
 
 
-def test_command(folder):
+def test_command(chat_folder):
     """A command that says it is ready and does not answer, or that Ctrl-C does not stop."""
     command = [
         sys.executable,
         "-m",
         "hf_xattn.commands.main",
         "serve",
-        str(folder),
+        str(chat_folder),
         "--host",
         "127.0.0.1",
         "--port",
@@ -336,13 +257,13 @@ def test_command(folder):
         address = next(found[1] for line in lines if (found := re.match(r"Ready: (\S+) serves (\S+)\. ", line)))
         client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
         (model,) = client.models.list()
-        assert model.id == str(folder)
+        assert model.id == str(chat_folder)
         made = client.chat.completions.create(
             model=model.id, messages=[asked(TEXT, drawing(0))], max_tokens=NEW_TOKENS, temperature=0.0
         )
         reference, processor = (
-            AutoModelForImageTextToText.from_pretrained(folder),
-            AutoProcessor.from_pretrained(folder),
+            AutoModelForImageTextToText.from_pretrained(chat_folder),
+            AutoProcessor.from_pretrained(chat_folder),
         )
         assert made.choices[0].message.content == answer(reference, processor, [question(TEXT, drawing(0))])
         process.send_signal(signal.SIGINT)
@@ -351,29 +272,29 @@ def test_command(folder):
         process.kill()
 
 
-def test_a_server_that_cannot_answer_does_not_start(folder, tmp_path, capsys):
+def test_a_server_that_cannot_answer_does_not_start(chat_folder, tmp_path, capsys):
     """An error at the first question, which could have been known at the start."""
     from hf_xattn.serving.listening import bind
 
     bare = tmp_path / "bare"
-    AutoModelForImageTextToText.from_pretrained(folder).save_pretrained(bare)
-    AutoTokenizer.from_pretrained(folder.parent / "text").save_pretrained(bare)
+    AutoModelForImageTextToText.from_pretrained(chat_folder).save_pretrained(bare)
+    AutoTokenizer.from_pretrained(chat_folder.parent / "text").save_pretrained(bare)
     with bind("localhost", 0) as taken:
         taken.listen()
         wrong = {
             "missing": (tmp_path / "missing",),
-            "hf-xattn retrofit": (folder.parent / "text",),
+            "hf-xattn retrofit": (chat_folder.parent / "text",),
             "chat template": (bare, "--port", "0"),
-            "--port": (folder, "--port", str(taken.getsockname()[1])),
-            "--image-store": (folder, "--image-store", "-1"),
+            "--port": (chat_folder, "--port", str(taken.getsockname()[1])),
+            "--image-store": (chat_folder, "--image-store", "-1"),
         }
         for words, arguments in wrong.items():
             assert main(["serve", *map(str, arguments)]) == 2
             assert words in capsys.readouterr().err
 
 
-def test_a_missing_extra_is_named(folder, monkeypatch, capsys):
+def test_a_missing_extra_is_named(chat_folder, monkeypatch, capsys):
     """A traceback where transformers' server is not installed."""
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    assert main(["serve", str(folder)]) == 2
+    assert main(["serve", str(chat_folder)]) == 2
     assert "pip install 'transformers[serving]'" in capsys.readouterr().err

@@ -9,19 +9,14 @@ from urllib.parse import urlsplit
 
 import pytest
 from chat_models import data_url, drawing
-from test_long_runs import STATUS, resident
+from huggingface_hub.utils import httpx
+from memory_checks import STATUS, resident
+from model_server import TEXT, Served, asked, openai
 
+from hf_xattn import request_limits
 from hf_xattn.commands.main import main
 from hf_xattn.processing.image_limits import ImageLimits
-
-
-openai = pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-from huggingface_hub.utils import httpx  # noqa: E402
-from test_serving import TEXT, Served, asked, folder  # noqa: E402, F401  # `folder` is a fixture
-
-from hf_xattn import request_limits  # noqa: E402
-from hf_xattn.serving.serving import SERVED, room_for_images  # noqa: E402
+from hf_xattn.serving.serving import SERVED, room_for_images
 
 
 MOST = 200_000
@@ -31,8 +26,8 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def served(folder):  # noqa: F811
-    served = Served(folder, "small", max_request_bytes=MOST)
+def served(chat_folder):
+    served = Served(chat_folder, "small", max_request_bytes=MOST)
     yield served
     served.stop()
 
@@ -147,16 +142,16 @@ def test_the_default_lets_full_pictures_pass():
     assert room_for_images(SERVED) < 2**27
 
 
-def test_the_option(folder, monkeypatch, capsys):  # noqa: F811
+def test_the_option(chat_folder, monkeypatch, capsys):
     """An option without effect, or a limit that no request meets."""
     from hf_xattn.serving import serving
 
-    assert main(["serve", str(folder), "--max-request-mib", "0"]) == 2
+    assert main(["serve", str(chat_folder), "--max-request-mib", "0"]) == 2
     assert "`--max-request-mib` must be at least 1, got 0" in capsys.readouterr().err
     apps, build_app = [], serving.build_app
     monkeypatch.setattr(serving, "build_app", lambda *arguments: apps.append(build_app(*arguments)) or apps[-1])
     monkeypatch.setattr(serving.Server, "run", lambda *_, **__: None)
     for options, most in (((), room_for_images(SERVED)), (("--max-request-mib", "3"), 3 * 2**20)):
-        assert main(["serve", str(folder), "--port", "0", *options]) == 0
+        assert main(["serve", str(chat_folder), "--port", "0", *options]) == 0
         assert [each.kwargs["most"] for each in apps[-1].user_middleware if "most" in each.kwargs] == [most]
     assert threading.active_count() < 100

@@ -7,13 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from chat_models import drawing, question
+from memory_checks import STATUS, resident, tensors_alive
+from model_server import TEXT, asked, openai
 from PIL import Image
-from test_long_runs import STATUS, resident, tensors_alive
-
-
-openai = pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-from test_serving import TEXT, asked, folder, served  # noqa: E402, F401  # after the checks; two are fixtures
 
 
 PICTURES = 5
@@ -38,7 +34,7 @@ def requests(count):
 
 
 @pytest.mark.parametrize("count, parts", [(20, 2), pytest.param(1000, 10, marks=pytest.mark.slow)], ids=["20", "1000"])
-def test_requests_of_eight_clients(count, parts, served):  # noqa: F811
+def test_requests_of_eight_clients(count, parts, served):
     """A request without an answer, an answer to another one, or a server that a broken request stops; memory that grows."""
     served.model.enable_image_store(20_000)  # less than the pictures need
     expected = [served.expected([question(TEXT, drawing(seed))]) for seed in range(PICTURES)]

@@ -2,14 +2,14 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import HELPERS
 from sharded_ranks import CASES, STEPS, batch, build, evaluate, kinds_of
 
 
-RANKS = Path(__file__).parent / "sharded_ranks.py"
+RANKS = HELPERS / "sharded_ranks.py"
 
 
 @pytest.fixture(scope="module")

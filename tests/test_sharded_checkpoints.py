@@ -3,15 +3,15 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_text, vision_config
+from checkout import HELPERS
+from tiny_models import make_text, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 
 
-RANKS = Path(__file__).parent / "checkpoint_ranks.py"
+RANKS = HELPERS / "checkpoint_ranks.py"
 
 
 def run(ranks, folder, what):

@@ -6,14 +6,15 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomize
+from checkout import HELPERS
+from command_runs import run_training
 from safetensors.torch import load_file
 from template_models import CHATML, make_chat_model, make_processor
-from test_train_command import CAPTIONS, run, write
+from tiny_models import randomize
+from training_examples import CAPTIONS, write_examples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import retrofit
@@ -21,7 +22,7 @@ from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
 
 
 slow = pytest.mark.slow  # a launch more of the same kind
-RANKS = Path(__file__).parent / "train_ranks.py"
+RANKS = HELPERS / "train_ranks.py"
 ALL = ["--train-text", "--train-vision"]
 CASES = {
     # name: (dtype, options of the command, options of FSDP)
@@ -52,7 +53,9 @@ def desk(tmp_path_factory):
         model = retrofit(folder / f"{dtype} text", folder / f"{dtype} vision", every=1)
         randomize(model).save_pretrained(folder / dtype)
         processor.save_pretrained(folder / dtype)
-    write(folder / "data", [{**line, "text": line["text"] * (1 + index % 3)} for index, line in enumerate(CAPTIONS)])
+    write_examples(
+        folder / "data", [{**line, "text": line["text"] * (1 + index % 3)} for index, line in enumerate(CAPTIONS)]
+    )
     return folder
 
 
@@ -76,7 +79,7 @@ def read(folder):
 def test_ranks_save_what_one_process_saves(case, desk, capsys):
     """Half of the weights, or weights in the dtype of the optimizer; a configuration that asks for it; a mean of one rank's rows."""
     launch(desk, [case])
-    status, _, error = run(capsys, *arguments(desk, case, 2, "one"))
+    status, _, error = run_training(capsys, *arguments(desk, case, 2, "one"))
     assert status == 0, error
     one, ranks = desk / f"{case} one", desk / f"{case} ranks"
     assert {path.name for path in ranks.iterdir()} == {path.name for path in one.iterdir()}

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from conftest import make_model, pixels, randomize, strengthen, token_ids
-from conversation_helpers import close, generate, state_space
-from test_architectures import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
+from marked_models import close, generate, state_space
 from tiny_architectures import tiny_config
+from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
+from tiny_models import make_model, pixels, randomize, strengthen, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
 from hf_xattn.cache.image_cache import combine_images, select_images

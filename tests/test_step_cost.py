@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_model, pixels, token_ids
-from conversation_helpers import close
+from marked_models import close
+from tiny_models import make_model, pixels, token_ids
 
 
 @torch.no_grad()

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_models import make_chat_model
-from conftest import make_model, pixels, randomize, token_ids
-from test_custom_code import checkpoints  # noqa: F401  # a fixture
+from tiny_models import make_model, pixels, randomize, token_ids
 from transformers import AutoModelForImageTextToText, AutoProcessor, dynamic_module_utils
 from transformers.dynamic_module_utils import get_imports
 
@@ -36,11 +34,6 @@ class Hidden:
 
 sys.meta_path.insert(0, Hidden())
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_chat_model(tmp_path_factory.mktemp("stub"))
 
 
 def run(script, tmp_path, *arguments, hidden=False):
@@ -79,21 +72,24 @@ assert type(block).__name__ == "GatedCrossAttentionBlock"
 """
 
 
-def test_loads_without_the_import(folder, tmp_path):
+def test_loads_without_the_import(chat_folder, tmp_path):
     """A folder that every session must be told how to load; loaded and saved again, one that says something else."""
     GatedCrossAttentionBlock(CrossAttentionConfig(hidden_size=32, num_attention_heads=4)).save_pretrained(
         tmp_path / "block"
     )
-    made = run(LOAD, tmp_path, folder, tmp_path / "block")
+    made = run(LOAD, tmp_path, chat_folder, tmp_path / "block")
     check(made)
     assert "warn" not in made.stderr.lower() and "xattn" not in made.stderr, made.stderr
     again = tmp_path / "again"
     assert sorted(path.name for path in again.glob("*.py")) == ["xattn_stub.py"]
     for name in ("config.json", "processor_config.json"):
-        assert json.loads((again / name).read_text())["auto_map"] == json.loads((folder / name).read_text())["auto_map"]
+        assert (
+            json.loads((again / name).read_text())["auto_map"]
+            == json.loads((chat_folder / name).read_text())["auto_map"]
+        )
 
 
-def test_a_missing_package_is_named(folder, tmp_path):
+def test_a_missing_package_is_named(chat_folder, tmp_path):
     """Advice to upgrade transformers; a bare tokenizer in place of the processor."""
     script = """
         import sys, transformers
@@ -105,7 +101,7 @@ def test_a_missing_package_is_named(folder, tmp_path):
                     made = str(error).splitlines()
                 print("\\n", name, trust, made)
     """
-    lines = check(run(script, tmp_path, folder, hidden=True)).splitlines()
+    lines = check(run(script, tmp_path, chat_folder, hidden=True)).splitlines()
     lines = [line for line in lines if line.startswith(" Auto")]
     trusted = [line for line in lines if " True " in line]
     assert len(lines) == 6 and len(trusted) == 3
@@ -116,17 +112,17 @@ def test_a_missing_package_is_named(folder, tmp_path):
         assert (asked or "trust_remote_code=True") in line, line
 
 
-def test_nothing_asks_where_the_package_is_imported(folder, monkeypatch, caplog):
+def test_nothing_asks_where_the_package_is_imported(chat_folder, monkeypatch, caplog):
     """A prompt in the middle of a job, or code of a folder that runs in place of the imported package."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     for trust in (None, False, True):
-        assert type(AutoProcessor.from_pretrained(folder, trust_remote_code=trust)) is hf_xattn.XAttnProcessor
-        loaded = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=trust)
+        assert type(AutoProcessor.from_pretrained(chat_folder, trust_remote_code=trust)) is hf_xattn.XAttnProcessor
+        loaded = AutoModelForImageTextToText.from_pretrained(chat_folder, trust_remote_code=trust)
         assert type(loaded) is XAttnForConditionalGeneration
     assert not caplog.records
 
 
-def test_a_folder_of_an_earlier_version(folder, tmp_path):
+def test_a_folder_of_an_earlier_version(chat_folder, tmp_path):
     """A folder without a stub, which cannot be read any more."""
     make_model().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -151,12 +147,12 @@ def test_a_reference_to_a_repository_becomes_one_to_the_folder(tmp_path):
     assert saved == {**stub.references("xattn"), "AutoModelForOther": "somebody/else--own.Own"}
 
 
-def test_an_older_package_says_so(folder, tmp_path, monkeypatch, caplog):
+def test_an_older_package_says_so(chat_folder, tmp_path, monkeypatch, caplog):
     """A model read wrongly by an older version without a word."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(hf_xattn, "__version__", "0.0.9")
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    made = dynamic_module_utils.get_class_from_dynamic_module("xattn_stub.XAttnConfig", folder)
+    made = dynamic_module_utils.get_class_from_dynamic_module("xattn_stub.XAttnConfig", chat_folder)
     assert made is hf_xattn.XAttnConfig
     assert f"saved with hf_xattn {__version__}, but 0.0.9 is installed" in caplog.text and HOW_TO_INSTALL in caplog.text
 
@@ -169,7 +165,7 @@ def test_an_older_package_says_so(folder, tmp_path, monkeypatch, caplog):
     ],
     ids=["needs another", "is a folder of that name"],
 )  # fmt: skip
-def test_a_broken_package_is_not_called_missing(folder, error, raised, words):
+def test_a_broken_package_is_not_called_missing(chat_folder, error, raised, words):
     """ "Ask for it" where it is installed, and something that it needs is not."""
 
     def broken(name, *arguments):
@@ -177,7 +173,7 @@ def test_a_broken_package_is_not_called_missing(folder, error, raised, words):
             raise error
         return __import__(name, *arguments)
 
-    source = (folder / "xattn_stub.py").read_text()
+    source = (chat_folder / "xattn_stub.py").read_text()
     with pytest.raises(raised, match=words):
         exec(source, {"__builtins__": {**vars(builtins), "__import__": broken}})
 
@@ -223,10 +219,10 @@ print(type(model).__module__.split(".")[0], sorted(names))
 """
 
 
-def test_code_in_the_folder(folder, tmp_path, monkeypatch):
+def test_code_in_the_folder(chat_folder, tmp_path, monkeypatch):
     """A folder with its code that needs the package all the same, somewhere on the way of a user."""
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(chat_folder).eval()
+    processor = AutoProcessor.from_pretrained(chat_folder)
     source = tmp_path / "a model, v1.0"
     model.save_pretrained(source, with_code=True)
     processor.save_pretrained(source)
@@ -327,10 +323,12 @@ def test_files_of_others_are_kept(tmp_path):
 
 
 @torch.no_grad()
-def test_with_custom_code(checkpoints):  # noqa: F811
+def test_with_custom_code(custom_checkpoints):
     """A decoder and a tower whose code stands beside that of this package."""
-    made = randomize(retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)).eval()
-    made.save_pretrained(checkpoints / "model", with_code=True)
+    made = randomize(
+        retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", every=2, trust_remote_code=True)
+    ).eval()
+    made.save_pretrained(custom_checkpoints / "model", with_code=True)
     script = """
         import sys, torch
         from transformers import AutoModelForImageTextToText
@@ -344,9 +342,13 @@ def test_with_custom_code(checkpoints):  # noqa: F811
     """
     given = {"ids": token_ids(), "pixels": pixels()}
     given["logits"] = made(given["ids"], pixel_values=given["pixels"]).logits
-    torch.save(given, checkpoints / "given.pt")
+    torch.save(given, custom_checkpoints / "given.pt")
     for hidden in (True, False):
-        check(run(script, checkpoints, checkpoints / "model", checkpoints / "given.pt", hidden=hidden))
+        check(
+            run(
+                script, custom_checkpoints, custom_checkpoints / "model", custom_checkpoints / "given.pt", hidden=hidden
+            )
+        )
 
 
 def test_uploads_hold_the_stub(tmp_path):
@@ -365,7 +367,7 @@ def test_with_code_is_checked(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_transformers_serve(folder, tmp_path):
+def test_transformers_serve(chat_folder, tmp_path):
     """Transformers' own server, which knows classes of transformers only."""
     pytest.importorskip("fastapi")
     script = """
@@ -376,7 +378,7 @@ def test_transformers_serve(folder, tmp_path):
         print(type(model).__name__, type(processor).__name__, manager.get_model_modality(model, processor).name)
         manager.shutdown()  # its timer would keep the process alive for five minutes
     """
-    words = check(run(script, tmp_path, folder)).split()
+    words = check(run(script, tmp_path, chat_folder)).split()
     assert words[-3:] == ["XAttnForConditionalGeneration", "XAttnProcessor", "MULTIMODAL"], words
 
 

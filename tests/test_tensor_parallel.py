@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_text, pixels, randomize, vision_config
-from tensor_parallel_ranks import train_without_dropout
+from checkout import HELPERS
+from gradient_checks import without_dropout
+from tiny_models import make_text, pixels, randomize, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
@@ -16,7 +16,7 @@ from hf_xattn import CrossAttentionConfig, retrofit
 from hf_xattn.learning.tensor_parallel import block_plan
 
 
-RANKS = Path(__file__).parent / "tensor_parallel_ranks.py"
+RANKS = HELPERS / "tensor_parallel_ranks.py"
 CASES = {
     "split": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True, "attention_bias": True},
     "auto": {"num_attention_heads": 4, "num_key_value_heads": 4, "quiet_softmax": True},
@@ -61,7 +61,7 @@ def make(folder, cross_attention, name="llama"):
     expected["tokens"] = model.generate(
         ids, attention_mask=torch.ones_like(ids), **images, max_new_tokens=6, do_sample=False
     )
-    train_without_dropout(model)
+    without_dropout(model)
     model(**text, **images).loss.backward()
     expected["gradients"] = {n: weight.grad for n, weight in model.named_parameters() if weight.grad is not None}
     torch.save(expected, folder / "expected.pt")

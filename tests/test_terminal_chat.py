@@ -8,21 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomize
+from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
+from tiny_models import randomize
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from hf_xattn import XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.serving.chat_session import ChatSession
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from tiny_checkpoints import make_picture, make_text_checkpoint, make_vision_checkpoint
 
 
 TEMPLATE = (
@@ -295,7 +291,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(folder):
 
 def test_sliding_window_and_states(processor):
     """A cache that cannot be cropped, cropped all the same."""
-    from test_architectures import make_tiny
+    from tiny_decoders import make_tiny
 
     for name in ("mistral", "mamba2"):
         text = make_tiny(name)

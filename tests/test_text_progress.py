@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import pixels, token_ids
-from conversation_helpers import MARKER, close, marked
+from marked_models import MARKER, close, marked
+from tiny_models import pixels, token_ids
 
 
 @torch.no_grad()

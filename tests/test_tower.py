@@ -2,66 +2,16 @@
 
 import pytest
 import torch
-from conftest import make_text, pixels, token_ids, vision_config
 from custom_tower import CustomTower, CustomTowerConfig
-from transformers import (
-    Aimv2VisionConfig,
-    AutoModel,
-    BeitConfig,
-    CLIPConfig,
-    CLIPVisionConfig,
-    ConvNextConfig,
-    Dinov2Config,
-    DPTConfig,
-    IJepaConfig,
-    ResNetConfig,
-    SwinConfig,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from tiny_models import make_text, pixels, token_ids, vision_config
+from tiny_towers import ANY_SIZE, ONE_SIZE, SMALL_TOWER, model_with
+from transformers import AutoModel, CLIPConfig, ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
 
 
-SMALL = {
-    "hidden_size": 24,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-}
-ONE_SIZE = {
-    "siglip": vision_config,
-    "clip": lambda: CLIPVisionConfig(**SMALL),
-    "vit": lambda: ViTConfig(**SMALL),
-    "ijepa": lambda: IJepaConfig(**SMALL),
-    "aimv2": lambda: Aimv2VisionConfig(**SMALL),
-    "swin_absolute": lambda: SwinConfig(
-        image_size=32,
-        patch_size=4,
-        embed_dim=12,
-        depths=[1],
-        num_heads=[2],
-        window_size=4,
-        use_absolute_embeddings=True,
-    ),
-}
-ANY_SIZE = {
-    "dinov2": lambda: Dinov2Config(**{**SMALL, "mlp_ratio": 2}),
-    "dpt": lambda: DPTConfig(**SMALL, backbone_out_indices=[0, 0, 0, 0]),
-    "beit": lambda: BeitConfig(**{**SMALL, "num_hidden_layers": 4}, out_indices=[1, 2, 3, 4], drop_path_rate=0.0),
-    "swin": lambda: SwinConfig(image_size=32, patch_size=4, embed_dim=12, depths=[1], num_heads=[2], window_size=4),
-    "convnext": lambda: ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
-    "resnet": lambda: ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
-}
 SIZES = [(33, 32), (40, 32), (64, 16), (64, 64)]
-
-
-def model_with(config):
-    text = make_text()
-    return XAttnForConditionalGeneration(XAttnConfig(text_config=text.config, vision_config=config), text).eval()
 
 
 @torch.no_grad()
@@ -120,10 +70,10 @@ def test_a_tower_with_a_head():
         ValueError,
         match="`vision` to be .* `last_hidden_state`, got a ViTForImageClassification.*'logits'.*`base_model`",
     ):
-        retrofit(make_text(), ViTForImageClassification(ViTConfig(**SMALL)))
+        retrofit(make_text(), ViTForImageClassification(ViTConfig(**SMALL_TOWER)))
     with pytest.raises(ValueError, match="`vision_config` to be .* `last_hidden_state`, got a CLIPModel"):
         XAttnForConditionalGeneration(XAttnConfig(text_config=make_text().config, vision_config=CLIPConfig()))
-    retrofit(make_text(), AutoModel.from_config(ViTConfig(**SMALL)))(token_ids(), pixel_values=pixels())
+    retrofit(make_text(), AutoModel.from_config(ViTConfig(**SMALL_TOWER)))(token_ids(), pixel_values=pixels())
 
 
 class PlainTower(CustomTower):

@@ -5,50 +5,20 @@ import re
 import shutil
 
 import pytest
-import test_importers_mllama
 import torch
-from conftest import make_text, randomize
-from PIL import Image, ImageDraw
+from command_runs import FAST, interrupted, run_training
 from safetensors.torch import load_file
 from template_models import make_processor, save_chat_model
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, Trainer, TrainerCallback
+from tiny_mllama import make_mllama, make_mllama_processor
+from tiny_models import make_text, randomize
+from training_examples import CAPTIONS, CHAT, MIXED, draw, write_examples
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, Trainer
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.training.row_checks import ROLES
 from hf_xattn.training.training_data import FORMS, read_folder
 from hf_xattn.training.training_run import OPTIONS_FILE
-
-
-COLOURS = ("red", "blue", "green", "black")
-
-
-def draw(colour, size=32):
-    image = Image.new("RGB", (size, size), "white")
-    ImageDraw.Draw(image).ellipse((4, 4, size - 5, size - 5), fill=colour)
-    return image
-
-
-def write(folder, lines, name="metadata.jsonl"):
-    folder.mkdir(parents=True, exist_ok=True)
-    for colour in COLOURS:
-        draw(colour).save(folder / f"{colour}.png")
-    (folder / name).write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
-    return folder
-
-
-CAPTIONS = [{"file_name": f"{colour}.png", "text": f"a {colour} circle."} for colour in COLOURS] * 2
-CHAT = [
-    {"role": "user", "content": [{"type": "image", "path": "red.png"}, {"type": "text", "text": "which colour ?"}]},
-    {"role": "assistant", "content": "red."},
-]
-MIXED = [
-    *CAPTIONS[:4],
-    {"file_name": "blue.png", "question": "which colour ?", "answer": "blue."},
-    {"messages": CHAT},
-    {"prompt": CHAT[:1], "completion": CHAT[1:]},
-    {"images": ["red.png", "blue.png"], "question": "which colours ?", "answer": "red and blue."},
-]
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +28,14 @@ def model(tmp_path_factory):
     return folder
 
 
-def run(capsys, *arguments):
-    status = main(["train", *(str(argument) for argument in arguments), "--device", "cpu"])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 def weights(folder):
     return AutoModelForImageTextToText.from_pretrained(folder).state_dict()
 
 
-FAST = ["--batch-size", "2", "--learning-rate", "0.01", "--log-steps", "2"]
-
-
 def test_trains_every_form(model, tmp_path, capsys):
     """A form of an example that is not trained on, weights that should stay and do not, or a folder that nothing loads."""
-    data = write(tmp_path / "data", MIXED)
-    status, out, error = run(
+    data = write_examples(tmp_path / "data", MIXED)
+    status, out, error = run_training(
         capsys, model, "--data", data, "--output", tmp_path / "out", "--epochs", "3", "--eval-share", "0.25", *FAST
     )
     assert status == 0, error
@@ -89,34 +50,9 @@ def test_trains_every_form(model, tmp_path, capsys):
     assert trained.generate(**processor(text="<image> a", images=draw("red")), max_new_tokens=2).shape[1] > 2
 
 
-class Stop(TrainerCallback):
-    """Ends a run as a power cut would, after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-def interrupted(capsys, monkeypatch, step, *arguments):
-    whole = Trainer.__init__
-
-    def with_stop(self, *args, **kwargs):
-        whole(self, *args, **kwargs)
-        self.add_callback(Stop(step))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "__init__", with_stop)
-        with pytest.raises(SystemExit) as stopped:
-            run(capsys, *arguments)
-    assert stopped.value.code == 130 and "--resume" in capsys.readouterr().out
-
-
 def test_resumed_run_gives_the_same_weights(model, tmp_path, capsys, monkeypatch):
     """A run that was stopped and resumed, and is another one: other rows, another rate, a fresh optimizer."""
-    data = write(tmp_path / "data", MIXED)
+    data = write_examples(tmp_path / "data", MIXED)
     options = [
         model,
         "--data",
@@ -131,7 +67,7 @@ def test_resumed_run_gives_the_same_weights(model, tmp_path, capsys, monkeypatch
         "2",
         *FAST,
     ]
-    assert run(capsys, *options, "--output", tmp_path / "whole")[0] == 0
+    assert run_training(capsys, *options, "--output", tmp_path / "whole")[0] == 0
     out = ["--output", tmp_path / "stopped"]
     interrupted(capsys, monkeypatch, 5, *options, *out)
     assert not (tmp_path / "stopped" / "config.json").exists()
@@ -146,7 +82,7 @@ def test_resumed_run_gives_the_same_weights(model, tmp_path, capsys, monkeypatch
             Trainer, "train", lambda self, **given: (train(self, **given), logs.append(self.state.log_history))[0]
         )
         patch.setattr(Trainer, "training_step", lambda self, *args: steps.append(1) or step(self, *args))
-        status, printed, error = run(capsys, *options, *out, "--resume")
+        status, printed, error = run_training(capsys, *options, *out, "--resume")
     assert status == 0 and "Continuing from" in printed and "checkpoint-4" in printed, error
     assert 0 < len(steps) < 3 * 3  # of 3 epochs of 3 micro-batches, some were taken before
     assert "(mean of all steps)" not in printed
@@ -156,37 +92,37 @@ def test_resumed_run_gives_the_same_weights(model, tmp_path, capsys, monkeypatch
     whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
     assert all(torch.equal(resumed[name], values) for name, values in whole.items())
     assert not all(torch.equal(values, weights(model)[name]) for name, values in whole.items())
-    status, _, error = run(capsys, *options, *out, "--resume")
+    status, _, error = run_training(capsys, *options, *out, "--resume")
     assert status == 2 and "complete" in error
 
 
 def test_resumed_before_the_first_checkpoint(model, tmp_path, capsys, monkeypatch):
     """A run that was stopped early, and cannot go on; and one that goes on as another run."""
-    data = write(tmp_path / "data", CAPTIONS)
+    data = write_examples(tmp_path / "data", CAPTIONS)
     options = [model, "--data", data, "--output", tmp_path / "out", "--save-steps", "4", *FAST]
-    status, _, error = run(capsys, *options, "--resume")
+    status, _, error = run_training(capsys, *options, "--resume")
     assert status == 2 and "found no run" in error
     interrupted(capsys, monkeypatch, 2, *options)
-    status, _, error = run(capsys, *options, "--resume", "--learning-rate", "0.5")
+    status, _, error = run_training(capsys, *options, "--resume", "--learning-rate", "0.5")
     assert status == 2 and "`--learning-rate` to be 0.01" in error and "0.5" in error
-    write(tmp_path / "data", CAPTIONS[1:])
-    status, _, error = run(capsys, *options, "--resume")
+    write_examples(tmp_path / "data", CAPTIONS[1:])
+    status, _, error = run_training(capsys, *options, "--resume")
     assert status == 2 and "got other data" in error
-    write(tmp_path / "data", CAPTIONS)
-    status, out, error = run(capsys, *options, "--resume")
+    write_examples(tmp_path / "data", CAPTIONS)
+    status, out, error = run_training(capsys, *options, "--resume")
     assert status == 0 and "No checkpoint found" in out, error
 
 
 def test_resumed_after_the_last_step(model, tmp_path, capsys):
     """A run that was stopped while it saved its model, and takes one step more than it should."""
-    data = write(tmp_path / "data", CAPTIONS)
+    data = write_examples(tmp_path / "data", CAPTIONS)
     options = [model, "--data", data, "--output", tmp_path / "out", "--steps", "2", *FAST]
-    assert run(capsys, *options)[0] == 0
+    assert run_training(capsys, *options)[0] == 0
     whole = weights(tmp_path / "out")
     saved = json.loads((tmp_path / "out" / OPTIONS_FILE).read_text())
     del saved["complete"]
     (tmp_path / "out" / OPTIONS_FILE).write_text(json.dumps(saved))
-    status, out, error = run(capsys, *options, "--resume")
+    status, out, error = run_training(capsys, *options, "--resume")
     assert status == 0 and "no steps left to train after step 2" in out and "training loss" not in out, error
     assert all(torch.equal(values, whole[name]) for name, values in weights(tmp_path / "out").items())
 
@@ -196,8 +132,8 @@ def test_half_precision(model, tmp_path, capsys):
     loaded = AutoModelForImageTextToText.from_pretrained(model).to(torch.bfloat16)
     loaded.save_pretrained(tmp_path / "half")
     AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "half")
-    data = write(tmp_path / "data", CAPTIONS)
-    status, _, error = run(
+    data = write_examples(tmp_path / "data", CAPTIONS)
+    status, _, error = run_training(
         capsys, tmp_path / "half", "--data", data, "--output", tmp_path / "out", "--learning-rate", "1e-3", "--save-steps", "2",
         "--batch-size", "4"
     )  # fmt: skip
@@ -214,23 +150,23 @@ def test_half_precision_on_the_device_that_there_is(model, tmp_path, capsys):
     """A base in bfloat16, as most are published, that `--device auto` refuses to train where there is no GPU."""
     AutoModelForImageTextToText.from_pretrained(model).to(torch.bfloat16).save_pretrained(tmp_path / "half")
     AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "half")
-    data = write(tmp_path / "data", CAPTIONS[:2])
+    data = write_examples(tmp_path / "data", CAPTIONS[:2])
     command = ["train", tmp_path / "half", "--data", data, "--output", tmp_path / "out", "--steps", "1"]
     assert main([str(part) for part in command]) == 0, capsys.readouterr().err
 
 
 def test_imported_model_with_tiles(tmp_path, capsys):
     """A model of another kind, whose processor and tiled pictures this package does not know."""
-    test_importers_mllama.make_mllama().save_pretrained(tmp_path / "theirs")
-    test_importers_mllama.make_processor().save_pretrained(tmp_path / "theirs")
+    make_mllama().save_pretrained(tmp_path / "theirs")
+    make_mllama_processor().save_pretrained(tmp_path / "theirs")
     assert main(["import", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours")]) == 0
     lines = [
         {"file_name": "red.png", "text": "w1 w2 w3"},
         {"images": ["red.png", "blue.png"], "question": "w4", "answer": "w5 w6"},
         {"question": "w4", "answer": "w7"},
     ]
-    data = write(tmp_path / "data", lines)
-    status, out, error = run(
+    data = write_examples(tmp_path / "data", lines)
+    status, out, error = run_training(
         capsys, tmp_path / "ours", "--data", data, "--output", tmp_path / "out", "--steps", "2", "--batch-size", "3", "--prompt", "w9"
     )  # fmt: skip
     assert status == 0, error
@@ -267,9 +203,9 @@ def test_bad_lines_are_told_at_once(model, tmp_path, capsys):
         ({"messages": [{**CHAT[0], "content": "a"}, {**CHAT[1], "content": " "}]}, "is empty"),
         ({"file_name": "broken.png", "question": "a ?", "answer": "b"}, "'broken.png' cannot be read"),
     ]
-    data = write(tmp_path / "data", [CAPTIONS[0], *(line for line, _ in wrong)])
+    data = write_examples(tmp_path / "data", [CAPTIONS[0], *(line for line, _ in wrong)])
     (data / "broken.png").write_bytes(b"no picture")
-    status, _, error = run(capsys, model, "--data", data, "--output", tmp_path / "out")
+    status, _, error = run_training(capsys, model, "--data", data, "--output", tmp_path / "out")
     assert status == 2 and f"{len(wrong)} line(s)" in error
     for number, (_, words) in enumerate(wrong, start=2):
         told = next(line for line in error.splitlines() if line.startswith(f"  line {number}: "))
@@ -281,10 +217,10 @@ def test_all_that_is_wrong_in_one_round(model, tmp_path, capsys):
     """A second error after the first is repaired: of another folder, or of the line that was repaired."""
     broken = [{"type": "image", "path": name} for name in ("broken.png", "gone.png")]
     chat = [{"role": "user", "content": broken}, {"role": "assistant", "content": ""}]
-    data = write(tmp_path / "data", [CAPTIONS[0], {"messages": chat}])
+    data = write_examples(tmp_path / "data", [CAPTIONS[0], {"messages": chat}])
     (data / "broken.png").write_bytes(b"no picture")
-    other = write(tmp_path / "other", [{"txt": "a"}])
-    status, _, error = run(capsys, model, "--data", data, "--eval-data", other, "--output", tmp_path / "out")
+    other = write_examples(tmp_path / "other", [{"txt": "a"}])
+    status, _, error = run_training(capsys, model, "--data", data, "--eval-data", other, "--output", tmp_path / "out")
     told = next(line for line in error.splitlines() if line.startswith("  line 2: "))
     assert status == 2 and all(words in told for words in ("'broken.png' cannot", "'gone.png' does not", "is empty"))
     assert f"{other / 'metadata.jsonl'} has 1 line(s)" in error and "unknown field 'txt'" in error
@@ -293,7 +229,7 @@ def test_all_that_is_wrong_in_one_round(model, tmp_path, capsys):
 def test_separators_that_are_no_ends_of_lines(tmp_path):
     """A line of valid JSON that is cut where only Python's `splitlines` sees an end."""
     texts = ["a\u2028b", "a\u0085b", "a\u2029b"]
-    write(tmp_path, [json.dumps({"file_name": "red.png", "text": text}, ensure_ascii=False) for text in texts])
+    write_examples(tmp_path, [json.dumps({"file_name": "red.png", "text": text}, ensure_ascii=False) for text in texts])
     data = read_folder(tmp_path)
     assert not data.problems and data.lines == [1, 2, 3]
     assert [row["messages"][1]["content"] for row in data.rows] == texts
@@ -301,7 +237,7 @@ def test_separators_that_are_no_ends_of_lines(tmp_path):
 
 def test_fingerprint_of_the_content(tmp_path):
     """A run resumed on other pictures, because their files have the same size."""
-    write(tmp_path, CAPTIONS)
+    write_examples(tmp_path, CAPTIONS)
     before = read_folder(tmp_path).fingerprint
     assert read_folder(tmp_path).fingerprint == before
     content = bytearray((tmp_path / "red.png").read_bytes())
@@ -323,25 +259,25 @@ def test_help_names_the_fields(capsys):
 def test_rows_that_cannot_be_trained_on(model, tmp_path, capsys):
     """A picture that is none, an answer that is empty or cut off, found when the run is under way."""
     empty = {"messages": [*CHAT[:1], {"role": "assistant", "content": ""}]}
-    data = write(
+    data = write_examples(
         tmp_path / "data", [CAPTIONS[0], {"file_name": "broken.png", "text": "a"}, empty, {"messages": CHAT[:1]}]
     )
     whole = (data / "red.png").read_bytes()
     (data / "broken.png").write_bytes(whole[: len(whole) // 2])
-    status, _, error = run(capsys, model, "--data", data, "--output", tmp_path / "out")
+    status, _, error = run_training(capsys, model, "--data", data, "--output", tmp_path / "out")
     assert status == 2 and "3 line(s)" in error
     for number, words in ((2, "broken.png"), (3, "an assistant message, is empty"), (4, "no assistant message")):
         assert any(line.startswith(f"  line {number}: ") and words in line for line in error.splitlines()), error
-    data = write(tmp_path / "more", CAPTIONS[:1])
-    status, _, error = run(capsys, model, "--data", data, "--output", tmp_path / "out", "--max-length", "10")
+    data = write_examples(tmp_path / "more", CAPTIONS[:1])
+    status, _, error = run_training(capsys, model, "--data", data, "--output", tmp_path / "out", "--max-length", "10")
     assert status == 2 and "line 1: `max_length=10` cuts all answers off" in error
     assert not (tmp_path / "out").exists()
 
 
 def test_wrong_options_and_folders(model, tmp_path, capsys):
     """A traceback, or work done before the error."""
-    data = write(tmp_path / "data", CAPTIONS)
-    questions = write(tmp_path / "questions", MIXED[4:])
+    data = write_examples(tmp_path / "data", CAPTIONS)
+    questions = write_examples(tmp_path / "questions", MIXED[4:])
     make_text().save_pretrained(tmp_path / "text")
     (tmp_path / "blocks").mkdir()
     shutil.copytree(model, tmp_path / "blocks", dirs_exist_ok=True)
@@ -349,9 +285,9 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
         (tmp_path / "blocks" / name).unlink(missing_ok=True)
     shutil.copytree(model, tmp_path / "refuses")
     make_processor("{{ raise_exception('roles must alternate') }}").save_pretrained(tmp_path / "refuses")
-    write(tmp_path / "empty", [])
-    write(tmp_path / "two", [], "a.jsonl")
-    write(tmp_path / "two", [], "b.jsonl")
+    write_examples(tmp_path / "empty", [])
+    write_examples(tmp_path / "two", [], "a.jsonl")
+    write_examples(tmp_path / "two", [], "b.jsonl")
     (tmp_path / "two" / "metadata.jsonl").unlink(missing_ok=True)
     out = ["--output", tmp_path / "out"]
     wrong = [
@@ -373,7 +309,7 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
         ([model, "--data", data, "--prompt", " ", *out], "`--prompt`"),
     ]
     for arguments, message in wrong:
-        status, _, error = run(capsys, *arguments)
+        status, _, error = run_training(capsys, *arguments)
         assert status == 2 and message in error, (arguments, error)
     assert not (tmp_path / "out").exists()
 
@@ -394,7 +330,7 @@ def test_options_of_the_parser(tmp_path):
 
 def test_rows_of_a_folder(tmp_path):
     """A question or an answer that comes out as another one, and pictures in another order."""
-    data = read_folder(write(tmp_path, ["", *MIXED]), "what is it ?")
+    data = read_folder(write_examples(tmp_path, ["", *MIXED]), "what is it ?")
     assert data.lines == list(range(2, 2 + len(MIXED)))
     caption = data.rows[0]["messages"]
     assert caption[0]["content"] == [
@@ -413,9 +349,9 @@ def test_rows_of_a_folder(tmp_path):
 
 def test_adapter_only(model, tmp_path, capsys):
     """A folder with the weights of the bases; or one that is found to be impossible after the training."""
-    data = write(tmp_path / "data", CAPTIONS)
+    data = write_examples(tmp_path / "data", CAPTIONS)
     arguments = (model, "--data", data, "--output", tmp_path / "out", "--steps", "2", *FAST, "--adapter-only")
-    status, _, error = run(capsys, *arguments)
+    status, _, error = run_training(capsys, *arguments)
     assert status == 2 and "was not loaded from a checkpoint" in error and not (tmp_path / "out").exists()
     seeing = XAttnForConditionalGeneration.from_pretrained(model)
     AutoModelForCausalLM.from_config(seeing.config.text_config).save_pretrained(tmp_path / "text")
@@ -426,7 +362,7 @@ def test_adapter_only(model, tmp_path, capsys):
     for options in ([], ["--train-vision"]):
         output = tmp_path / f"out{len(options)}"
         command = (tmp_path / "model", "--data", data, "--output", output, "--steps", "2", *FAST, "--adapter-only")
-        status, _, error = run(capsys, *command, *options)
+        status, _, error = run_training(capsys, *command, *options)
         assert status == 0, error
         assert not list(output.glob("model*.safetensors"))
         saved = load_file(output / "cross_attention.safetensors")

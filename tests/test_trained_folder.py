@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import transformers
-from conftest import make_text
+from command_runs import FAST, interrupted, run
 from known_checkpoints import SIGLIP, make_siglip
 from template_models import make_chat_model, make_processor, save_chat_model
-from test_commands import run
-from test_train_command import CAPTIONS, COLOURS, FAST, draw, interrupted, write
+from tiny_models import make_text
+from training_examples import CAPTIONS, COLOURS, draw, write_examples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
 from hf_xattn import retrofit
@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
     """A model that has learnt four captions, its pictures beside it, and what the command printed."""
     folder = tmp_path_factory.mktemp("trained")
     save_chat_model(folder / "model")
-    data = write(folder / "data", CAPTIONS[:4])
+    data = write_examples(folder / "data", CAPTIONS[:4])
     command = [
         "train",
         folder / "model",
@@ -115,7 +115,7 @@ def test_the_last_line(trained):
 def test_the_last_line_of_few_steps(tmp_path, capsys):
     """A last line that is the loss of a single batch, because the log ended one step before."""
     save_chat_model(tmp_path / "model")
-    data = write(tmp_path / "data", CAPTIONS)
+    data = write_examples(tmp_path / "data", CAPTIONS)
     options = [
         "--data",
         data,
@@ -147,7 +147,7 @@ def test_tied_weights_of_a_checkpoint(tmp_path, capsys, monkeypatch, caplog):
     assert tied.all_tied_weights_keys
     tied.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
-    data = write(tmp_path / "data", CAPTIONS)
+    data = write_examples(tmp_path / "data", CAPTIONS)
     options = [tmp_path / "model", "--data", data, "--steps", "4", "--save-steps", "2", *FAST]
     assert run(capsys, "train", *options, "--output", tmp_path / "whole", "--device", "cpu")[0] == 0
     interrupted(capsys, monkeypatch, 3, *options, "--output", tmp_path / "out")

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-from chat_models import drawing, make_chat_model, question
+from chat_models import drawing, question
 from transformers import AutoModelForImageTextToText, AutoProcessor, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_xattn import XAttnForConditionalGeneration
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_chat_model(tmp_path_factory.mktemp("trained"))
-
-
-def test_sft_trainer_starts_from_a_path(folder, tmp_path):
+def test_sft_trainer_starts_from_a_path(chat_folder, tmp_path):
     """A folder that `SFTTrainer` cannot open, or opens without its blocks."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
@@ -21,9 +16,9 @@ def test_sft_trainer_starts_from_a_path(folder, tmp_path):
     arguments = trl.SFTConfig(
         output_dir=str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", learning_rate=1e-2
     )
-    trainer = trl.SFTTrainer(model=str(folder), args=arguments, train_dataset=rows)
+    trainer = trl.SFTTrainer(model=str(chat_folder), args=arguments, train_dataset=rows)
     assert isinstance(trainer.model, XAttnForConditionalGeneration)
-    start = AutoModelForImageTextToText.from_pretrained(folder)
+    start = AutoModelForImageTextToText.from_pretrained(chat_folder)
     assert trainer.model.blocks[0].attn.q_proj.weight.equal(start.blocks[0].attn.q_proj.weight)
     before = start.model.text_model.get_input_embeddings().weight
     assert torch.isfinite(torch.tensor(trainer.train().training_loss))
@@ -31,9 +26,12 @@ def test_sft_trainer_starts_from_a_path(folder, tmp_path):
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_seq2seq_trainer_generates_from_images(folder, tmp_path, num_beams):
+def test_seq2seq_trainer_generates_from_images(chat_folder, tmp_path, num_beams):
     """Evaluation by generation that forgets the images, or that stumbles over the labels."""
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model, processor = (
+        AutoModelForImageTextToText.from_pretrained(chat_folder),
+        AutoProcessor.from_pretrained(chat_folder),
+    )
     rows = [
         processor.apply_chat_template(
             [question("what is it ?", drawing(seed))], add_generation_prompt=True, tokenize=True, return_dict=True

@@ -2,41 +2,11 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
-from transformers import AutoModel, ResNetConfig, Trainer, TrainingArguments
+from tiny_models import make_model, make_text, pixels, token_ids
+from training_runs import Pairs, arguments
+from transformers import AutoModel, ResNetConfig, Trainer
 
 from hf_xattn import XAttnForConditionalGeneration, freeze_base, retrofit
-
-
-class Pairs(torch.utils.data.Dataset):
-    """Pictures and the text that goes with them; each third text has none."""
-
-    def __init__(self):
-        self.ids, self.pixels = token_ids(9, 6), pixels(9)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        mask = torch.tensor([index % 3 > 0])
-        ids = self.ids[index]
-        return {"input_ids": ids, "labels": ids, "pixel_values": self.pixels[index], "image_mask": mask}
-
-
-def arguments(folder, **changes):
-    options = {
-        "output_dir": str(folder),
-        "max_steps": 6,
-        "per_device_train_batch_size": 3,
-        "learning_rate": 1e-2,
-        "save_steps": 3,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "seed": 0,
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(**options | changes)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -2,18 +2,18 @@
 
 import re
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import make_model, make_text, pixels, token_ids, vision_config
-from test_architectures import make_tiny, retrofitted
-from test_distributed import WORLD_SIZE, _leave
+from checkout import ROOT
+from tiny_decoders import make_tiny, retrofitted
+from tiny_models import make_model, make_text, pixels, token_ids, vision_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, SiglipConfig, TorchAoConfig
+from two_processes import WORLD_SIZE, leave
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, retrofit
 from hf_xattn.commands.loading import load_shapes, plan_shapes
@@ -22,7 +22,7 @@ from hf_xattn.training.training_memory import shown, training_memory, training_m
 from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 BASE, TOWER = "meta-llama/Llama-3.1-70B", "google/siglip-so400m-patch14-384"
 
 
@@ -195,7 +195,7 @@ def _shard(rank, folder):
     averages = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     parts = ([weight for weight in weights if not weight.requires_grad], learns, [w.grad for w in learns], averages)
     torch.save([size_of(tensor.to_local() for tensor in part) for part in parts], f"{folder}/found-{rank}.pt")
-    _leave(rank, folder)
+    leave(rank, folder)
 
 
 def test_a_rank_holds_what_fsdp2_gives_it(tmp_path):

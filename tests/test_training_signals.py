@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
-from conversation_helpers import MARKER, RULES, marked
+from marked_models import MARKER, RULES, marked
+from tiny_models import make_model, make_text, pixels, token_ids
 
 from hf_xattn import freeze_base
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_model, make_text, pixels, token_ids
-from test_importers_mllama import CASES, make_mllama
+from tiny_mllama import TILED, make_mllama
+from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
@@ -96,7 +96,7 @@ def test_equal_to_pixels(name):
 def test_tiles():
     """Padding tiles that text sees, or tiles taken for images."""
     model = import_checkpoint(make_mllama())
-    given = dict(CASES["batch"])
+    given = dict(TILED["batch"])
     expected = model(**given).logits
     features = model.get_image_features(
         **{name: given[name] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}

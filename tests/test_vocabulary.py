@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, make_model, make_text, pixels, token_ids
+from tiny_models import VOCAB_SIZE, make_model, make_text, pixels, token_ids
 from transformers import AutoModelForCausalLM
 
 from hf_xattn import XAttnConfig

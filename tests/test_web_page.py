@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
+from chat_models import NEW_TOKENS, answer, data_url, drawing, question
+from checkout import EXAMPLES, ROOT
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -41,20 +41,15 @@ LONG = 60
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_chat_model(tmp_path_factory.mktemp("page"))
-
-
-@pytest.fixture(scope="module")
-def server(folder):
+def server(chat_folder):
     greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    with served(folder, title="A <b>title</b>", questions=['What\'s "that"?'], generate_kwargs=greedy) as found:
+    with served(chat_folder, title="A <b>title</b>", questions=['What\'s "that"?'], generate_kwargs=greedy) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def long_server(folder):
-    with served(folder, generate_kwargs={"max_new_tokens": LONG, "do_sample": False}) as found:
+def long_server(chat_folder):
+    with served(chat_folder, generate_kwargs={"max_new_tokens": LONG, "do_sample": False}) as found:
         yield found
 
 
@@ -259,7 +254,7 @@ def test_addresses_of_hosts():
     assert address_of("localhost", 80) == "http://localhost:80" and address_of("::1", 80) == "http://[::1]:80"
 
 
-def test_wrong_command_lines(folder, tmp_path, capsys):
+def test_wrong_command_lines(chat_folder, tmp_path, capsys):
     """A model that is loaded before the command line is read to its end."""
     from hf_xattn.serving.listening import bind
 
@@ -267,20 +262,20 @@ def test_wrong_command_lines(folder, tmp_path, capsys):
         taken.listen()
         for words, arguments in {
             "missing": (tmp_path / "missing",),
-            "--port": (folder, "--port", taken.getsockname()[1]),
-            "--image-store": (folder, "--image-store", -1),
-            "--max-new-tokens": (folder, "--max-new-tokens", 0),
+            "--port": (chat_folder, "--port", taken.getsockname()[1]),
+            "--image-store": (chat_folder, "--image-store", -1),
+            "--max-new-tokens": (chat_folder, "--max-new-tokens", 0),
         }.items():
             assert main(["web", *map(str, arguments)]) == 2
             assert words in capsys.readouterr().err
         with pytest.raises(SystemExit):
-            main(["web", str(folder), "--canvas", "large"])
+            main(["web", str(chat_folder), "--canvas", "large"])
         assert "--canvas" in capsys.readouterr().err
 
 
-def test_questions_of_the_model(folder, tmp_path):
+def test_questions_of_the_model(chat_folder, tmp_path):
     """A page for a model that knows a few questions, and does not say which."""
-    shutil.copytree(folder, tmp_path / "model")
+    shutil.copytree(chat_folder, tmp_path / "model")
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
     assert write_model_card(loaded, tmp_path / "model", questions=["digits :", "<b> ?"])
 
@@ -289,24 +284,34 @@ def test_questions_of_the_model(folder, tmp_path):
             text = html.unescape(client.get("/").text)
         return json.loads(re.search(r'{"questions".*}', text)[0])["questions"]
 
-    processor = AutoProcessor.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(chat_folder)
     assert offered(build_page(loaded, processor)) == ["digits :", "<b> ?"]
     assert offered(build_page(loaded, processor, questions=["own ?"])) == ["own ?"]
     assert offered(build_page(loaded, processor, questions=[])) == []
-    assert offered(build_page(AutoModelForImageTextToText.from_pretrained(folder), processor)) == []
+    assert offered(build_page(AutoModelForImageTextToText.from_pretrained(chat_folder), processor)) == []
 
 
-SPACE = Path(__file__).parents[1] / "examples" / "space"
+SPACE = EXAMPLES / "space"
 
 
 @pytest.mark.parametrize("what", ["command", "space"])
-def test_the_command_and_the_space(what, folder, monkeypatch, tmp_path):
+def test_the_command_and_the_space(what, chat_folder, monkeypatch, tmp_path):
     """A command or a Space that never serves, or does not stop at Ctrl-C."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    command = [sys.executable, "-m", "hf_xattn.commands.main", "web", str(folder), "--port", "0", "--question", "a ?"]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_xattn.commands.main",
+        "web",
+        str(chat_folder),
+        "--port",
+        "0",
+        "--question",
+        "a ?",
+    ]
     if what == "space":
         command = [sys.executable, str(SPACE / "app.py")]
-        for name, value in (("MODEL", str(folder)), ("QUESTIONS", "a ?|b ?")):
+        for name, value in (("MODEL", str(chat_folder)), ("QUESTIONS", "a ?|b ?")):
             monkeypatch.setenv(name, value)
     # Limits of time are for a process that hangs: a busy machine may need ten seconds for what takes one.
     with open(tmp_path / "errors", "w+") as errors:
@@ -332,7 +337,7 @@ def test_the_space_names_what_it_needs():
     assert fields["sdk"] == "gradio" and fields["app_file"] == "app.py" and (SPACE / fields["app_file"]).is_file()
     assert [int(part) for part in fields["sdk_version"].split(".")] >= [6, 10]
     wanted = (SPACE / "requirements.txt").read_text().splitlines()  # the package itself is a folder beside the script
-    project = (SPACE.parents[1] / "pyproject.toml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
     needed = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)[1]
     web = re.search(r"^web = \[(.*?)\]", project, re.MULTILINE)[1]
     assert wanted == re.findall('"(.+?)"', needed + web)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from chat_models import NEW_TOKENS, answer, data_url, drawing, make_chat_model, question
-from conftest import make_model, pixels, token_ids, vision_config
+from chat_models import NEW_TOKENS, answer, data_url, drawing, question
 from PIL import Image
+from tiny_models import make_model, pixels, token_ids, vision_config
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, SiglipImageProcessorPil
 
 from hf_xattn.maps import attention_maps
@@ -18,18 +18,13 @@ TEXT = "what is in the picture ?"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_chat_model(tmp_path_factory.mktemp("visitors"))
+def model(chat_folder):
+    return AutoModelForImageTextToText.from_pretrained(chat_folder).eval()
 
 
 @pytest.fixture(scope="module")
-def model(folder):
-    return AutoModelForImageTextToText.from_pretrained(folder).eval()
-
-
-@pytest.fixture(scope="module")
-def processor(folder):
-    return AutoProcessor.from_pretrained(folder)
+def processor(chat_folder):
+    return AutoProcessor.from_pretrained(chat_folder)
 
 
 @pytest.fixture
@@ -248,9 +243,9 @@ def test_looks_need_patches():
         Gaze(attention_maps(model, inputs))
 
 
-def test_a_text_only_model_has_no_pictures(model, folder):
+def test_a_text_only_model_has_no_pictures(model, chat_folder):
     """A page for a model without an image processor that fails at its first picture."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     visitors = Visitors(model, tokenizer, max_new_tokens=2)
     visitor = visitors.find(visitors.welcome())

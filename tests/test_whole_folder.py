@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_models import make_base, make_vision, same_model
-from conftest import make_model, pixels, randomize
+from checkout import HELPERS, ROOT
+from saved_models import make_base, make_vision, same_model
+from tiny_models import make_model, pixels, randomize
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hf_xattn import retrofit
@@ -99,7 +100,7 @@ def test_a_disk_that_is_full(tmp_path):
     script = """
 import sys
 from pathlib import Path
-from conftest import make_model
+from tiny_models import make_model
 folder = Path(sys.argv[1])
 make_model(vision=False).save_pretrained(folder / "old")
 before = {path.name: path.read_bytes() for path in (folder / "old").iterdir()}
@@ -112,10 +113,9 @@ assert before == {path.name: path.read_bytes() for path in (folder / "old").iter
 assert [path.name for path in folder.iterdir()] == ["old"]
 """
     mount = f'mount -t tmpfs -o size=600k tmpfs {tmp_path} && exec "$@"'
-    root = Path(__file__).parents[1]
     run = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", mount, "sh", sys.executable, "-c", script, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{HELPERS}"},
         capture_output=True,
         text=True,
     )

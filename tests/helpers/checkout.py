@@ -1,0 +1,8 @@
+"""Where the files of this checkout are. A test file may lie in any folder below `tests`."""
+
+from pathlib import Path
+
+
+HELPERS = Path(__file__).parent
+ROOT = HELPERS.parents[1]
+EXAMPLES = ROOT / "examples"
