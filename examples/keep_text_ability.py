@@ -30,8 +30,14 @@ from tiny_chat import CHAT_TEMPLATE, COLOURS, SHAPES, caption_rows, captions_rig
 from tiny_checkpoints import WORDS, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, XAttnProcessor, freeze, retrofit
-from hf_xattn.training import parameter_groups
+from hf_xattn import (
+    XAttnDataCollator,
+    XAttnForConditionalGeneration,
+    XAttnProcessor,
+    freeze,
+    parameter_groups,
+    retrofit,
+)
 
 
 QUESTION = "what is in the picture ?"

@@ -20,9 +20,8 @@ from transformers import (
     ViTConfig,
 )
 
-from hf_xattn import AttentionMaps, XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn import AttentionMaps, XAttnConfig, XAttnForConditionalGeneration, attention_maps
 from hf_xattn.importers import import_checkpoint
-from hf_xattn.maps import attention_maps
 
 
 BLOCK = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 
-from hf_xattn import added_modules, freeze, lora_targets, retrofit
+from hf_xattn import added_modules, attention_maps, freeze, lora_targets, retrofit
 from hf_xattn.checkpoints.inspection import describe
-from hf_xattn.maps import attention_maps
 from hf_xattn.utils.transformers_api import checkpoint_activations
 
 

@@ -8,7 +8,7 @@ import torch
 from chat_models import NEW_TOKENS, answer, drawing, question
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn.maps import attention_maps
+from hf_xattn import attention_maps
 from hf_xattn.serving.chat_session import ChatSession
 
 

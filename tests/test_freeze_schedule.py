@@ -12,9 +12,8 @@ from tiny_models import make_model
 from training_runs import SCHEDULED_RUN, STAGES, Pairs, arguments, make_scheduled_trainer
 from transformers import Trainer, TrainerCallback
 
-from hf_xattn import FreezeSchedule, freeze
+from hf_xattn import FreezeSchedule, freeze, parameter_groups
 from hf_xattn.decoders.model_parts import PARTS, part_of
-from hf_xattn.training import parameter_groups
 
 
 def weights_of(model):

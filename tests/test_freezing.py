@@ -5,9 +5,8 @@ import torch
 from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from transformers import AutoModel, GPT2Config, MixtralConfig, ResNetConfig
 
-from hf_xattn import XAttnForConditionalGeneration, freeze, freeze_base, retrofit, training_table
+from hf_xattn import XAttnForConditionalGeneration, freeze, freeze_base, parameter_groups, retrofit, training_table
 from hf_xattn.decoders.model_parts import PARTS, part_of
-from hf_xattn.training import parameter_groups
 from hf_xattn.utils.transformers_api import checkpoint_activations
 
 

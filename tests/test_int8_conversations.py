@@ -13,8 +13,8 @@ from marked_models import MARKER, RULES, close, fresh_cache, generate, marked
 from tiny_models import make_model, make_text, pixels, token_ids
 from transformers.cache_utils import DynamicCache, StaticCache
 
+from hf_xattn import attention_maps
 from hf_xattn.cache.image_cache import ImageCache, combine_images, load_image_cache, save_image_cache, select_images
-from hf_xattn.maps import attention_maps
 
 
 def encoded(model, images, **kwargs):

@@ -6,9 +6,8 @@ from tiny_mllama import TILED, make_mllama
 from tiny_models import make_model, make_text, pixels, token_ids
 from transformers import CLIPVisionConfig, ConvNextConfig
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, attention_maps, freeze
 from hf_xattn.importers import import_checkpoint
-from hf_xattn.maps import attention_maps
 
 
 class Runs:

@@ -7,7 +7,7 @@ from PIL import Image
 from tiny_models import make_model, pixels, token_ids, vision_config
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, SiglipImageProcessorPil
 
-from hf_xattn.maps import attention_maps
+from hf_xattn import attention_maps
 from hf_xattn.serving.web import visitors as module
 from hf_xattn.serving.web.drawing import drawing_for
 from hf_xattn.serving.web.gaze import Gaze

@@ -10,7 +10,7 @@ from task import Recipe, canvases, finish, make_bases, make_model, means
 from torch.utils.data import DataLoader
 from transformers import get_cosine_schedule_with_warmup
 
-from hf_xattn.training import parameter_groups
+from hf_xattn import parameter_groups
 
 
 def train(recipe: Recipe) -> list[float]:

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import get_cosine_schedule_with_warmup
 
-from hf_xattn import sharding_units
-from hf_xattn.training import parameter_groups
+from hf_xattn import parameter_groups, sharding_units
 
 
 def train(recipe: Recipe) -> list[float]:

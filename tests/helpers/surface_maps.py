@@ -7,8 +7,7 @@ import torch
 from surface import NOTHING, Fine, Surface, Wrong, needs, value
 from tiny_models import make_model, pixels, token_ids
 
-from hf_xattn import AttentionMaps
-from hf_xattn.maps import attention_maps
+from hf_xattn import AttentionMaps, attention_maps
 
 
 INPUTS = {"input_ids": token_ids(), "pixel_values": pixels()}

@@ -14,11 +14,11 @@ from hf_xattn import (
     freeze,
     last_complete_checkpoint,
     lora_targets,
+    parameter_groups,
     sharding_units,
     train_in_float32,
     training_table,
 )
-from hf_xattn.training import parameter_groups
 
 
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}

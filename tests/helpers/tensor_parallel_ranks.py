@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 from transformers.distributed import DistributedConfig
 
+from hf_xattn import attention_maps
 from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
-from hf_xattn.maps import attention_maps
 
 
 def error_of(call) -> str:
