@@ -1,23 +1,26 @@
-"""The steps of one forward, before and after the decoder runs.
+"""The steps of one forward, in their order. Each takes what the one before has found.
 
-read_call       finds the cache
-prepare_blocks  encodes new images, decides what each text token sees, and makes the context of the blocks
-(the decoder runs and gets the context as a keyword argument)
-keep            updates the cache: keys and values of new images for all blocks, and what the text has seen
+    read_call       who calls: text, images, cache
+    find_images     the images of the call, of which new ones are encoded; None: the decoder runs as it is
+    decide          which image tokens each text token sees
+    make_context    what the blocks get
+    (the decoder runs, with the context as a keyword argument)
+    commit          keys and values of new images, and what the text has seen, go into the cache
+
+A step that fails leaves the cache as it was: only `commit` writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.utils import logging
 
 from .cache.cross_cache import CrossCache
-from .cache.image_layout import ImageLayout, rows_to
+from .cache.image_layout import rows_to
 from .cache.int8_cache import check_no_gradient, check_not_training
 from .cache.packed_samples import PackedText, check_packed_images
 from .cache.real_tokens import row_spans
@@ -25,17 +28,19 @@ from .cache.text_progress import TextProgress
 from .cache.visibility import look
 from .cache.xattn_cache import XAttnCache
 from .configuration_xattn import XAttnConfig
-from .decoders.decoder import DecoderInterface
+from .decoders.activation_wrappers import recomputes_layers
+from .decoders.decoder import may_skip_layers
 from .decoders.packed_rows import find_samples
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder
-from .images.image_inputs import ImageInputs
-from .layers.context import CrossAttentionContext, Recorder, image_fields
-from .layers.folded_mask import fold_mask
+from .images.image_inputs import NO_IMAGES, ImageInputs
+from .layers.context import CrossAttentionContext, Positions, Recorder, image_fields
+from .layers.folded_mask import EVERYTHING, fold_mask
 from .layers.image_rows import ImageRows, Slots, refuse_to_cache
 from .layers.position_bias import text_positions, token_positions
 from .layers.row_groups import RowGroup, group_rows
-from .learning.stand_in import blank_states, run_beside, stand_in_images
+from .learning.gradients import only_images_learn
+from .learning.stand_in import blank_states, blocks_are_units, run_beside, stand_in_images
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name
 
@@ -60,11 +65,14 @@ class Call:
         images ([`ImageInputs`] or [`PreparedImages`]): the image arguments. `generate` without a cache has already encoded
             them.
         cache ([`XAttnCache`], *optional*): None if nothing is cached, or if the caller's cache cannot hold images.
+        cross ([`CrossCache`], *optional*): the image half of `cache`.
         text_cache (`Cache`, *optional*): the cache that the decoder gets.
         use_cache, output_attentions (`bool`): as in `forward`.
         uncached (`str`, *optional*): why this forward must not write into a cache; None if it may.
         continues (`bool`): whether the caller passed a cache or asked for one, so more text may follow.
-        samples (`torch.BoolTensor`, *optional*): `(rows, length)`, True where a sample of a packed row starts; None if no row is packed.
+        trains (`bool`): whether the model is in training mode and computes gradients.
+        samples (`torch.BoolTensor`, *optional*): `(rows, length)`, True where a sample of a packed row starts; None if
+            no row is packed.
         positions (`torch.LongTensor`, *optional*): `(rows or 1, length)`, of the text; None without `position_bias`.
     """
 
@@ -74,249 +82,320 @@ class Call:
     device: torch.device
     images: ImageInputs | PreparedImages
     cache: XAttnCache | None
+    cross: CrossCache | None
     text_cache: Cache | None
     use_cache: bool
     output_attentions: bool
     uncached: str | None
     continues: bool
-    samples: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-
-    @property
-    def takes_up_images(self) -> bool:
-        """Whether this call is the first to use cached images, or adds images to them. They must then be images of this model."""
-        if self.cache is None or isinstance(self.images, PreparedImages):
-            return False
-        return self.cache.text_rows is None or self.images.images is not None
+    trains: bool
+    samples: torch.Tensor | None
+    positions: torch.Tensor | None
 
 
-@dataclass
-class BlockInputs:
-    """What the blocks of a forward get, and what goes into the cache if the forward succeeds.
+class Decision(NamedTuple):
+    """What the text of a call sees.
 
     Attributes:
-        context ([`CrossAttentionContext`], *optional*): None if there are no images.
-        new ([`ImageLayout`], *optional*): of the new images for the cache; None if there are none, or no cache.
-        layout ([`ImageLayout`], *optional*): new layout of the cached images, for this conversation.
-        progress ([`TextProgress`], *optional*): progress of the text after this call.
+        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`; None if the text sees everything.
+        progress ([`TextProgress`], *optional*): progress after this text; None where it stays.
+        by_image (`bool`): whether `sees` has the rows of the images, because nothing but padding hides image tokens.
     """
 
-    context: CrossAttentionContext | None = None
-    new: ImageLayout | None = None
-    layout: ImageLayout | None = None
-    progress: TextProgress | None = None
+    sees: torch.Tensor | None
+    progress: TextProgress | None
+    by_image: bool
 
 
 def read_call(
-    config: XAttnConfig,
-    decoder: DecoderInterface,
+    model: Any,
     text: dict[str, Any],
     images: ImageInputs | PreparedImages,
     past_key_values: Cache | None,
     use_cache: bool | None,
-    output_attentions: bool | None,
-    recomputes: bool,
-    skips_layers: bool,
+    output_attentions: bool | str | None,
 ) -> Call:
-    """Finds the cache of a call. `decoders/text_inputs.py` has checked the text. Arguments that are None follow the configuration.
+    """Finds the cache of a call. The text is checked before. Arguments that are None follow the configuration.
 
     Args:
-        config ([`XAttnConfig`]), decoder ([`DecoderInterface`]): the model's.
-        text, images, past_key_values, use_cache, output_attentions: as in `forward`.
-        recomputes (`bool`): whether layers run twice, under gradient checkpointing.
-        skips_layers (`bool`): whether layers may be skipped, under LayerDrop.
+        model ([`XAttnModel`]): that is called.
+        text (`dict`): the decoder's own arguments; gets those that the configuration adds.
+        images, past_key_values, use_cache, output_attentions: as in `forward`.
 
     Raises:
         TypeError: if `past_key_values` is not a cache of transformers.
         ValueError: if the cache cannot be used for this call.
     """
-    input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
-    given = input_ids if input_ids is not None else inputs_embeds
-    assert given is not None
-    if past_key_values is not None and not isinstance(past_key_values, Cache):
-        raise TypeError(
-            f"Expected `past_key_values` to be a cache of transformers, got {type_name(past_key_values)}. Pass "
-            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
-        )
-    continues = past_key_values is not None or bool(use_cache)
-    uncached = RECOMPUTES if recomputes else SKIPS_LAYERS if skips_layers else None
-    wants_cache = getattr(config.get_text_config(decoder=True), "use_cache", True) if use_cache is None else use_cache
+    config, decoder = model.config, model._interface
+    given = text["inputs_embeds"] if text.get("input_ids") is None else text["input_ids"]
+    rows, length = given.shape[:2]
+    uncached = _why_uncached(model)
+    wants_cache = use_cache
+    if use_cache is None:
+        wants_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
     shares_images = isinstance(images, ImageInputs) and images.image_rows is not None
     without_cache = past_key_values is None and (shares_images or uncached is not None or not wants_cache)
-    samples = find_samples(config, decoder.not_packed, text, past_key_values, use_cache, images, without_cache)
+    samples = None
+    if text.get("position_ids") is not None or text.get("cu_seq_lens_q") is not None:
+        samples = find_samples(config, decoder.not_packed, text, past_key_values, use_cache, images, without_cache)
+    continues = past_key_values is not None or bool(use_cache)
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if past_key_values is None else "`past_key_values`")
     use_cache = bool(wants_cache) and uncached is None and samples is None and not shares_images
-    cache: XAttnCache | None = None
-    if isinstance(past_key_values, EncoderDecoderCache):
-        cache = XAttnCache.adopt(past_key_values)
-        cache.check_usable(given.shape[0])
-    elif past_key_values is None and use_cache:
-        cache = XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)))
-    elif past_key_values is not None and (isinstance(images, PreparedImages) or images.images is not None):
-        raise ValueError(
-            f"Expected `past_key_values` to be a cache for text and images, got a {type(past_key_values).__name__}. Pass "
-            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
-        )
+    cache = _find_cache(config, past_key_values, use_cache, images, rows)
     text_cache = past_key_values if cache is None else cache.self_attention_cache
     if cache is not None and uncached is not None:
-        if not int(cache.get_seq_length()):
-            text_cache = None  # it holds nothing to read, and the layers must not write
-        elif skips_layers:
-            raise ValueError(
-                f"{SKIPS_LAYERS}, so no text can be added to `past_key_values`, which already holds text. Call `model.eval()`, or set "
-                "`layerdrop` of the decoder to 0."
-            )
-    decoder.check_continues(given.shape[1], text_cache)
-    decoder.check_padding(text.get("attention_mask"), given.shape[1], text_cache, by_one=given.shape[1] == 1)
+        text_cache = _to_read(cache, uncached)
+    if text_cache is not None:
+        decoder.check_continues(length, text_cache)
+    if decoder.keeps_state:
+        decoder.check_padding(text.get("attention_mask"), length, text_cache, by_one=length == 1)
     if output_attentions is not None or config.output_attentions:
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         text["output_attentions"] = bool(output_attentions) and output_attentions != OF_BLOCKS
     if config.output_hidden_states and text.get("output_hidden_states") is None:
         text["output_hidden_states"] = True
     return Call(
-        text=text,
-        rows=given.shape[0],
-        length=given.shape[1],
-        device=given.device,
-        images=images,
-        cache=cache,
-        text_cache=text_cache,
-        use_cache=use_cache,
-        output_attentions=bool(output_attentions),
-        uncached=uncached,
-        continues=continues,
-        samples=samples,
-        positions=text_positions(text, cache, given) if config.cross_attention_config.position_bias else None,
+        text,
+        rows,
+        length,
+        given.device,
+        images,
+        cache,
+        None if cache is None else cache.cross_attention_cache,
+        text_cache,
+        use_cache,
+        bool(output_attentions),
+        uncached,
+        continues,
+        model.training and torch.is_grad_enabled(),
+        samples,
+        text_positions(text, cache, given) if config.cross_attention_config.position_bias else None,
     )
 
 
-def prepare_blocks(
-    config: XAttnConfig,
-    encoder: ImageEncoder,
-    call: Call,
-    trains: bool,
-    only_images_learn: Callable[[], bool],
-    blocks_are_units: Callable[[], bool],
-) -> BlockInputs:
-    """Encodes the new images of a call, and decides which image tokens each text token sees. The cache is not changed.
+def _why_uncached(model: Any) -> str | None:
+    """Why a forward of the model must not write into a cache; None if it may."""
+    learns = model.training or torch.is_grad_enabled()
+    if learns and recomputes_layers(model, model._interface.receives_keywords):
+        return RECOMPUTES
+    return SKIPS_LAYERS if model.text_model.training and may_skip_layers(model.text_model) else None
+
+
+def _find_cache(
+    config: XAttnConfig, given: Any, use_cache: bool, images: ImageInputs | PreparedImages, rows: int
+) -> XAttnCache | None:
+    """The cache for text and images; None if nothing is cached, or the caller's cache is for text alone.
+
+    Raises:
+        TypeError: for anything but a cache of transformers.
+        ValueError: for a cache that this call cannot use.
+    """
+    if isinstance(given, EncoderDecoderCache):
+        cache = XAttnCache.adopt(given)
+        cache.check_usable(rows)
+        return cache
+    if given is None:
+        return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True))) if use_cache else None
+    if not isinstance(given, Cache):
+        raise TypeError(
+            f"Expected `past_key_values` to be a cache of transformers, got {type_name(given)}. Pass "
+            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+        )
+    if isinstance(images, PreparedImages) or images.images is not None:
+        raise ValueError(
+            f"Expected `past_key_values` to be a cache for text and images, got a {type(given).__name__}. Pass "
+            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+        )
+    return None
+
+
+def _to_read(cache: XAttnCache, uncached: str) -> Cache | None:
+    """The text half for a decoder that must not write into it: None if it holds nothing to read."""
+    if not int(cache.get_seq_length()):
+        return None
+    if uncached == SKIPS_LAYERS:
+        raise ValueError(
+            f"{SKIPS_LAYERS}, so no text can be added to `past_key_values`, which already holds text. Call "
+            "`model.eval()`, or set `layerdrop` of the decoder to 0."
+        )
+    return cache.self_attention_cache
+
+
+def find_images(model: Any, call: Call) -> ImagesOfCall | None:
+    """Finds the images of a call, and encodes those that are new. The cache is not changed.
 
     Args:
-        config ([`XAttnConfig`]), encoder ([`ImageEncoder`]): the model's.
+        model ([`XAttnModel`]): with its tower and its blocks.
         call ([`Call`]): from [`read_call`].
-        trains (`bool`): whether the model is in training mode and computes gradients.
-        only_images_learn (`Callable`): whether some weights require a gradient, but none of the text model's own. Called only if
-            there are no images.
-        blocks_are_units (`Callable`): as in `learning/stand_in.py`. Called only if there are no images and several processes.
+
+    Returns:
+        [`ImagesOfCall`], or None if there are no images, and no block must run.
+
+    Raises:
+        ValueError: if images and cache do not fit together.
     """
-    cross = None if call.cache is None else call.cache.cross_attention_cache
+    cross = call.cross
+    if call.images is NO_IMAGES and not call.trains and not is_distributed():
+        # A decode step, or text alone: there is nothing to encode.
+        return None if cross is None or cross.layout is None else ImagesOfCall(None, cross.layout, None)
     if cross is not None and cross.layers:
-        if trains:
-            check_not_training(cross.cache_dtype)
-        if isinstance(call.images, ImageInputs) and call.images.images is not None:
-            check_no_gradient(cross.cache_dtype)
-    images = _images_of(call, encoder, trains)
-    progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
-    stands_in, unused = images.layout is None, None
+        _check_gradients(cross, call)
+    encoder = model.image_encoder
+    images = _read(call, encoder)
     starts = call.cache is None or call.cache.text_rows is None
-    if stands_in:
-        waited_for = is_distributed() and torch.is_grad_enabled()
-        if waited_for or (trains and not _embeddings_learn(call) and only_images_learn()):
-            nobodys = stand_in_images(encoder, call.rows)
-        else:
-            run_beside(encoder, starts)
-            if not (is_distributed() and blocks_are_units()):
-                return BlockInputs()
-            nobodys = blank_states(encoder, call.rows)
-        images, cross = ImagesOfCall(nobodys, nobodys.layout, None), None
-    elif images.new is None or isinstance(call.images, PreparedImages) or not call.images.pass_connector:
-        unused = run_beside(encoder, starts)
-    new, layout, mask, rows = images.new, images.layout, images.mask, images.rows
+    if images.layout is None:
+        return _stand_in(model, encoder, call, starts)
+    if images.new is None or isinstance(call.images, PreparedImages) or not call.images.pass_connector:
+        images = images._replace(unused=run_beside(encoder, starts))
+    if cross is not None and cross.layers:
+        if call.uncached is not None and images.new is not None:
+            raise ValueError(
+                f"{call.uncached}, so no images can be added to `past_key_values`, which already holds images. Pass all "
+                "images in one call, or encode them before with `encode_images`."
+            )
+        if call.trains:
+            _warn_of_constant_images(cross, encoder)
+    return images
+
+
+def _check_gradients(cross: CrossCache, call: Call) -> None:
+    """Raises a `ValueError` for cached images in int8 where gradients are asked for."""
+    if call.trains:
+        check_not_training(cross.cache_dtype)
+    if isinstance(call.images, ImageInputs) and call.images.images is not None:
+        check_no_gradient(cross.cache_dtype)
+
+
+def _stand_in(model: Any, encoder: ImageEncoder, call: Call, starts: bool) -> ImagesOfCall | None:
+    """An image that no text sees, where other processes wait for blocks, or a loss needs a gradient. None otherwise."""
+    waited_for = is_distributed() and torch.is_grad_enabled()
+    if waited_for or (call.trains and not _embeddings_learn(call) and only_images_learn(model)):
+        nobodys = stand_in_images(encoder, call.rows)
+    else:
+        run_beside(encoder, starts)
+        if not (is_distributed() and blocks_are_units(model.text_model)):
+            return None
+        nobodys = blank_states(encoder, call.rows)
+    return ImagesOfCall(nobodys, nobodys.layout, None, stands_in=True)
+
+
+def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
+    if isinstance(call.images, PreparedImages):
+        new = call.images.new
+        cached = None if call.cross is None else call.cross.layout
+        return ImagesOfCall(new, new.layout if cached is None else cached.append(new.layout), call.images.mask)
+    call.images.check_device(call.device, "text")
+    # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
+    record = call.cache is not None and not call.trains and not torch.compiler.is_compiling()
+    packed = None if call.samples is None else PackedText(call.samples, _found_markers(encoder.config, call))
+    return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length, packed=packed), record)
+
+
+def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
+    """Decides which image tokens each text token of a call sees.
+
+    Raises:
+        ValueError: if the decision needs image markers, and these are unknown or too few.
+    """
+    layout, mask, rows = images.layout, images.mask, images.rows
     assert layout is not None
-    block = config.cross_attention_config
+    if images.stands_in:
+        assert layout.token_mask is not None
+        return Decision(layout.token_mask[:, None], None, False)
+    progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
+    decided = mask is not None and mask.decides(call.length, layout.num_tokens)
+    samples = None if decided else call.samples
+    markers = None
+    if config.image_visibility != "all" or samples is not None:
+        markers = _markers(config, call, decided, packed=samples is not None)
+        if mask is None:
+            _check_markers_of_images(config, call, markers, rows)
+    # Where padding alone hides images, its mask has the rows of the images, and is smaller.
+    masked = mask is not None or progress.held is not None or progress.coming is not None
+    by_image = config.image_visibility == "all" and not masked and samples is None
+    of_text = layout if rows is None or by_image else rows.layout_of_text(layout)
+    sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
+    return Decision(sees, after, by_image)
+
+
+def make_context(config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision) -> CrossAttentionContext:
+    """Makes what all blocks of a forward share."""
+    block, new, rows = config.cross_attention_config, images.new, images.rows
+    cross = None if images.stands_in else call.cross
     image_rows = call.rows if new is None else new.states.shape[0]
     if cross is not None and cross.layers:
-        if call.rows % cross.rows:
-            raise ValueError(
-                f"Expected a text batch that is a multiple of {cross.rows}, the number of image rows in `past_key_values`, got {call.rows}."
-            )
-        if call.uncached is not None and new is not None:
-            raise ValueError(
-                f"{call.uncached}, so no images can be added to `past_key_values`, which already holds images. Pass all images in one "
-                "call, or encode them before with `encode_images`."
-            )
         image_rows = cross.rows
-    if cross is not None and cross.layers and trains:
-        _warn_of_constant_images(cross, encoder)
-    sees, after, by_image = layout.token_mask, None, False
-    if stands_in and sees is not None:
-        sees = sees[:, None]  # no text sees the stand-in image, and there is no progress to keep
-    else:
-        decided = mask is not None and mask.decides(call.length, layout.num_tokens)
-        samples = None if decided else call.samples
-        markers = _markers(config, call, decided, packed=samples is not None)
-        if markers is not None and mask is None:
-            _check_markers_of_images(config, call, markers, rows)
-        # Where padding alone hides images, its mask has the rows of the images, and is smaller.
-        masked = mask is not None or progress.held is not None or progress.coming is not None
-        by_image = config.image_visibility == "all" and not masked and samples is None
-        of_text = layout if rows is None or by_image else rows.layout_of_text(layout)
-        sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
     group = block.num_attention_heads // block.num_key_value_heads
-    shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
-    if rows is None:
-        folded, visible = fold_mask(sees, image_rows=image_rows, text_rows=call.rows, **shape)
-    else:
-        folded, visible = rows.fold(sees, by_image=by_image, **shape)
-    keeps = cross is not None and new is not None and call.uncached is None
-    key_positions = None
+    mask, visible = EVERYTHING
+    if rows is not None or decision.sees is not None:
+        shape: dict[str, Any] = {"text_len": call.length, "group": group, "null_key": block.quiet_softmax}
+        if rows is None:
+            mask, visible = fold_mask(decision.sees, image_rows=image_rows, text_rows=call.rows, **shape)
+        else:
+            mask, visible = rows.fold(decision.sees, by_image=decision.by_image, **shape)
+    layout: Any = images.layout
+    positions = groups = None
     if block.position_bias:
-        key_positions = token_positions((layout if rows is None else rows.layout_of_text(layout)).token_mask)
-    groups = None
-    if layout.token_mask is not None and not stands_in:
-        groups = _groups(config, call, layout, rows, image_rows, by_image)
-    context = CrossAttentionContext(
+        of_text = layout if rows is None else rows.layout_of_text(layout)
+        positions = Positions(call.positions, token_positions(of_text.token_mask))
+    if layout.token_mask is not None and not images.stands_in:
+        groups = _groups(config, call, images, image_rows, decision.by_image)
+    keeps = cross is not None and new is not None and call.uncached is None
+    return CrossAttentionContext(
         cache=cross,
-        mask=folded,
+        mask=mask,
         visible=visible,
         slots=None if rows is None else Slots(rows.slots, rows.places),
-        query_positions=call.positions,
-        key_positions=key_positions,
-        output_attentions=call.output_attentions or None,
-        keep_keys_values=keeps or None,
-        recorder=None if stands_in else Recorder(),
-        unused=unused,
+        positions=positions,
+        recorder=None if images.stands_in else Recorder(weights=call.output_attentions, keys_values=keeps),
+        unused=images.unused,
         **image_fields(None if new is None else new.states, None if new is None else new.layout, groups),
     )
-    shown = layout if cross is not None and new is None else None
-    return BlockInputs(context, new.layout if new is not None and keeps else None, shown, after)
 
 
-def keep(call: Call, prepared: BlockInputs) -> None:
-    """Updates the cache after a forward: keys and values of new images for all blocks, and what the text has seen."""
-    cache, context = call.cache, prepared.context
+def commit(
+    call: Call,
+    images: ImagesOfCall | None,
+    decision: Decision | None,
+    context: CrossAttentionContext | None,
+    mark: str | None,
+) -> None:
+    """Updates the cache after a forward.
+
+    Args:
+        call, images, decision, context: of the forward; the last three are None for text alone.
+        mark (`str`, *optional*): of the active set of blocks, see `checkpoints/block_sets.py`.
+    """
+    cache = call.cache
     if cache is None or call.uncached is not None:
         return
-    if prepared.new is not None and context is not None and context.recorder is not None:
-        keys_values = context.recorder.collected()
-        cache.cross_attention_cache.fill(prepared.new, keys_values)
-        if cache.offloads:
-            cache.cross_attention_cache.offload_all()
-        cache.mark_updated(len(keys_values))
-    if prepared.layout is not None:
-        cache.cross_attention_cache.show(prepared.layout)
-    if prepared.progress is not None:
-        cache.progress = prepared.progress
+    cross = cache.cross_attention_cache
+    if images is not None and not images.stands_in:
+        assert images.layout is not None and decision is not None and context is not None
+        if images.new is None:
+            cross.layout = images.layout
+        else:
+            assert context.recorder is not None
+            keys_values = context.recorder.collected()
+            cross.fill(images.new.layout, keys_values)
+            cross.read_by = mark
+            if cache.offloads:
+                cross.offload_all()
+            cache.mark_updated(len(keys_values))
+        if decision.progress is not None:
+            cache.progress = decision.progress
     cache.text_rows = call.rows
     cache.count_text(call.length, call.device, call.positions)
 
 
 def _groups(
-    config: XAttnConfig, call: Call, layout: ImageLayout, rows: ImageRows | None, image_rows: int, only_padding: bool
+    config: XAttnConfig, call: Call, images: ImagesOfCall, image_rows: int, only_padding: bool
 ) -> tuple[RowGroup, ...] | None:
     """The image rows that share a call of the attention kernel (see `layers/row_groups.py`)."""
-    block = config.cross_attention_config
-    text_rows = call.rows if rows is None else rows.slots.shape[0]
+    block, layout = config.cross_attention_config, images.layout
+    assert layout is not None
+    text_rows = call.rows if images.rows is None else images.rows.slots.shape[0]
     heads = block.num_attention_heads // block.num_key_value_heads
     return group_rows(
         row_spans(layout, image_rows),
@@ -329,25 +408,13 @@ def _groups(
     )
 
 
-def _images_of(call: Call, encoder: ImageEncoder, trains: bool) -> ImagesOfCall:
-    if isinstance(call.images, PreparedImages):
-        return ImagesOfCall(call.images.new, call.images.new.layout, call.images.mask)
-    call.images.check_device(call.device, "text")
-    # Digests cost a pass over the images. Training does not need them, and compiled code cannot compare them.
-    record = call.cache is not None and not trains and not torch.compiler.is_compiling()
-    packed = None if call.samples is None else PackedText(call.samples, _found_markers(encoder.config, call))
-    return read_images(encoder, call.images, call.cache, TextOfCall(call.rows, call.length, packed=packed), record)
-
-
-def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> torch.Tensor | None:
-    """Returns `(B, T)`, True where the text holds an image marker; None if what the text sees does not depend on markers.
+def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> torch.Tensor:
+    """Returns `(B, T)`, True where the text holds an image marker.
 
     Args:
         decided (`bool`): whether the caller's mask decides everything, so the markers may be unknown.
         packed (`bool`): whether rows are packed, so the markers tell which sample an image belongs to.
     """
-    if config.image_visibility == "all" and not packed:
-        return None
     markers = _found_markers(config, call)
     if markers is not None:
         return markers

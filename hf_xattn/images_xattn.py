@@ -335,11 +335,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
     def _project(self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None) -> list[KeyValue]:
         """Every block's keys and values: of the images in a cache and of new ones behind them, which `layout` describes."""
-        recorder = Recorder()
+        recorder = Recorder(keys_values=True)
         context = CrossAttentionContext(
             cache=cross,
-            keep_keys_values=True,
-            encode_only=True,
             recorder=recorder,
             **image_fields(states, layout),
         )

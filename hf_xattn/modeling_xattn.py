@@ -19,13 +19,12 @@ from transformers.modeling_outputs import (
 )
 
 from .cache.xattn_cache import whole_or_not_at_all
-from .call import keep, prepare_blocks, read_call
+from .call import SKIPS_LAYERS, Call, commit, decide, find_images, make_context, read_call
 from .checkpoints.model_identity import ModelIdentity
 from .checkpoints.pretrained import XAttnPreTrainedModel, keep_weights
 from .checkpoints.removal import leave_out_added, recorded
 from .configuration_xattn import XAttnConfig
-from .decoders.activation_wrappers import recomputes_layers
-from .decoders.decoder import DecoderInterface, find_decoder, headless, may_skip_layers
+from .decoders.decoder import DecoderInterface, find_decoder, headless
 from .decoders.insertion import check_insertable, insert_blocks
 from .decoders.position_errors import name_wrong_positions
 from .decoders.quantization import adopt_quantizer, share_quantizer
@@ -44,9 +43,8 @@ from .labels_xattn import XAttnLabelsMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
 from .learning.frozen_modes import keep_frozen_in_eval
-from .learning.gradients import give_gradient, only_images_learn
+from .learning.gradients import give_gradient
 from .learning.loss import IGNORED, LossInputs, loss_over_all_logits
-from .learning.stand_in import blocks_are_units
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
 
@@ -144,40 +142,22 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         use_cache: bool | None,
         output_attentions: bool | None,
     ) -> tuple[Any, Cache | None, tuple[torch.Tensor, ...] | None]:
-        """Runs the decoder with the images as one keyword argument. `runner` is the decoder with or without its head."""
+        """Runs the decoder, with or without its head (`runner`), with the images as one keyword argument."""
         self._check_inserted()
         check_text(text, past_key_values is None, self.get_input_embeddings)
-        if isinstance(images, ImageInputs) and images.image_rows is not None:
-            refuse_data_parallel(self)
-        recomputes = recomputes_layers(self, self._interface.receives_keywords)
-        skips = may_skip_layers(self.text_model)
-        asked = (past_key_values, use_cache, output_attentions)
-        call = read_call(self.config, self._interface, text, images, *asked, recomputes, skips)
-        if call.cache is not None and call.takes_up_images:
-            self._check_made_here(call.cache.cross_attention_cache)
-        if self._sets is not None:
-            if isinstance(images, PreparedImages) or images.images is not None:
-                self._check_active()
-            if call.cache is not None:
-                self._check_set(call.cache.cross_attention_cache)
-        trains = self.training and torch.is_grad_enabled()
+        call = read_call(self, text, images, past_key_values, use_cache, output_attentions)
+        self._check_cache(call)
         try:
-            prepared = prepare_blocks(
-                self.config,
-                self.image_encoder,
-                call,
-                trains,
-                only_images_learn=lambda: only_images_learn(self),
-                blocks_are_units=lambda: blocks_are_units(self.text_model),
-            )
+            found, decision, context = find_images(self, call), None, None
+            if found is not None:
+                decision = decide(self.config, call, found)
+                context = make_context(self.config, call, found, decision)
             with whole_or_not_at_all(call.cache):
-                outputs = self._interface.call(runner, call.text, prepared.context, call.text_cache, call.use_cache)
-                weights = self._weights_of_blocks(prepared.context, call.output_attentions, skips)
-                if trains and skips:
+                outputs = self._interface.call(runner, call.text, context, call.text_cache, call.use_cache)
+                weights = None if context is None else self._weights_of_blocks(context, call)
+                if call.trains and call.uncached == SKIPS_LAYERS:
                     give_gradient(outputs, self.parameters())
-                keep(call, prepared)
-                if call.cache is not None and prepared.new is not None:
-                    call.cache.cross_attention_cache.read_by = self._mark
+                commit(call, found, decision, context, self._mark)
         except (RuntimeError, IndexError) as error:
             name_wrong_device(text, self.get_input_embeddings(), error)
             decoder = self.config.get_text_config(decoder=True)
@@ -186,19 +166,40 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         cache = call.cache if call.cache is not None else outputs.get(self._interface.cache_argument)
         return outputs, (cache if call.use_cache else None), weights
 
-    def _weights_of_blocks(
-        self, context: CrossAttentionContext | None, output_attentions: bool, skips_layers: bool
-    ) -> tuple[torch.Tensor, ...] | None:
-        """Returns the attention weights of all blocks, if requested. Raises a `RuntimeError` if a block has not run, except under LayerDrop."""
-        if context is None or context.recorder is None:
+    def _check_cache(self, call: Call) -> None:
+        """Raises a `ValueError` for images that other weights or another set of blocks have encoded, or that no block could read."""
+        images, cache = call.images, call.cache
+        brings = not isinstance(images, ImageInputs) or images.images is not None
+        if isinstance(images, ImageInputs):
+            if images.image_rows is not None:
+                refuse_data_parallel(self)
+            if cache is not None and (brings or cache.text_rows is None):
+                self._check_made_here(cache.cross_attention_cache)  # where images come in
+        if self._sets is None:
+            return
+        if brings:
+            self._check_active()
+        if call.cross is not None:
+            self._check_set(call.cross)
+
+    def _weights_of_blocks(self, context: CrossAttentionContext, call: Call) -> tuple[torch.Tensor, ...] | None:
+        """Returns the attention weights of all blocks, if requested.
+
+        Raises:
+            RuntimeError: if a block has not run, except under LayerDrop.
+        """
+        if context.recorder is None:
             return None
         weights, expected = context.recorder.weights, len(self.config.cross_attention_layers)
-        if not (torch.compiler.is_compiling() or skips_layers) and len(weights) != expected:
+        may_differ = torch.compiler.is_compiling() or call.uncached == SKIPS_LAYERS
+        if not may_differ and len(weights) != expected:
             raise RuntimeError(
-                f"{type(self.text_model).__name__} did not pass the images to its layers: {len(weights)} of {expected} blocks ran."
+                f"{type(self.text_model).__name__} did not pass the images to its layers: {len(weights)} of {expected} "
+                "blocks ran."
             )
-        in_order = [weights[index] for index in sorted(weights)]
-        return tuple(each for each in in_order if each is not None) if output_attentions else None
+        if not call.output_attentions:
+            return None
+        return tuple(each for _, each in sorted(weights.items()) if each is not None)
 
     def forward(
         self,

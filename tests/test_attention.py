@@ -22,6 +22,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.layers import attention as attention_module
+from hf_xattn.layers.context import Positions
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
 from hf_xattn.layers.position_bias import relative_position_bucket
 
@@ -369,7 +370,7 @@ def test_query_positions():
     whole = attend(layer, hidden, key, value, EVERYTHING)[0]
     for step in range(TEXT_LEN):
         positions = torch.tensor([[step]])
-        one = attend(layer, hidden[:, step : step + 1], key, value, EVERYTHING, query_positions=positions)[0]
+        one = attend(layer, hidden[:, step : step + 1], key, value, EVERYTHING, positions=Positions(positions, None))[0]
         torch.testing.assert_close(one[:, 0], whole[:, step])
     assert not torch.allclose(attend(layer, hidden[:, 2:], key, value, EVERYTHING)[0][:, 0], whole[:, 2])
 

@@ -17,6 +17,7 @@ from attention_inputs import (
 )
 
 from hf_xattn.layers import attention as attention_module
+from hf_xattn.layers.context import Positions
 from hf_xattn.layers.folded_mask import fold_mask
 from hf_xattn.layers.position_bias import token_positions
 
@@ -53,7 +54,7 @@ def test_folding_equals_repeating(heads, implementation, mask, fields):
     assert key.shape == (BATCH, KV_HEADS[heads], NUM_TOKENS + layer.quiet_softmax, HEAD_DIM)
     expected, expected_weights = layer(hidden, repeated, full, output_attentions=True)
     # Positions count no padding.
-    places = {"key_positions": token_positions(make_mask(mask))} if mask == "padding" else {}
+    places = {"positions": Positions(None, token_positions(make_mask(mask)))} if mask == "padding" else {}
     torch.testing.assert_close(attend(layer, hidden, key, value, visibility, **places)[0], expected)
     weights = attend(layer, hidden, key, value, visibility, output_attentions=True, **places)[1]
     torch.testing.assert_close(weights, expected_weights)

@@ -15,7 +15,7 @@ from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache
 from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.cache.int8_cache import Int8States, quantize
 from hf_xattn.layers.attention import eager_attention_forward
-from hf_xattn.layers.context import CrossAttentionContext
+from hf_xattn.layers.context import CrossAttentionContext, Recorder
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
 
 
@@ -70,7 +70,7 @@ FIELDS = {
 }
 
 
-def answer(layer, hidden, pairs, mask=None, repeats=1, **context):
+def answer(layer, hidden, pairs, mask=None, repeats=1, output_attentions=False):
     """The layer's answer for keys and values of a cache. `mask` is for a row of text; each image row has `repeats` of them."""
     cache = CrossCache()
     cache.fill(ImageLayout.of((pairs[0].shape[2] - layer.quiet_softmax,), hidden.device), [pairs])
@@ -88,9 +88,9 @@ def answer(layer, hidden, pairs, mask=None, repeats=1, **context):
     visible = folded.visible
     if visible is not None and visible.shape[0] != hidden.shape[0]:
         visible = visible.repeat_interleave(repeats, dim=0)
-    return layer(
-        hidden, cross_attention=CrossAttentionContext(cache=cache, mask=folded.mask, visible=visible, **context)
-    )
+    recorder = Recorder(weights=True) if output_attentions else None
+    context = CrossAttentionContext(cache=cache, mask=folded.mask, visible=visible, recorder=recorder)
+    return layer(hidden, cross_attention=context)
 
 
 @torch.no_grad()

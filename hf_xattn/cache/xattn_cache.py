@@ -104,13 +104,19 @@ class XAttnCache(EncoderDecoderCache):
         self._rows = Note(rows)
 
     def check_usable(self, batch_size: int) -> None:
-        """Raises a `ValueError` if an earlier call broke the cache, or its text has another batch size."""
+        """Raises a `ValueError` if an earlier call broke the cache, or its rows do not fit those of the new text."""
         if self.broken:
             raise ValueError(BROKEN)
         if self.text_rows is not None and batch_size != self.text_rows:
             raise ValueError(
                 f"Expected text of batch {self.text_rows}, as in `past_key_values`, got {batch_size}. To continue with other rows, "
                 "call `batch_select_indices` or `batch_repeat_interleave` of the cache."
+            )
+        image_rows = self.cross_attention_cache.rows
+        if image_rows and batch_size % image_rows:
+            raise ValueError(
+                f"Expected a text batch that is a multiple of {image_rows}, the number of image rows in `past_key_values`, "
+                f"got {batch_size}."
             )
 
     @property

@@ -55,7 +55,7 @@ def _checkpoint_layer(
     blocks = cross_attention_blocks(layer)
     if context is None or not blocks or not torch.is_grad_enabled():
         return checkpoint(forward, *args)
-    if context.encode_only:
+    if args and args[0] is None:
         return forward(*args)  # returns nested tuples, which reentrant checkpointing leaves without gradients
     if any(isinstance(part, GradientCheckpointingLayer) for part in layer.modules() if part is not layer):
         name = type(layer).__mro__[1].__name__

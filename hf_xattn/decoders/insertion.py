@@ -51,7 +51,7 @@ def _cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool
         block, after = (self._modules.get(name) for name in BLOCKS)
         if context is None or (block is None and after is None):
             return layer_class.forward(self, *args, **kwargs)
-        if context.encode_only:
+        if (args[0] if args else kwargs["hidden_states"]) is None:
             # Return the encoded tensors: FSDP reads a layer's outputs to know when its weights are needed again.
             return tuple(each.encode(context) for each in (block, after) if each is not None)
         if block is not None and args:

@@ -52,7 +52,10 @@ class ImagesOfCall(NamedTuple):
         layout ([`ImageLayout`], *optional*): of all images, the cached ones first; None if there are no images.
         mask ([`CallersMask`], *optional*): the caller's decision for the text that follows.
         stored ([`StoredImages`], *optional*): in place of `new`, where a call has a store.
-        rows ([`ImageRows`], *optional*): which image row each text row looks at; None if they are shared in equal numbers, in order.
+        rows ([`ImageRows`], *optional*): which image row each text row looks at; None if they are shared in equal
+            numbers, in order.
+        unused (`torch.Tensor`, *optional*): a zero for weights that other processes use (see `learning/stand_in.py`).
+        stands_in (`bool`): whether these are images that no text sees.
     """
 
     new: NewImages | None
@@ -60,6 +63,8 @@ class ImagesOfCall(NamedTuple):
     mask: CallersMask | None
     stored: StoredImages | None = None
     rows: ImageRows | None = None
+    unused: torch.Tensor | None = None
+    stands_in: bool = False
 
 
 def read_images(

@@ -182,7 +182,7 @@ class GatedCrossAttention(nn.Module):
         # Rounded before they are used: this call must see what later calls read from the cache.
         new = as_stored(key, context.cache_dtype), as_stored(value, context.cache_dtype)
         keys_values = append(cached, new)
-        if context.keep_keys_values and context.recorder is not None:
+        if context.recorder is not None and context.recorder.wants_keys_values:
             context.recorder.keys_values[self.layer_idx] = keys_values
         return keys_values
 
@@ -230,10 +230,10 @@ class GatedCrossAttention(nn.Module):
         num_tokens = key.shape[2] - self.quiet_softmax
         slots, places = context.slots or (None, None)
         repeats = (text_rows if slots is None else slots.shape[0]) // rows
-        mask, visible = context.folded_mask
+        mask, visible = context.mask, context.visible
         if mask is not None:
             mask = self._mask_of_rank(mask, repeats * text_len)
-        output_attentions = bool(context.output_attentions)
+        output_attentions = context.recorder is not None and context.recorder.wants_weights
         dropout = self.attention_dropout if self.training else 0.0
         one_key = num_tokens == 1 and not (
             self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()
@@ -412,7 +412,7 @@ class GatedCrossAttention(nn.Module):
         device: torch.device,
     ) -> torch.Tensor:
         """Returns T5's bias for each query and image token, `(text_rows, num_heads, text_len, num_image_tokens)`."""
-        query_positions, key_positions = context.query_positions, context.key_positions
+        query_positions, key_positions = context.positions or (None, None)
         if query_positions is None:
             query_positions = torch.arange(text_len, device=device)[None]
         if key_positions is None:

@@ -19,7 +19,7 @@ from ..cache.image_layout import ImageLayout
 from ..cache.real_tokens import RealTokens, real_tokens
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.tensor_checks import check_bool, check_tensor, type_name
-from .folded_mask import FoldedMask, fold_mask
+from .folded_mask import fold_mask
 from .image_rows import Slots
 from .position_bias import token_positions
 from .row_groups import RowGroup
@@ -41,14 +41,30 @@ class Ragged(NamedTuple):
     groups: tuple[RowGroup, ...] | None
 
 
+class Positions(NamedTuple):
+    """For a relative position bias. A named tuple: device hooks and FSDP move the tensors in it.
+
+    Attributes:
+        query (`torch.LongTensor`, *optional*): `(B or 1, T)`; None stands for 0 ... T - 1.
+        key (`torch.LongTensor`, *optional*): `(rows, N)`; None stands for 0 ... N - 1.
+    """
+
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+
+
 class Recorder:
     """Collects attention weights, and keys and values of new images, from the blocks of one forward.
 
-    When the forward has succeeded, the keys and values of all blocks go into a cache at once. Device hooks, FSDP and export copy the
-    context, but all copies share one recorder: `to` returns the object itself, and as a pytree node it has no leaves.
+    When the forward has succeeded, the keys and values of all blocks go into a cache at once. Device hooks, FSDP and export
+    copy the context, but all copies share one recorder: `to` returns the object itself, and as a pytree node it has no leaves.
+
+    Args:
+        weights, keys_values (`bool`): what blocks record.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: bool = False, keys_values: bool = False) -> None:
+        self.wants_weights, self.wants_keys_values = weights, keys_values
         self.weights: dict[int, torch.Tensor | None] = {}
         self.keys_values: dict[int, KeyValue] = {}
 
@@ -61,16 +77,19 @@ class Recorder:
 
 
 class _SameRecorder:
-    """Holds a recorder as the context of a pytree node. All instances are equal, so that input structures compare equal."""
+    """Holds a recorder as the context of a pytree node. Instances that want the same are equal, so that input structures are."""
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameRecorder)
+        return isinstance(other, _SameRecorder) and self.wants() == other.wants()
 
     def __hash__(self) -> int:
-        return hash(_SameRecorder)
+        return hash(tuple(self.wants()))
+
+    def wants(self) -> list[bool]:
+        return [self.recorder.wants_weights, self.recorder.wants_keys_values]
 
 
 pytree.register_pytree_node(
@@ -78,8 +97,8 @@ pytree.register_pytree_node(
     lambda recorder: ([], _SameRecorder(recorder)),
     lambda leaves, context: context.recorder,
     serialized_type_name="hf_xattn.context.Recorder",
-    to_dumpable_context=lambda context: None,
-    from_dumpable_context=lambda context: _SameRecorder(Recorder()),
+    to_dumpable_context=lambda context: context.wants(),
+    from_dumpable_context=lambda wants: _SameRecorder(Recorder(*wants)),
     flatten_with_keys_fn=lambda recorder: ([], _SameRecorder(recorder)),
 )
 
@@ -97,12 +116,8 @@ class CrossAttentionContext(ModelOutput):
         mask, visible (`torch.BoolTensor`, *optional*): see [`FoldedMask`].
         ragged ([`Ragged`], *optional*): what of the images is padding; None if nothing is, or if it is computed and masked.
         slots ([`Slots`], *optional*): see [`ImageRows`]; None if image rows are shared in equal numbers, in order.
-        query_positions (`torch.LongTensor`, *optional*): `(B or 1, T)`, for a relative position bias.
-        key_positions (`torch.LongTensor`, *optional*): `(rows, N)`, likewise; None stands for 0 ... N - 1.
-        output_attentions (`bool`, *optional*): blocks record their attention weights.
-        keep_keys_values (`bool`, *optional*): blocks record keys and values for a cache.
-        encode_only (`bool`, *optional*): blocks record keys and values and do nothing else.
-        recorder ([`Recorder`], *optional*): the object that blocks record to.
+        positions ([`Positions`], *optional*): for a relative position bias; None for those of 0 ... T - 1 and 0 ... N - 1.
+        recorder ([`Recorder`], *optional*): what blocks record to.
         unused (`torch.Tensor`, *optional*): a zero, which a block adds to its output. It gives a gradient of zero to weights that
             other processes use and this call does not (see `learning/stand_in.py`).
     """
@@ -113,17 +128,9 @@ class CrossAttentionContext(ModelOutput):
     visible: torch.Tensor | None = None
     ragged: Ragged | None = None
     slots: Slots | None = None
-    query_positions: torch.Tensor | None = None
-    key_positions: torch.Tensor | None = None
-    output_attentions: bool | None = None
-    keep_keys_values: bool | None = None
-    encode_only: bool | None = None
+    positions: Positions | None = None
     recorder: Recorder | None = None
     unused: torch.Tensor | None = None
-
-    @property
-    def folded_mask(self) -> FoldedMask:
-        return FoldedMask(self.mask, self.visible)
 
     @property
     def cache_dtype(self) -> str | None:
@@ -188,12 +195,12 @@ def plain_context(
 ) -> CrossAttentionContext:
     """Makes the context of a layer that is used on its own, with one image row for each text row."""
     batch_size, text_len = hidden_states.shape[:2]
-    sees = key_positions = None
+    sees = positions = None
     if cross_attention_mask is not None:
         check_cross_attention_mask(cross_attention_mask, batch_size, text_len, cross_attention_states.shape[1])
         sees = cross_attention_mask
         if sees.dim() == 2:
-            key_positions = token_positions(sees) if config.position_bias else None
+            positions = Positions(None, token_positions(sees)) if config.position_bias else None
             sees = sees[:, None]
     mask, visible = fold_mask(
         sees,
@@ -207,6 +214,6 @@ def plain_context(
         cross_attention_states=cross_attention_states,
         mask=mask,
         visible=visible,
-        key_positions=key_positions,
-        output_attentions=output_attentions or None,
+        positions=positions,
+        recorder=Recorder(weights=True) if output_attentions else None,
     )

@@ -5,7 +5,7 @@ import torch
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.cache.cross_cache import CrossCache
 from hf_xattn.cache.image_layout import ImageLayout
-from hf_xattn.layers.context import CrossAttentionContext
+from hf_xattn.layers.context import CrossAttentionContext, Recorder
 from hf_xattn.layers.folded_mask import EVERYTHING
 
 
@@ -36,10 +36,12 @@ def attend(layer, hidden, key, value, folded=EVERYTHING, **context):
     return layer(hidden, cross_attention=cached(key, value, folded, **context))
 
 
-def cached(key, value, folded=EVERYTHING, **context) -> CrossAttentionContext:
+def cached(key, value, folded=EVERYTHING, output_attentions=False, positions=None) -> CrossAttentionContext:
     cache = CrossCache()
     cache.fill(ImageLayout.of((key.shape[2],), key.device), [(key, value)])
-    return CrossAttentionContext(cache=cache, mask=folded.mask, visible=folded.visible, **context)
+    recorder = Recorder(weights=True) if output_attentions else None
+    masks = {"mask": folded.mask, "visible": folded.visible}
+    return CrossAttentionContext(cache=cache, positions=positions, recorder=recorder, **masks)
 
 
 def make_mask(kind: str) -> torch.Tensor | None:
