@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from conftest import needs_part
 from test_commands import folder, run  # noqa: F401  # `folder` is a fixture
 from test_train_command import CAPTIONS, write
 
@@ -95,6 +96,7 @@ def test_a_model_without_a_tower(folder, data, tmp_path, capsys):  # noqa: F811
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+@needs_part("special tokens of a GGUF file")
 def test_a_damaged_tokenizer(folder, tmp_path, capsys):  # noqa: F811
     """A traceback after the model was loaded and written; a tokenizer that is said to be missing, and a model saved without it."""
     pytest.importorskip("gguf")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import randomize
+from conftest import needs_part, randomize
 from test_demo import check_last_line
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
@@ -44,6 +44,9 @@ from hf_xattn.model_card import example_questions
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 import demo_choices
 import llava_projector
+
+
+pytestmark = needs_part("special tokens of a GGUF file")
 
 
 @pytest.fixture(scope="module")

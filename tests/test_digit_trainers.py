@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_part
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -24,6 +25,7 @@ from task import Recipe, make_bases, make_model
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "digits"
+pytestmark = needs_part("AutoImageProcessor without torchvision")
 TRAINERS = ("with_trainer", "with_trl", "with_accelerate", "with_fsdp2")
 DEMO = 0.95  # of the digits; the card of the demo says 97.9 % for seed 0, and 95.7 % for the lowest of three seeds
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_xattn.transformers_api import has, needs
+
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXPECTED = {
@@ -60,6 +62,9 @@ def test_example(example):
     if example in NEEDS:
         pytest.importorskip(NEEDS[example])
     name, *options = example.split()
+    source = (EXAMPLES / f"{name}.py").read_text()
+    if ("AutoImageProcessor" in source or "tiny_chat" in source) and not has("AutoImageProcessor without torchvision"):
+        pytest.skip(needs("AutoImageProcessor without torchvision", name))
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
     output = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert output.returncode == 0, output.stderr

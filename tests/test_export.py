@@ -19,12 +19,14 @@ from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.context import CrossAttentionContext, Recorder
 from hf_xattn.decoder import find_decoder
 from hf_xattn.exporting import register_caches
+from hf_xattn.transformers_api import has, needs
 from hf_xattn.xattn_cache import XAttnCache
 
 
 MARKER = 3
 needs_exporters = pytest.mark.skipif(
-    Version(torch.__version__).release < (2, 11), reason="transformers' exporters need torch 2.11"
+    Version(torch.__version__).release < (2, 11) or not has("ExportedModel"),
+    reason=f"transformers' exporters need torch 2.11. {needs('ExportedModel', 'What they return')}",
 )
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import make_model, make_text
+from conftest import make_model, make_text, needs_part
 from tiny_gguf import CHAT_TEMPLATE, tiny_llama, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,6 +14,7 @@ from hf_xattn.demo import language_models
 from hf_xattn.demo.language_models import find_smollm2, language_model
 
 
+pytestmark = needs_part("special tokens of a GGUF file")
 IDS = torch.tensor([[1, 70, 80, 200, 90]])
 
 
