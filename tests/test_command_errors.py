@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from command_runs import run
+from tiny_models import needs_part
 from training_examples import CAPTIONS, write_examples
 
 from hf_xattn.commands import inspect
@@ -95,6 +96,7 @@ def test_a_model_without_a_tower(command_folder, data, tmp_path, capsys):
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+@needs_part("special tokens of a GGUF file")
 def test_a_damaged_tokenizer(command_folder, tmp_path, capsys):
     """A traceback after the model was loaded and written; a tokenizer that is said to be missing, and a model saved without it."""
     pytest.importorskip("gguf")

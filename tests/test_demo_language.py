@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_runs import check_last_line
 from tiny_gguf import write_gguf
-from tiny_models import randomize
+from tiny_models import needs_part, randomize
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import demo
@@ -39,6 +39,9 @@ from hf_xattn.demo.question_picture import decided_words
 from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask, kinds_of
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
+
+
+pytestmark = needs_part("special tokens of a GGUF file")
 
 
 @pytest.fixture(scope="module")

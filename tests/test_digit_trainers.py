@@ -14,6 +14,7 @@ import torch
 from checkout import EXAMPLES, ROOT
 from safetensors.torch import load_file
 from task import Recipe, make_bases, make_model
+from tiny_models import needs_part
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -21,6 +22,7 @@ from hf_xattn import sharding_units
 
 
 DIGITS = EXAMPLES / "digits"
+pytestmark = needs_part("AutoImageProcessor without torchvision")
 TRAINERS = ("with_trainer", "with_trl", "with_accelerate", "with_fsdp2")
 DEMO = 0.95  # of the digits; the card of the demo says 97.9 % for seed 0, and 95.7 % for the lowest of three seeds
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from foreign_blocks import kempner_block_state
 from tiny_gguf import CHAT_TEMPLATE, write_gguf
-from tiny_models import make_text, pixels, randomize, vision_config
+from tiny_models import make_text, needs_part, pixels, randomize, vision_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -26,6 +26,7 @@ from hf_xattn import XAttnForConditionalGeneration, freeze_base, retrofit
 from hf_xattn.checkpoints import gguf_files
 from hf_xattn.checkpoints.bases import load_text, load_vision
 from hf_xattn.commands.main import main
+from hf_xattn.utils import transformers_api
 
 
 IDS = torch.tensor([[1, 70, 80, 200, 90]])
@@ -169,7 +170,7 @@ def test_a_file_of_the_hub(folder, tmp_path):
     record = json.loads((tmp_path / "added" / "cross_attention.json").read_text())["text_base"]
     assert [record[key] for key in ("name_or_path", "revision", "gguf_file")] == [
         "someone/tiny-GGUF",
-        commit,
+        None if transformers_api.is_before("5.18.0") else commit,  # before, a configuration beside the file told it
         "tiny.gguf",
     ]
     again = XAttnForConditionalGeneration.from_pretrained(tmp_path / "added", **hub)
@@ -193,6 +194,15 @@ def test_packed_weights_are_not_saved(folder, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+def test_the_tokenizer_in_an_old_transformers(folder, tmp_path, capsys, monkeypatch):
+    """A tokenizer whose text ends with the token that begins it."""
+    monkeypatch.setattr(transformers_api.transformers, "__version__", "5.17.0")
+    assert main(["retrofit", str(folder / "tiny.gguf"), "--output", str(tmp_path / "out")]) == 2
+    assert "The tokenizer of tiny.gguf needs transformers 5.18.0 or newer, got 5.17.0." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@needs_part("special tokens of a GGUF file")
 def test_command_line(folder, tmp_path, capsys):
     """A model without its tokenizer, or a tokenizer without chat template, special tokens or images."""
     for index, source in enumerate(([folder / "tiny.gguf"], [folder, "--gguf-file", "tiny.gguf"])):
@@ -215,6 +225,7 @@ def test_command_line(folder, tmp_path, capsys):
     assert "No processor saved" in capsys.readouterr().out
 
 
+@needs_part("special tokens of a GGUF file")
 def test_import_onto_a_gguf_file(folder, tmp_path, capsys):
     """Blocks for a language model that is a file: an error, or a folder without tokenizer."""
     state = {f"cross_attention_layers.0.{name}": tensor for name, tensor in kempner_block_state(hidden=32).items()}

@@ -17,6 +17,7 @@ from tiny_gguf import write_gguf  # noqa: E402
 from hf_xattn import retrofit  # noqa: E402
 from hf_xattn.checkpoints import gguf_head  # noqa: E402
 from hf_xattn.checkpoints.gguf_head import BLOCKS, read_gguf_head  # noqa: E402
+from hf_xattn.utils.transformers_api import NEWEST, is_before  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_files_are_refused_or_the_same(group, whole, tmp_path):
     for name, content in group(whole):
         path.write_bytes(content)
         came, count = refused(path, weights), count + 1
-        if came not in (None, "the same") or came == "the same" and group is not flipped:
+        if came not in (None, "the same") or came == "the same" and group is not flipped and not is_before(NEWEST):
             wrong[name] = came
     assert not wrong, "\n".join(f"{name}: {why}" for name, why in wrong.items())
     assert count >= 15

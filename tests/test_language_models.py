@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from tiny_gguf import CHAT_TEMPLATE, tiny_llama, write_gguf
-from tiny_models import make_model, make_text
+from tiny_models import make_model, make_text, needs_part
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_xattn.checkpoints.bases import load_text
@@ -14,6 +14,7 @@ from hf_xattn.demo import language_models
 from hf_xattn.demo.language_models import find_smollm2, language_model
 
 
+pytestmark = needs_part("special tokens of a GGUF file")
 IDS = torch.tensor([[1, 70, 80, 200, 90]])
 
 

@@ -14,6 +14,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.cache.packed_samples import images_of_samples
 from hf_xattn.images.image_inputs import ImageInputs
+from hf_xattn.utils.architectures import ARCHITECTURES
+from hf_xattn.utils.transformers_api import is_before
 
 
 # Rows of samples: number of tokens, and where each sample has a marker.
@@ -408,6 +410,7 @@ def test_what_is_not_packed():
     assert model.generate(ids, use_cache=False, **options).shape == (2, 9)
 
 
+@pytest.mark.skipif(is_before(ARCHITECTURES["bloom"].static_since), reason="Bloom has no static cache here")
 @torch.no_grad()
 def test_a_mask_as_long_as_a_static_cache():
     """Left padding that is taken for packed rows, because Bloom's mask goes on behind the text; in a second turn, too."""

@@ -29,6 +29,7 @@ from ..utils.checkpoint_files import (
 )
 from ..utils.config_sizes import check_against_weights, check_fields, check_layer_count, is_quantized
 from ..utils.missing_weights import incomplete
+from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import finish_interrupted
 from .adapter_manifest import MANIFEST
 from .saved_names import pieces_missing
@@ -102,6 +103,8 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
             refuse_pickled(folder, str(folder))
         return CheckedFolder(fields, {})
     of_ranks = files[0].match(SHARDS_OF_RANKS)
+    if of_ranks and not has("parts of ranks"):
+        raise ValueError(needs("parts of ranks", f"A checkpoint that several ranks wrote together, as {folder},"))
     headers = read_headers_of_ranks(files, str(folder)) if of_ranks else read_headers(files, index, where=str(folder))
     check_weights(headers, is_quantized(fields), str(folder))
     check_layer_count(fields, len(headers), f"{folder / 'config.json'}")

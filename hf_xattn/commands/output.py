@@ -47,15 +47,16 @@ def read_processor(
         An [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
 
     Raises:
-        ValueError: for a tokenizer or an image processor that is damaged.
+        ValueError: for a tokenizer or an image processor that is damaged, and the tokenizer of a GGUF file in an old transformers.
     """
     from transformers import AutoTokenizer
 
     from ..checkpoints.gguf_files import split_gguf
     from ..processing_xattn import XAttnProcessor
-    from ..utils.transformers_api import AutoImageProcessor
+    from ..utils.transformers_api import AutoImageProcessor, check_tokenizer
 
     source, text_kwargs = split_gguf("text", text, load_kwargs)
+    check_tokenizer(text_kwargs.get("gguf_file"))
     load_kwargs.pop("gguf_file", None)
     try:
         with undamaged("tokenizer", text):

@@ -16,6 +16,7 @@ from ..checkpoints.bases import BaseSource, load_text, text_config_of
 from ..checkpoints.gguf_files import KINDS, gguf_path, split_gguf
 from ..utils.file_digests import sha256_of
 from ..utils.paths import check_source
+from ..utils.transformers_api import check_tokenizer
 
 
 SMOLLM2 = "smollm2"
@@ -61,6 +62,7 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
             f"{target} holds something else than a language model of the demo. Choose another `output`, or remove it."
         )
     _check(source, name, where)
+    check_tokenizer(where.get("gguf_file"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
     except (OSError, ValueError) as error:

@@ -213,7 +213,7 @@ def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Ten
 
     def keep_hidden_states(layer, args, kwargs, output):
         if hidden_states is not None and threading.get_ident() == thread:
-            before = [] if hidden_states else [args[0] if args else kwargs["hidden_states"]]
+            before = [] if hidden_states else [args[0] if args else next(iter(kwargs.values()))]
             hidden_states.extend([*before, output])
 
     def keep_attentions(attention, args, output):

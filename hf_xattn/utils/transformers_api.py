@@ -80,6 +80,9 @@ PRIVATE: dict[str, tuple[str, str]] = {
 
 # What went wrong in a version that has the name, and the first version that does it right.
 REPAIRED = {
+    "cache of FP8": "5.21.0",  # before, quantized caches needed a library
+    "parts of ranks": "5.20.0",  # before, `from_pretrained` did not find such files
+    "special tokens of a GGUF file": "5.18.0",  # before, text ended with the token that begins it, and padding was none
     "prefill_chunk_size": "5.23.0",  # before, text in the cache was read a second time
     "AutoImageProcessor without torchvision": "5.18.0",  # before, `from transformers import AutoImageProcessor` asked for it
     "activate_past_recording": "5.18.0",  # before, attention got all that a sliding window had recorded
@@ -133,6 +136,15 @@ def check_recorded(cache: Cache) -> None:
         ):
             what = "Text after a full sliding window that records its past (`activate_past_recording`)"
             raise ValueError(needs("activate_past_recording", what) + " Call `past_key_values.crop(0)` before.")
+
+
+def check_tokenizer(gguf_file: str | None) -> None:
+    """Raises a `ValueError` for the tokenizer of a GGUF file whose special tokens would be others."""
+    if gguf_file is not None and not has("special tokens of a GGUF file"):
+        raise ValueError(
+            needs("special tokens of a GGUF file", f"The tokenizer of {gguf_file}")
+            + " Or pass a folder that has the tokenizer in files of its own."
+        )
 
 
 def empty_dynamic_layers(cache: Cache) -> None:
@@ -220,12 +232,15 @@ try:  # since 5.18
 except ImportError:
 
     def resolve_revision(name: str, revision: str | None = None, **hub: Any) -> str | None:  # type: ignore[misc]
-        """The commit that a revision means now. Before 5.18, configurations carried it."""
+        """The commit that a revision means now, where it can be found. Before 5.18, configurations carried it."""
         import os
 
-        if os.path.isdir(name):
+        if os.path.exists(name):
             return revision
-        config, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
+        try:
+            config, _ = PreTrainedConfig.get_config_dict(name, revision=revision, **hub)
+        except OSError:  # as since 5.18: who loads the files says what is wrong
+            return revision
         return config.get("_commit_hash") or revision
 
 
@@ -238,6 +253,7 @@ __all__ = [
     "REPAIRED",
     "SubConfigSpec",
     "check_recorded",
+    "check_tokenizer",
     "checkpoint_activations",
     "checkpoints_activations",
     "empty_dynamic_layers",

@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.decoders.decoder import find_decoder
+from hf_xattn.utils.transformers_api import has, needs
 
 
 needs_exporters = pytest.mark.skipif(
-    Version(torch.__version__).release < (2, 11), reason="transformers' exporters need torch 2.11"
+    Version(torch.__version__).release < (2, 11) or not has("ExportedModel"),
+    reason=f"transformers' exporters need torch 2.11. {needs('ExportedModel', 'What they return')}",
 )
 
 

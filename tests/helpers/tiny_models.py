@@ -2,14 +2,12 @@
 
 import os
 
-import torch
-
-from hf_xattn import XAttnConfig
-
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -26,7 +24,8 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from hf_xattn import XAttnForConditionalGeneration
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.utils import transformers_api
 
 
 # Threads cost more than they give on models of this size, and several test runs share the machine.
@@ -75,6 +74,11 @@ TEXT_CONFIGS = {
     "olmo2": lambda: Olmo2Config(**SIZES),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
+
+
+def needs_part(part: str) -> pytest.MarkDecorator:
+    """Marks a test that the installed transformers lacks a part for, one that `transformers_api` names."""
+    return pytest.mark.skipif(not transformers_api.has(part), reason=transformers_api.needs(part, f"`{part}`"))
 
 
 def make_text(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
