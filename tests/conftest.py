@@ -42,7 +42,7 @@ def registered_decoder():
 
 
 @pytest.fixture
-def custom_checkpoints(tmp_path, monkeypatch):
+def checkpoints(tmp_path, monkeypatch):
     """A folder with a text-only and a vision checkpoint that bring their code."""
     from checkpoints_with_code import save_text_and_vision
 
@@ -60,7 +60,7 @@ def chat_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def command_folder(tmp_path_factory):
+def saved(tmp_path_factory):
     """A folder with the checkpoints `text` and `vision`, the picture `picture.png`, and the retrofitted `model`."""
     from command_runs import save_for_commands
 

@@ -180,14 +180,14 @@ def test_a_gguf_base(tmp_path, capsys):
     assert status == 0, out + error
 
 
-def test_code_of_a_checkpoint(custom_checkpoints, capsys):
+def test_code_of_a_checkpoint(checkpoints, capsys):
     """Code that runs without permission, or a model that cannot be checked because it brings some."""
-    model = retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", every=2, trust_remote_code=True)
-    randomize(model).save_pretrained(custom_checkpoints / "model")
-    options = ["--base", custom_checkpoints / "text", *QUICK]
-    status, _, error = run(capsys, custom_checkpoints / "model", *options)
+    model = retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)
+    randomize(model).save_pretrained(checkpoints / "model")
+    options = ["--base", checkpoints / "text", *QUICK]
+    status, _, error = run(capsys, checkpoints / "model", *options)
     assert status == 2 and "trust_remote_code=True" in error
-    status, out, error = run(capsys, custom_checkpoints / "model", *options, "--trust-remote-code")
+    status, out, error = run(capsys, checkpoints / "model", *options, "--trust-remote-code")
     assert status == 0, out + error
 
 

@@ -50,10 +50,10 @@ def needed(command):
 
 
 @pytest.mark.parametrize("command", DEVICES)
-def test_devices(command_folder, data, tmp_path, capsys, command):
+def test_devices(saved, data, tmp_path, capsys, command):
     """A traceback of torch after minutes of loading, for a device that this machine lacks; choices of one command that another refuses."""
     needed(command)
-    arguments = with_model(command_folder / "model", data, tmp_path / "out")[command]
+    arguments = with_model(saved / "model", data, tmp_path / "out")[command]
     for device in ("foo", "cuda:99", "meta", "Cuda", ""):
         message = told(capsys, command, *arguments, "--device", device)
         assert f"got {device!r}" in message and "(auto, cpu" in message
@@ -64,10 +64,10 @@ def test_devices(command_folder, data, tmp_path, capsys, command):
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_devices_that_there_are(command_folder, data, tmp_path, capsys, device):
+def test_devices_that_there_are(saved, data, tmp_path, capsys, device):
     """A choice of the help that a command does not take."""
     for command in ("generate", "encode", "train"):
-        arguments = with_model(command_folder / "model", data, tmp_path / command)[command]
+        arguments = with_model(saved / "model", data, tmp_path / command)[command]
         short = {"generate": ["--max-new-tokens", "2"], "train": ["--steps", "1", "--batch-size", "1"]}.get(command, [])
         status, _, error = run(capsys, command, *arguments, *short, "--device", device)
         assert status == 0, error
@@ -88,23 +88,23 @@ def test_names_of_nothing(data, tmp_path, monkeypatch, capsys, command):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_a_tower(command_folder, data, tmp_path, capsys):
+def test_a_model_without_a_tower(saved, data, tmp_path, capsys):
     """A demand for a processor, which then demands an image processor, where no picture can be read at all."""
-    assert run(capsys, "retrofit", command_folder / "text", "--output", tmp_path / "blind")[0] == 0
+    assert run(capsys, "retrofit", saved / "text", "--output", tmp_path / "blind")[0] == 0
     message = told(capsys, "train", tmp_path / "blind", "--data", data, "--output", tmp_path / "out")
     assert "with a vision tower" in message and "`--vision`" in message and "rocessor" not in message
     assert not (tmp_path / "out" / "config.json").exists()
 
 
 @needs_part("special tokens of a GGUF file")
-def test_a_damaged_tokenizer(command_folder, tmp_path, capsys):
+def test_a_damaged_tokenizer(saved, tmp_path, capsys):
     """A traceback after the model was loaded and written; a tokenizer that is said to be missing, and a model saved without it."""
     pytest.importorskip("gguf")
     from tiny_gguf import write_gguf
 
     bare = write_gguf(tmp_path / "bare.gguf", merges=None)
-    shutil.copytree(command_folder / "text", tmp_path / "text")
-    shutil.copytree(command_folder / "model", tmp_path / "model")
+    shutil.copytree(saved / "text", tmp_path / "text")
+    shutil.copytree(saved / "model", tmp_path / "model")
     for broken in ("text", "model"):
         (tmp_path / broken / "tokenizer.json").write_text('{"model": ')
     for name in (bare, tmp_path / "text"):
@@ -115,12 +115,12 @@ def test_a_damaged_tokenizer(command_folder, tmp_path, capsys):
     assert f"The processor of {tmp_path / 'model'} is damaged" in message
 
 
-def test_a_bug_keeps_its_traceback(command_folder, monkeypatch):
+def test_a_bug_keeps_its_traceback(saved, monkeypatch):
     """An error of this package's own code, cut down to `'NoneType' object is not subscriptable`."""
     for bug in (lambda *_: len(None), lambda *_: int("a"), lambda *_: {}["a"], lambda *_: 1 / 0):
         monkeypatch.setattr(inspect, "load_shapes", bug)
         with pytest.raises((TypeError, ValueError, KeyError, ZeroDivisionError)):
-            main(["inspect", str(command_folder / "model")])
+            main(["inspect", str(saved / "model")])
 
 
 def test_the_command_alone(capsys):

@@ -42,13 +42,13 @@ def test_help_is_cheap():
     assert {name.split(".")[0] for name in output.splitlines()[-1].split()} <= sys.stdlib_module_names
 
 
-def test_retrofit_writes_model_and_processor(command_folder):
+def test_retrofit_writes_model_and_processor(saved):
     """A folder that the Auto classes cannot load; one big file where shards were asked for."""
-    assert len(list((command_folder / "model").glob("model-*.safetensors"))) > 1
-    assert not list((command_folder / "model").glob("*.bin"))
-    model = AutoModelForImageTextToText.from_pretrained(command_folder / "model")
+    assert len(list((saved / "model").glob("model-*.safetensors"))) > 1
+    assert not list((saved / "model").glob("*.bin"))
+    model = AutoModelForImageTextToText.from_pretrained(saved / "model")
     assert model.config.cross_attention_layers == [1, 3]
-    assert isinstance(AutoProcessor.from_pretrained(command_folder / "model"), XAttnProcessor)
+    assert isinstance(AutoProcessor.from_pretrained(saved / "model"), XAttnProcessor)
 
 
 def test_import_and_export(tmp_path, capsys):
@@ -108,9 +108,9 @@ def test_import_does_not_load_the_model(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["OpenFlamingo", "KempnerForge"])
-def test_import_of_a_state_dict(kind, command_folder, tmp_path, capsys):
+def test_import_of_a_state_dict(kind, saved, tmp_path, capsys):
     """A file of blocks that needs Python to be brought over."""
-    text = AutoModelForCausalLM.from_pretrained(command_folder / "text")
+    text = AutoModelForCausalLM.from_pretrained(saved / "text")
     width = text.config.hidden_size
     if kind == "OpenFlamingo":
         prefix = "lang_encoder.model.layers.1.gated_cross_attn_layer."
@@ -123,7 +123,7 @@ def test_import_of_a_state_dict(kind, command_folder, tmp_path, capsys):
         options = {"--heads": 2, "--every": 4}
     torch.save(state, tmp_path / "blocks.pt")
     output, needed = tmp_path / "ours", []
-    for option, value in ({"--text": command_folder / "text"} | options).items():
+    for option, value in ({"--text": saved / "text"} | options).items():
         if option != "--head-dim":
             status, _, error = run(capsys, "import", tmp_path / "blocks.pt", "--output", output, *needed)
             assert status == 2 and option in error and not output.exists()
@@ -161,16 +161,16 @@ def test_inspect_architectures(capsys):
     assert status == 0 and out.strip() == markdown_table()
 
 
-def test_inspect(command_folder, capsys):
+def test_inspect(saved, capsys):
     """Figures that do not follow from the model's sizes."""
-    status, out, _ = run(capsys, "inspect", command_folder / "model")
+    status, out, _ = run(capsys, "inspect", saved / "model")
     assert status == 0
     figures = {line[:34].strip(): line[35:] for line in out.splitlines()}
     assert figures["blocks in front of layers"] == "1, 3"
     # 2 blocks, keys and values, 2 heads of 16, 4 bytes; 16 patches an image
     assert figures["K/V bytes an image token"].startswith(f"{2 * 2 * 2 * 16 * 4}")
     assert figures["K/V bytes an image"] == f"{16 * 2 * 2 * 2 * 16 * 4:,}"
-    model = AutoModelForImageTextToText.from_pretrained(command_folder / "model")
+    model = AutoModelForImageTextToText.from_pretrained(saved / "model")
     added = sum(parameter.numel() for block in model.blocks for parameter in block.parameters())
     assert figures["parameters added (blocks)"] == f"{added:,}"
     # a block: q and o projections 2 * 2 * 64 * 64, scores and sum 2 * 2 * 64 * 16, MLP 2 * 3 * 64 * 128
@@ -178,30 +178,25 @@ def test_inspect(command_folder, capsys):
     assert figures["compute added a text token"].startswith(f"{flops:,} FLOP")
 
 
-def test_generate_and_encode(command_folder, capsys, tmp_path):
+def test_generate_and_encode(saved, capsys, tmp_path):
     """An image cache that answers otherwise than the image."""
     question = ["--prompt", "what is it ?", "--max-new-tokens", "5"]
-    status, direct, _ = run(
-        capsys, "generate", command_folder / "model", "--image", command_folder / "picture.png", *question
-    )
+    status, direct, _ = run(capsys, "generate", saved / "model", "--image", saved / "picture.png", *question)
     assert status == 0 and direct.strip()
     file = tmp_path / "picture.safetensors"
-    assert (
-        run(capsys, "encode", command_folder / "model", "--image", command_folder / "picture.png", "--output", file)[0]
-        == 0
-    )
-    status, cached, _ = run(capsys, "generate", command_folder / "model", "--image-cache", file, *question)
+    assert run(capsys, "encode", saved / "model", "--image", saved / "picture.png", "--output", file)[0] == 0
+    status, cached, _ = run(capsys, "generate", saved / "model", "--image-cache", file, *question)
     assert status == 0 and cached == direct
-    assert run(capsys, "generate", command_folder / "model", *question)[0] == 0
+    assert run(capsys, "generate", saved / "model", *question)[0] == 0
 
 
-def test_retrofit_without_the_bases(command_folder, tmp_path, capsys):
+def test_retrofit_without_the_bases(saved, tmp_path, capsys):
     """A folder with the weights of the bases, or without a processor."""
     command = [
         "retrofit",
-        command_folder / "text",
+        saved / "text",
         "--vision",
-        command_folder / "vision",
+        saved / "vision",
         "--output",
         tmp_path / "model",
         "--adapter-only",
@@ -210,23 +205,23 @@ def test_retrofit_without_the_bases(command_folder, tmp_path, capsys):
     assert (tmp_path / "model" / "cross_attention.json").is_file() and not (
         tmp_path / "model/model.safetensors"
     ).exists()
-    question = ["--prompt", "what is it ?", "--max-new-tokens", "5", "--image", command_folder / "picture.png"]
+    question = ["--prompt", "what is it ?", "--max-new-tokens", "5", "--image", saved / "picture.png"]
     status, out, error = run(capsys, "generate", tmp_path / "model", *question)
     assert status == 0 and out.strip(), error
 
 
-def test_a_model_that_was_saved_with_a_tokenizer_alone(command_folder, tmp_path, capsys):
+def test_a_model_that_was_saved_with_a_tokenizer_alone(saved, tmp_path, capsys):
     """An error about an image processor, for text alone."""
-    command = ["retrofit", command_folder / "text", "--every", "2", "--output", tmp_path / "model"]
+    command = ["retrofit", saved / "text", "--every", "2", "--output", tmp_path / "model"]
     assert run(capsys, *command)[0] == 0
     question = ["--prompt", "what is it ?", "--max-new-tokens", "5"]
     status, out, error = run(capsys, "generate", tmp_path / "model", *question)
     assert status == 0 and out.strip(), error
-    status, _, error = run(capsys, "generate", tmp_path / "model", "--image", command_folder / "picture.png", *question)
+    status, _, error = run(capsys, "generate", tmp_path / "model", "--image", saved / "picture.png", *question)
     assert status == 2 and "saved without one" in error
 
 
-def test_pictures_of_commands(command_folder, capsys, tmp_path):
+def test_pictures_of_commands(saved, capsys, tmp_path):
     """A photograph on its side, or a transparent picture, read otherwise than by the processor."""
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -240,15 +235,15 @@ def test_pictures_of_commands(command_folder, capsys, tmp_path):
     made = {}
     for name in ("lying", "upright", "clear", "white"):
         file = tmp_path / f"{name}.safetensors"
-        run(capsys, "encode", command_folder / "model", "--image", tmp_path / f"{name}.png", "--output", file)
+        run(capsys, "encode", saved / "model", "--image", tmp_path / f"{name}.png", "--output", file)
         made[name] = load_file(file)
     for first, second in (("lying", "upright"), ("clear", "white")):
         assert all(torch.equal(made[first][name], made[second][name]) for name in made[first])
 
 
-def test_errors_are_one_line(command_folder, capsys, tmp_path):
+def test_errors_are_one_line(saved, capsys, tmp_path):
     """A traceback, or work done before the error."""
-    text, vision, model = command_folder / "text", command_folder / "vision", command_folder / "model"
+    text, vision, model = saved / "text", saved / "vision", saved / "model"
     wrong = [
         (["retrofit", text, "--output", model], "not an empty folder"),
         (["retrofit", tmp_path / "missing", "--output", tmp_path / "a"], "missing"),
@@ -263,10 +258,7 @@ def test_errors_are_one_line(command_folder, capsys, tmp_path):
         (["generate", model, "--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
         (["generate", model, "--prompt", "a", "--num-beams", "0"], "--num-beams must be at least 1, got 0"),
         (["generate", model, "--prompt", "a", "--image-cache", tmp_path / "no"], "not a file"),
-        (
-            ["encode", model, "--image", command_folder / "picture.png", "--output", command_folder / "picture.png"],
-            "exists already",
-        ),
+        (["encode", model, "--image", saved / "picture.png", "--output", saved / "picture.png"], "exists already"),
     ]
     for arguments, message in wrong:
         status, _, error = run(capsys, *arguments)
@@ -279,37 +271,37 @@ def test_errors_are_one_line(command_folder, capsys, tmp_path):
     assert "integers" in capsys.readouterr().err
 
 
-def test_what_comes_next(command_folder, tmp_path, capsys):
+def test_what_comes_next(saved, tmp_path, capsys):
     """A first day that ends with figures: a model that cannot see, or not yet, and nobody says so; one block where every fourth layer
     was meant."""
-    command = ["retrofit", command_folder / "text", "--every", "2", "--output"]
-    status, out, _ = run(capsys, *command, tmp_path / "my model", "--vision", command_folder / "vision")
+    command = ["retrofit", saved / "text", "--every", "2", "--output"]
+    status, out, _ = run(capsys, *command, tmp_path / "my model", "--vision", saved / "vision")
     *_, state, following = out.splitlines()
     assert status == 0 and "see nothing yet" in state and "blind" not in out
     assert following == f"Next: hf-xattn train '{tmp_path}/my model' --data PICTURES --output TRAINED"
     status, out, _ = run(capsys, *command, tmp_path / "blind")
     *_, state, following = out.splitlines()
     assert "The model is blind" in state and "see nothing yet" in state
-    assert following == f"Next, to see: hf-xattn retrofit {command_folder / 'text'} --vision V --output DIR"
+    assert following == f"Next, to see: hf-xattn retrofit {saved / 'text'} --vision V --output DIR"
     for every, told in (("100", True), ("4", False)):
-        _, out, _ = run(capsys, "retrofit", command_folder / "text", "--every", every, "--output", tmp_path / every)
+        _, out, _ = run(capsys, "retrofit", saved / "text", "--every", every, "--output", tmp_path / every)
         assert ("`--every 100` is more than the 4 layers: there is one block" in out) == told
 
 
-def test_a_model_that_does_not_see(command_folder, tmp_path, capsys, monkeypatch):
+def test_a_model_that_does_not_see(saved, tmp_path, capsys, monkeypatch):
     """An hour with a model that was never trained, whose answers have nothing to do with the pictures."""
-    assert run(capsys, "retrofit", command_folder / "text", "--output", tmp_path / "blind")[0] == 0
+    assert run(capsys, "retrofit", saved / "text", "--output", tmp_path / "blind")[0] == 0
     question = ["--prompt", "what is it ?", "--max-new-tokens", "2"]
     for name, told in (("model", "see nothing yet, and pictures change no answer"), ("blind", "The model is blind")):
-        model = (command_folder if name == "model" else tmp_path) / name
+        model = (saved if name == "model" else tmp_path) / name
         status, out, error = run(capsys, "generate", model, *question)
         assert status == 0 and told in error and told not in out
     monkeypatch.setattr(sys, "stdin", io.StringIO("what is it ?\n"))
-    status, out, error = run(capsys, "chat", command_folder / "model", "--max-new-tokens", "2")
+    status, out, error = run(capsys, "chat", saved / "model", "--max-new-tokens", "2")
     assert status == 0 and "see nothing yet" in error and "see nothing" not in out
-    trained = randomize(AutoModelForImageTextToText.from_pretrained(command_folder / "model"))
+    trained = randomize(AutoModelForImageTextToText.from_pretrained(saved / "model"))
     trained.save_pretrained(tmp_path / "trained")
-    AutoProcessor.from_pretrained(command_folder / "model").save_pretrained(tmp_path / "trained")
+    AutoProcessor.from_pretrained(saved / "model").save_pretrained(tmp_path / "trained")
     status, _, error = run(capsys, "generate", tmp_path / "trained", *question)
     assert status == 0 and "see nothing" not in error and "blind" not in error
 

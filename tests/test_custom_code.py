@@ -41,15 +41,13 @@ def test_loaded_weights_stay(registered_decoder, tmp_path, base):
 
 
 @torch.no_grad()
-def test_code_comes_along(custom_checkpoints):
+def test_code_comes_along(checkpoints):
     """A model that was retrofitted with `trust_remote_code=True` and saved, and that nobody can load."""
-    folder = custom_checkpoints / "model"
-    made = randomize(
-        retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", every=2, trust_remote_code=True)
-    ).eval()
+    folder = checkpoints / "model"
+    made = randomize(retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)).eval()
     made.save_pretrained(folder)
     for name in ("text", "vision"):
-        shutil.rmtree(custom_checkpoints / name)
+        shutil.rmtree(checkpoints / name)
     assert {"custom_decoder.py", "custom_tower.py"} <= {file.name for file in folder.iterdir()}
     expected = made(token_ids(), pixel_values=pixels()).logits
     for auto_class in (AutoModelForImageTextToText, XAttnForConditionalGeneration):
@@ -59,15 +57,15 @@ def test_code_comes_along(custom_checkpoints):
         assert torch.equal(loaded(token_ids(), pixel_values=pixels()).logits, expected)
         assert type(loaded.config.text_config).__name__ == "CustomDecoderConfig"
     assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)) is XAttnModel
-    loaded.save_pretrained(custom_checkpoints / "again")
-    again = AutoModelForImageTextToText.from_pretrained(custom_checkpoints / "again", trust_remote_code=True)
+    loaded.save_pretrained(checkpoints / "again")
+    again = AutoModelForImageTextToText.from_pretrained(checkpoints / "again", trust_remote_code=True)
     same_state(again, made)
 
 
-def test_code_runs_only_where_it_may(custom_checkpoints, monkeypatch):
+def test_code_runs_only_where_it_may(checkpoints, monkeypatch):
     """Code of a checkpoint that is run without a word, or a prompt in the middle of a job."""
-    folder = custom_checkpoints / "model"
-    retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", trust_remote_code=True).save_pretrained(folder)
+    folder = checkpoints / "model"
+    retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True).save_pretrained(folder)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     for file in folder.glob("*.py"):
         file.write_text("raise RuntimeError('run')")
@@ -79,19 +77,19 @@ def test_code_runs_only_where_it_may(custom_checkpoints, monkeypatch):
         AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
 
 
-def test_saving_a_loaded_model_does_not_ask(custom_checkpoints, monkeypatch):
+def test_saving_a_loaded_model_does_not_ask(checkpoints, monkeypatch):
     """A prompt in the middle of a job, from the model card, which builds the model once more; a card without figures."""
-    retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", trust_remote_code=True).save_pretrained(
-        custom_checkpoints / "model"
+    retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True).save_pretrained(
+        checkpoints / "model"
     )
-    loaded = AutoModelForImageTextToText.from_pretrained(custom_checkpoints / "model", trust_remote_code=True)
+    loaded = AutoModelForImageTextToText.from_pretrained(checkpoints / "model", trust_remote_code=True)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    loaded.save_pretrained(custom_checkpoints / "again")
-    assert "custom_decoder, 14,784 parameters" in (custom_checkpoints / "again" / "README.md").read_text()
+    loaded.save_pretrained(checkpoints / "again")
+    assert "custom_decoder, 14,784 parameters" in (checkpoints / "again" / "README.md").read_text()
     assert type(loaded.config.text_config) not in CONFIG_MAPPING.values()
-    loaded.save_pretrained(custom_checkpoints / "adapter", adapter_only=True)
+    loaded.save_pretrained(checkpoints / "adapter", adapter_only=True)
     with pytest.raises(ValueError, match="'custom_decoder' part.*`trust_remote_code=True`"):
-        AutoModelForImageTextToText.from_pretrained(custom_checkpoints / "again")
+        AutoModelForImageTextToText.from_pretrained(checkpoints / "again")
 
 
 def saved_by_commands(folder):
@@ -112,9 +110,9 @@ def saved_by_commands(folder):
 
 
 @pytest.mark.slow
-def test_commands_run_code_only_where_they_may(custom_checkpoints, monkeypatch, capsys):
+def test_commands_run_code_only_where_they_may(checkpoints, monkeypatch, capsys):
     """A command that cannot load a model with custom code, runs the code unasked, or waits at a prompt."""
-    folder = saved_by_commands(custom_checkpoints)
+    folder = saved_by_commands(checkpoints)
     model, picture = folder / "seeing", folder / "picture.png"
     commands = [
         ["retrofit", folder / "own", "--vision", folder / "tower", "--every", "1", "--output", model],
@@ -160,16 +158,16 @@ def test_commands_that_load_a_model_have_the_option(capsys):
         assert "--trust-remote-code" in capsys.readouterr().out, name
 
 
-def test_configuration_without_its_code(custom_checkpoints):
+def test_configuration_without_its_code(checkpoints):
     """A configuration that loses what it does not understand."""
-    folder = custom_checkpoints / "model"
-    made = retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", trust_remote_code=True)
+    folder = checkpoints / "model"
+    made = retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True)
     made.save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     assert isinstance(config.text_config, UnreadConfig) and isinstance(config.vision_config, UnreadConfig)
     assert "custom_decoder" in repr(config)
-    config.save_pretrained(custom_checkpoints / "config")
-    again = XAttnConfig.from_pretrained(custom_checkpoints / "config")
+    config.save_pretrained(checkpoints / "config")
+    again = XAttnConfig.from_pretrained(checkpoints / "config")
     assert again.text_config.to_dict() == config.text_config.to_dict()
     assert again.cross_attention_config.hidden_size == 32
     with pytest.raises(ValueError, match="`image_visibility` must be one of"):
@@ -178,9 +176,9 @@ def test_configuration_without_its_code(custom_checkpoints):
         AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True, cross_attention_layers=[9])
 
 
-def test_registered_classes_need_no_code(custom_checkpoints, registered_decoder):
+def test_registered_classes_need_no_code(checkpoints, registered_decoder):
     """A session that has its own classes for a checkpoint, asked for the code beside it."""
-    folder = custom_checkpoints / "model"
+    folder = checkpoints / "model"
     retrofit(CustomDecoderForCausalLM(CustomDecoderConfig())).save_pretrained(folder)
     assert [file.name for file in folder.glob("*.py")] == ["xattn_stub.py"]
     for trust in (None, True):
@@ -201,32 +199,30 @@ class CustomLlama(LlamaForCausalLM):
 
 
 @torch.no_grad()
-def test_custom_code_of_a_known_type(custom_checkpoints):
+def test_custom_code_of_a_known_type(checkpoints):
     """Transformers' own class in place of the one that came with the checkpoint, or the other way round."""
     text = make_text()
-    save_with_code(text, custom_checkpoints / "llama", AutoModelForCausalLM="custom_llama.CustomLlama")
-    (custom_checkpoints / "llama" / "custom_llama.py").write_text(CUSTOM_LLAMA)
+    save_with_code(text, checkpoints / "llama", AutoModelForCausalLM="custom_llama.CustomLlama")
+    (checkpoints / "llama" / "custom_llama.py").write_text(CUSTOM_LLAMA)
     expected = text(token_ids()).logits
     for trust in (True, False):
-        made = retrofit(custom_checkpoints / "llama", trust_remote_code=trust)
+        made = retrofit(checkpoints / "llama", trust_remote_code=trust)
         assert torch.equal(made(token_ids()).logits, expected * (2 if trust else 1))
-        made.save_pretrained(custom_checkpoints / f"model-{trust}")
-        loaded = AutoModelForImageTextToText.from_pretrained(
-            custom_checkpoints / f"model-{trust}", trust_remote_code=True
-        )
+        made.save_pretrained(checkpoints / f"model-{trust}")
+        loaded = AutoModelForImageTextToText.from_pretrained(checkpoints / f"model-{trust}", trust_remote_code=True)
         assert torch.equal(loaded(token_ids()).logits, expected * (2 if trust else 1))
 
 
-def test_code_of_one_name(custom_checkpoints):
+def test_code_of_one_name(checkpoints):
     """The code of one part written over that of the other."""
-    shutil.move(custom_checkpoints / "vision" / "custom_tower.py", custom_checkpoints / "vision" / "custom_decoder.py")
-    config = json.loads((custom_checkpoints / "vision" / "config.json").read_text())
+    shutil.move(checkpoints / "vision" / "custom_tower.py", checkpoints / "vision" / "custom_decoder.py")
+    config = json.loads((checkpoints / "vision" / "config.json").read_text())
     config["auto_map"] = {
         name: ref.replace("custom_tower", "custom_decoder") for name, ref in config["auto_map"].items()
     }
-    (custom_checkpoints / "vision" / "config.json").write_text(json.dumps(config))
-    made = retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", trust_remote_code=True)
+    (checkpoints / "vision" / "config.json").write_text(json.dumps(config))
+    made = retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True)
     with pytest.raises(ValueError, match="file of the name custom_decoder.py"):
-        made.save_pretrained(custom_checkpoints / "model")
-    make_model().save_pretrained(custom_checkpoints / "native")
-    assert [file.name for file in (custom_checkpoints / "native").glob("*.py")] == ["xattn_stub.py"]
+        made.save_pretrained(checkpoints / "model")
+    make_model().save_pretrained(checkpoints / "native")
+    assert [file.name for file in (checkpoints / "native").glob("*.py")] == ["xattn_stub.py"]

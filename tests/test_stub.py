@@ -323,12 +323,10 @@ def test_files_of_others_are_kept(tmp_path):
 
 
 @torch.no_grad()
-def test_with_custom_code(custom_checkpoints):
+def test_with_custom_code(checkpoints):
     """A decoder and a tower whose code stands beside that of this package."""
-    made = randomize(
-        retrofit(custom_checkpoints / "text", custom_checkpoints / "vision", every=2, trust_remote_code=True)
-    ).eval()
-    made.save_pretrained(custom_checkpoints / "model", with_code=True)
+    made = randomize(retrofit(checkpoints / "text", checkpoints / "vision", every=2, trust_remote_code=True)).eval()
+    made.save_pretrained(checkpoints / "model", with_code=True)
     script = """
         import sys, torch
         from transformers import AutoModelForImageTextToText
@@ -342,13 +340,9 @@ def test_with_custom_code(custom_checkpoints):
     """
     given = {"ids": token_ids(), "pixels": pixels()}
     given["logits"] = made(given["ids"], pixel_values=given["pixels"]).logits
-    torch.save(given, custom_checkpoints / "given.pt")
+    torch.save(given, checkpoints / "given.pt")
     for hidden in (True, False):
-        check(
-            run(
-                script, custom_checkpoints, custom_checkpoints / "model", custom_checkpoints / "given.pt", hidden=hidden
-            )
-        )
+        check(run(script, checkpoints, checkpoints / "model", checkpoints / "given.pt", hidden=hidden))
 
 
 def test_uploads_hold_the_stub(tmp_path):
