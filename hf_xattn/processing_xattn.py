@@ -25,7 +25,7 @@ from .utils.keywords import refuse_unknown
 from .utils.stub import NamesItsStub, own_code, references, write_stub
 from .utils.tensor_checks import type_name
 from .utils.transformers_api import has, needs
-from .utils.whole_folder import WholeFolder, finish_interrupted
+from .utils.whole_folder import WholeFolder, refuse_unfinished
 
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
@@ -89,12 +89,12 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
-        """`ProcessorMixin.from_pretrained`. Finishes a save into the folder that was interrupted.
+        """`ProcessorMixin.from_pretrained`. Refuses a folder in which a save was cut off.
 
         A model that was saved with `adapter_only=True`, without a processor, gets one of its bases' tokenizer and image processor.
         """
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
-            finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+            refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
             if (parts := parts_of_bases(pretrained_model_name_or_path, kwargs)) is not None:
                 return cls(**parts)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

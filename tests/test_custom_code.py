@@ -117,8 +117,6 @@ def test_commands_run_code_only_where_they_may(checkpoints, monkeypatch, capsys)
     commands = [
         ["retrofit", folder / "own", "--vision", folder / "tower", "--every", "1", "--output", model],
         ["inspect", model],
-        ["inspect", model, "--training"],
-        ["inspect", folder / "own", "--training", "--vision", folder / "tower"],
         ["check", model, "--base", folder / "own", "--skip", "cache-static"],
         ["generate", model, "--prompt", "a dog", "--image", picture, "--max-new-tokens", "2"],
         ["chat", model, "--image", picture, "--max-new-tokens", "2"],

@@ -1,10 +1,10 @@
-"""Processes that are killed while they write: what they leave is the complete old state or the complete new one."""
+"""Processes that are killed while they write: what they leave is the old state, the new one, or a folder that is refused."""
 
 import os
 
 import pytest
 import torch
-from killed_saves import at_moments, copy_to, run_until
+from killed_saves import at_moments
 from safetensors import safe_open
 from saved_models import make_base, make_vision, same_model
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
@@ -15,42 +15,44 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from hf_xattn import retrofit
 from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
 from hf_xattn.commands.main import main
-from hf_xattn.utils.whole_folder import finish_interrupted
+from hf_xattn.utils.whole_folder import HIDDEN, MARKER, refuse_unfinished
 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, which only POSIX has")
 slow = pytest.mark.slow
 FOREIGN = ("tokenizer.json", "notes/mine.txt", "checkpoint-3/model.safetensors")
-HIDDEN = ".hf_xattn-"
+REFUSED = "refused"
 
 
 def files_of(path):
-    """What a folder or a file holds, after whatever the next load does before it reads. None if there is no such path."""
+    """What a folder or a file holds, `REFUSED` where no load takes it, or None if there is no such path."""
     if not path.exists():
         return None
     if path.is_file():  # the order of its metadata is random
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()} | file.metadata()
-    finish_interrupted(path)
+    if (path / MARKER).exists():
+        with pytest.raises(ValueError, match="was cut off"):
+            refuse_unfinished(path)
+        return REFUSED
+    refuse_unfinished(path)
     files = (each for each in path.rglob("*") if each.is_file() and not any(HIDDEN in part for part in each.parts))
     return {str(each.relative_to(path)): each.read_bytes() for each in files}
 
 
 def check_moments(before, work, name, action, new, at_most):
-    """Kills `action` at moments, and runs it again after some kills. What it leaves is the old state or the new one."""
-    old, states, waiting = files_of(before / name), [], 0
+    """Kills `action` at moments, and runs it again after some kills. Returns the states in which the kills left a path."""
+    old, states = files_of(before / name), []
     for index, moment in enumerate(at_moments(before, work, action, at_most)):
-        if list(work.rglob(f"{HIDDEN}save-*/journal.json")) and not waiting:
-            waiting = moment
         states.append(files_of(work / name))
-        assert states[-1] in (old, new), f"{name} is neither old nor new after a kill at moment {moment}"
+        assert states[-1] in (old, new, REFUSED), f"{name} is neither old nor new after a kill at moment {moment}"
         if index % 4 == 3 and (states[-1] == old or name != "made"):  # commands refuse a folder that is complete
             action()
             assert files_of(work / name) == new
-            assert not [path for path in work.rglob("*") if HIDDEN in path.name]
+            assert not list(work.rglob(f"{HIDDEN}*/*"))
     assert files_of(work / name) == new and states[0] == old
-    assert states == sorted(states, key=lambda state: state == new)  # once new, always new
-    return waiting
+    assert states == sorted(states, key=[old, REFUSED, new].index)  # once new, always new
+    return states
 
 
 # --- a save over another one
@@ -110,30 +112,21 @@ def test_save_pretrained(way, at_most, models, tmp_path):
     same_model(models[1], AutoModelForImageTextToText.from_pretrained(work / "model"))
 
 
-def test_loading_finishes_a_save(models, tmp_path):
-    """A folder that the next load finds in the middle: the configuration of one model with the weights of another."""
+def test_a_save_that_was_cut_off_is_refused(models, tmp_path):
+    """A folder that a load finds in the middle: the configuration of one model with the weights of another."""
     before, work = tmp_path / "before", tmp_path / "work"
     whole(models[0], before / "model")
-
-    def save():
-        models[1].save_pretrained(work / "model", max_shard_size="150KB")
-
-    copy_to(before, work)
-    moment = run_until(work, 0, save)
-    for load in (
-        lambda: same_model(models[1], AutoModelForImageTextToText.from_pretrained(work / "model")),
-        lambda: main(["export", str(work / "model"), "--output", str(tmp_path / "no")]),
-    ):
-        while True:
-            copy_to(before, work)
-            run_until(work, moment, save)
-            waits = list((work / "model").glob(f"{HIDDEN}save-*/journal.json"))
-            if waits and (work / "model" / "model.safetensors").exists():
-                break  # the configuration alone has its place
-            moment -= 1
-        assert not list((work / "model").glob("model-*"))
-        load()
-        assert list((work / "model").glob("model-*")) and not list((work / "model").glob(f"{HIDDEN}*"))
+    refused = 0
+    for _ in at_moments(before, work, lambda: whole(models[1], work / "model"), 20):
+        if not (work / "model" / MARKER).exists():
+            continue
+        refused += 1
+        with pytest.raises(ValueError, match=rf"A save into {work / 'model'} was cut off .*Save again into it"):
+            AutoModelForImageTextToText.from_pretrained(work / "model")
+        assert main(["export", str(work / "model"), "--output", str(tmp_path / "no")]) == 2
+    assert refused > 2
+    whole(models[1], work / "model")
+    same_model(models[1], AutoModelForImageTextToText.from_pretrained(work / "model"))
 
 
 # --- commands, processors and files

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_models import TEXT_CONFIGS, VOCAB_SIZE, make_model, make_text, pixels, randomize, token_ids, vision_config
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
 
@@ -425,3 +426,14 @@ def test_construction_from_configuration():
     randomize(model)
     assert not torch.equal(model(ids, pixel_values=pixels()).logits, model(ids).logits)
     assert isinstance(XAttnModel(config), XAttnModel)
+
+
+def test_tensors_without_values():
+    """Checks that read values of fake tensors, on which torch's own tools trace a model (`FakeTensorMode`)."""
+    model = make_model(image_token_id=MARKER, image_visibility="latest").train()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(2, 9, dtype=torch.long)
+        outputs = model(
+            ids, pixel_values=torch.zeros(2, 1, 3, 32, 32), labels=ids, use_cache=False, logits_to_keep=ids[0]
+        )
+    assert outputs.logits.shape == (2, 9, VOCAB_SIZE) and outputs.loss.shape == ()

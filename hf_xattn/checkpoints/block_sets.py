@@ -32,7 +32,7 @@ from ..utils.config_checks import check_choice
 from ..utils.keywords import refuse_unknown
 from ..utils.paths import check_path, check_source
 from ..utils.quantized_weights import first_quantized, shape_before
-from ..utils.whole_folder import finish_interrupted
+from ..utils.whole_folder import refuse_unfinished
 from .adapters import Adapter, digest_of_shapes, fingerprint, shapes_of, weights_of, without_ties
 from .bases import CONFIG_KEYWORDS, base_of, load_vision
 from .peft_layers import refuse_adapter_layers
@@ -123,7 +123,7 @@ class XAttnSetsMixin:
             raise ValueError(f"Expected `name` to be new, got {name!r}. The model has {self.cross_attention_names}.")
         refuse_unknown(self.load_cross_attention, load_kwargs, frozenset(CONFIG_KEYWORDS))
         refuse_adapter_layers(self.text_model, "`load_cross_attention` cannot add blocks to", WITHOUT_ADAPTER)
-        finish_interrupted(Path(folder, load_kwargs.get("subfolder") or ""))
+        refuse_unfinished(Path(folder, load_kwargs.get("subfolder") or ""))
         adapter = Adapter.find(folder, load_kwargs)
         if adapter is None:
             raise ValueError(f"Expected `folder` to be saved with `adapter_only=True`, got {folder}, which is not.")

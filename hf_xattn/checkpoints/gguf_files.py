@@ -10,7 +10,7 @@ import copy
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -19,8 +19,10 @@ from transformers.utils.import_utils import is_gguf_available
 
 from ..utils.config_sizes import check_against_weights, check_fields
 from ..utils.tensor_checks import type_name
-from .gguf_head import read_gguf_head
 
+
+if TYPE_CHECKING:
+    from .gguf_reader import GgufHead
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -77,7 +79,7 @@ def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Pat
         name, source, load_kwargs: from [`split_gguf`], with `gguf_file`.
 
     Raises:
-        ImportError: if transformers needs the package `gguf` for this file.
+        ImportError: without the package `gguf`.
         OSError: if the Hub does not have it.
         ValueError: if there is no such file, or no whole GGUF file.
     """
@@ -103,27 +105,34 @@ def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Pat
 
 def check_gguf_file(name: str, path: Path) -> None:
     """Looks at the head of a GGUF file. Errors are those of [`gguf_path`]."""
-    from transformers.integrations.gguf import is_gguf_arch_supported, read_gguf_metadata
-
     with open(path, "rb") as file:
         start = file.read(len(MAGIC))
     if start != MAGIC:
         raise ValueError(
             f"Expected `{name}` to be a GGUF file, got {str(path)!r}, which starts with {start!r} instead of {MAGIC!r}."
         )
+    if not is_gguf_available():
+        raise ImportError(f"`{name}` ({path}) is a GGUF file, which is read with the package gguf: pip install gguf")
     try:
-        read_gguf_head(path)
-        metadata, _ = read_gguf_metadata(str(path))
-    except Exception as error:  # whatever the reader stumbles over
+        head = _head_of(path)
+    except Exception as error:  # whatever the library's reader stumbles over
         raise ValueError(f"`{name}` ({path}) cannot be read: {error}. {CUT_OFF}") from error
-    if (parts := metadata.get("split.count", 1)) > 1:
+    if head.parts > 1:
         raise ValueError(
-            f"`{name}` ({path}) is one of {parts} parts of a model. Put them together: `llama-gguf-split --merge`."
+            f"`{name}` ({path}) is one of {head.parts} parts of a model. Put them together: `llama-gguf-split --merge`."
         )
-    if not is_gguf_arch_supported(metadata["general.architecture"]) and not is_gguf_available():
-        raise ImportError(
-            f"`{name}` ({path}) is a GGUF file, and transformers reads it with the package gguf: pip install gguf"
-        )
+
+
+def _head_of(path: Path) -> GgufHead:
+    facts = path.stat()
+    return _read_head(path.absolute(), facts.st_size, facts.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_head(path: Path, size: int, time: int) -> GgufHead:
+    from .gguf_reader import read_gguf_head  # imports the package gguf
+
+    return read_gguf_head(path)
 
 
 def gguf_config(name: str, path: Path) -> PreTrainedConfig:
@@ -194,8 +203,7 @@ def _check_size(config: PreTrainedConfig, path: Path, what: str) -> None:
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except Exception:  # loading it says why
         return
-    _, tensors = read_gguf_head(path)
-    check_against_weights(model, tensors, False, what)
+    check_against_weights(model, _head_of(path).tensors, False, what)
 
 
 def gguf_file_of(model: PreTrainedModel) -> str | None:

@@ -30,7 +30,7 @@ from ..utils.checkpoint_files import (
 from ..utils.config_sizes import check_against_weights, check_fields, check_layer_count, is_quantized
 from ..utils.missing_weights import incomplete
 from ..utils.transformers_api import has, needs
-from ..utils.whole_folder import finish_interrupted
+from ..utils.whole_folder import refuse_unfinished
 from .adapter_manifest import MANIFEST
 from .saved_names import pieces_missing
 
@@ -78,7 +78,7 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
-    """Checks a checkpoint in a folder, after a save into it that was interrupted is finished.
+    """Checks a checkpoint in a folder.
 
     None for a Hub id, whose files `check_shapes` checks when they are fetched.
 
@@ -87,11 +87,12 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
         load_kwargs (`dict`): the caller's `subfolder`, `variant`, `gguf_file` and `state_dict` count.
 
     Raises:
-        ValueError: as [`check_config_file`], and for weights that are no whole safetensors files in the folder.
+        ValueError: as [`check_config_file`], for weights that are no whole safetensors files in the folder, and for a
+            folder in which a save was cut off.
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return None
-    finish_interrupted(Path(source, load_kwargs.get("subfolder") or ""))
+    refuse_unfinished(Path(source, load_kwargs.get("subfolder") or ""))
     fields = check_config_file(source, load_kwargs)
     if load_kwargs.get("state_dict") is not None or load_kwargs.get("gguf_file") is not None:
         return CheckedFolder(fields, {})

@@ -11,7 +11,7 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 from ..utils.checkpoint_files import PICKLED, check_inside, read_headers, read_json, refuse_pickled, short
 from ..utils.custom_code import HUB_ARGUMENTS
 from ..utils.transformers_api import has, needs
-from ..utils.whole_folder import finish_interrupted
+from ..utils.whole_folder import refuse_unfinished
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -79,21 +79,21 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
 
 
 def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
-    """Checks an adapter before layers are added to a model. Finishes a save into its folder that was interrupted.
+    """Checks an adapter before layers are added to a model.
 
     Args:
         name: its folder or Hub id; anything else passes.
         hub (`dict`): where its files are, as for `PeftFolder`.
 
     Raises:
-        ValueError: for pickled weights, for a file that is not whole or leads out of the folder, for a rank that no weight has, and for
-            whole modules that the installed transformers would not load.
+        ValueError: for a folder in which a save was cut off, pickled weights, a file that is not whole or leads out of
+            the folder, a rank that no weight has, and whole modules that the installed transformers would not load.
     """
     if not isinstance(name, (str, os.PathLike)):
         return
     folder = Path(name) / (hub.get("subfolder") or "")
     if os.path.isdir(name):
-        finish_interrupted(folder)
+        refuse_unfinished(folder)
     if not has("modules_to_save") and (file := find_adapter_config_file(os.fspath(name), **hub)) is not None:
         fields = read_json(Path(file))
         for field in ("modules_to_save", "trainable_token_indices"):

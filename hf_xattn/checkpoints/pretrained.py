@@ -27,7 +27,7 @@ from ..utils.missing_weights import NotesWhatIsMissing, check_class, check_compl
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import has, needs
-from ..utils.whole_folder import finish_interrupted
+from ..utils.whole_folder import refuse_unfinished
 from .adapters import Adapter
 from .loading_checks import check_folder, check_shapes, refuse_other_files, refuse_pickles
 from .own_parts import warn_of_own_parts
@@ -154,14 +154,14 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
 
         Raises:
             TypeError: for an `allow_missing_weights` that is no bool.
-            ValueError: for such a folder that is half written or damaged, or whose base is gone or of another shape. For any folder with a
+            ValueError: for a folder in which a save was cut off. For such a folder that is damaged, or whose base is gone or of another shape. For any folder with a
                 configuration that no model has, with files that are not whole, lie elsewhere or are pickled, or with weights missing
                 (see `checkpoints/loading_checks.py`, `utils/missing_weights.py`). For one that another class than those of this package has saved, unless it is this class.
         """
         _refuse_splitting_of_old(kwargs)
         check_flags(allow_missing_weights=allow_missing_weights)
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
-            finish_interrupted(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+            refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         refuse_pickles(kwargs)
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):

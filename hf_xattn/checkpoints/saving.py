@@ -283,7 +283,7 @@ class XAttnSavingMixin(Model):
 
     def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> Any:
         """Called at the end of `save_pretrained`. Behind it, the other processes may load what was saved."""
-        if (whole := _save.get().whole) is not None and whole.is_open:
+        if (whole := _save.get().whole) is not None and whole.fresh.is_dir():
             self._write_card(whole.fresh)
             whole.commit()
         waiting: Any = super()

@@ -111,11 +111,8 @@ def load_processor(name: str, **hub: Any) -> Any:
         return (AutoTokenizer if only_text else AutoProcessor).from_pretrained(name, **hub)
 
 
-def load_shapes(name: str, dtype: str = "auto", **hub: Any) -> XAttnForConditionalGeneration:
+def load_shapes(name: str, **hub: Any) -> XAttnForConditionalGeneration:
     """Builds a saved model on the meta device. Reads only the configuration.
-
-    Args:
-        dtype (`str`): one of `DTYPES`.
 
     Raises:
         ValueError: for a model without blocks.
@@ -128,47 +125,7 @@ def load_shapes(name: str, dtype: str = "auto", **hub: Any) -> XAttnForCondition
     from ..utils.custom_code import trusting
 
     with trusting(name, hub), torch.device("meta"):
-        config = XAttnConfig.from_pretrained(name)
-        return XAttnForConditionalGeneration._from_config(config, **_given_dtype(dtype))
-
-
-def plan_shapes(
-    text: str, vision: str | None, *, every: int, layers: list[int] | None, dtype: str = "auto", **hub: Any
-) -> XAttnForConditionalGeneration:
-    """Builds on the meta device what `retrofit` would make of two checkpoints. Reads only their configurations.
-
-    Args:
-        text, vision, every, layers: as the options of `hf-xattn retrofit`.
-        dtype (`str`): one of `DTYPES`.
-
-    Raises:
-        ValueError: for what `retrofit` refuses.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from ..checkpoints.bases import text_config_of, vision_config_of
-    from ..checkpoints.gguf_files import split_gguf
-    from ..images.vision import build_tower
-    from ..retrofit import retrofit
-    from ..utils.custom_code import trusting
-
-    text_config = text_config_of(*split_gguf("text", text, hub), reads_weights=False)
-    vision_config = None if vision is None else vision_config_of(vision, hub, reads_weights=False)
-    with trusting(vision, hub), torch.device("meta"):
-        text_model = AutoModelForCausalLM.from_config(text_config, **_given_dtype(dtype), **hub)
-        tower = None if vision_config is None else build_tower(vision_config).to(text_model.dtype)
-        model = retrofit(text_model, tower, every=every, cross_attention_layers=layers)
-    if model.model.connector is not None:
-        model.model.connector.to(text_model.dtype)  # a retrofit follows weights, but not on the meta device
-    return model
-
-
-def has_blocks(name: str, **hub: Any) -> bool:
-    """Whether a folder or a Hub id is a model with blocks. Reads only the configuration."""
-    from ..checkpoints.gguf_files import is_gguf_path
-
-    return not is_gguf_path(name) and _config_of(name, **hub).model_type == "xattn"
+        return XAttnForConditionalGeneration._from_config(XAttnConfig.from_pretrained(name))
 
 
 def _config_of(name: str, **hub: Any) -> Any:
@@ -184,29 +141,6 @@ def _config_of(name: str, **hub: Any) -> Any:
     check_source("model", name)
     with both_readings(name):
         return AutoConfig.from_pretrained(name, **hub)
-
-
-def quantization_of(name: str, **hub: Any) -> str | None:
-    """The method that the weights of a checkpoint are quantized with, or None. Reads only the configuration."""
-    from transformers import AutoConfig
-
-    from ..checkpoints.adapters import Adapter
-    from ..checkpoints.gguf_files import is_gguf_path
-
-    if is_gguf_path(name):
-        return None  # a retrofit unpacks it
-    adapter = Adapter.find(name, {})
-    saved = getattr(AutoConfig.from_pretrained(name, **hub), "quantization_config", None)
-    if adapter is not None:
-        saved = adapter.manifest.get("quantization_config")
-    return None if saved is None else str(saved["quant_method"])
-
-
-def _given_dtype(dtype: str) -> dict[str, Any]:
-    """Keyword arguments of `from_config`."""
-    import torch
-
-    return {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
 
 
 def check_model(name: str, **hub: Any) -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands share: the device, where blocks go, how answers are generated, and where a server listens."""
+"""Options that several commands share: the device, how answers are generated, and where a server listens."""
 
 from __future__ import annotations
 
@@ -41,29 +41,6 @@ def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a n
             f"Expected `--device` to be a device of this machine ({', '.join(['auto', 'cpu', *gpus])}), got {name!r}.{built}"
         )
     return name
-
-
-def add_blocks(parser: argparse._ActionsContainer) -> None:
-    """Adds the options of a retrofit: the vision tower, and the layers that get a block."""
-    parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
-    parser.add_argument(
-        "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
-    )
-    parser.add_argument(
-        "--cross-attention-layers",
-        "--layers",
-        dest="layers",
-        type=_integers,
-        metavar="I,J,...",
-        help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
-    )
-
-
-def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
 
 
 def add_answers(parser: argparse.ArgumentParser) -> None:

@@ -18,10 +18,9 @@ def new_folder(folder: Path) -> Path:
     Raises:
         ValueError: if `folder` is a file or a folder that is not empty.
     """
-    from ..utils.whole_folder import clear_interrupted
+    from ..utils.paths import is_free
 
-    clear_interrupted(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_free(folder):
         raise ValueError(f"`--output` ({folder}) must be new or empty, but it exists and is not an empty folder.")
     return folder
 

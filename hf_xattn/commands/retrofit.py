@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from .loading import DTYPES
-from .options import add_blocks, add_trust, hub_options
+from .options import add_trust, hub_options
 from .output import new_folder, print_report, read_processor
 
 
@@ -16,7 +16,18 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "text", metavar="TEXT", help="text-only causal language model: a folder, a GGUF file or a Hub id"
     )
-    add_blocks(parser)
+    parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
+    parser.add_argument(
+        "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
+    )
+    parser.add_argument(
+        "--cross-attention-layers",
+        "--layers",
+        dest="layers",
+        type=_integers,
+        metavar="I,J,...",
+        help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     parser.add_argument("--gguf-file", metavar="NAME", help="name of a GGUF file in the folder or repository TEXT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
@@ -73,3 +84,10 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"Next, to see: hf-xattn retrofit {shlex.quote(arguments.text)} --vision V --output DIR")
     else:
         print(f"Next: hf-xattn train {shlex.quote(str(output))} --data PICTURES --output TRAINED")
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from ..utils.checkpoint_files import INDEX, Stored, check_inside, read_index, refuse_pickled, short
 from ..utils.checkpoint_files import read_headers as checked_headers
-from ..utils.paths import check_path
+from ..utils.paths import check_path, is_free
 from ..utils.stub import is_own_file
-from ..utils.whole_folder import clear_interrupted, finish_interrupted
+from ..utils.whole_folder import refuse_unfinished
 
 
 # Files that are written anew (weights, index, configuration), and files that are not needed.
@@ -32,7 +32,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     Raises:
         ValueError: if a file is missing, truncated or outside the folder, or if a tensor is not in the file that the index names.
     """
-    finish_interrupted(folder)
+    refuse_unfinished(folder)
     where, index_file = f"`source` ({folder})", folder / INDEX
     index: dict[str, str] = {}
     try:
@@ -84,11 +84,10 @@ class FolderTensors(Mapping[str, torch.Tensor]):
 
 
 def check_folder(output: str | Path) -> None:
-    """Raises a `ValueError` if `output` is a file, a folder that is not empty, or has no parent folder. Removes what a killed process left."""
+    """Raises a `ValueError` if `output` is a file, a folder that is not empty, or has no parent folder."""
     check_path("output", output)
     output = Path(output)
-    clear_interrupted(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if not is_free(output):
         raise ValueError(f"`output` ({output}) exists and is not an empty folder.")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"`output` ({output}): its parent folder does not exist.")

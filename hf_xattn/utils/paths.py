@@ -11,12 +11,18 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from .tensor_checks import type_name
+from .whole_folder import HIDDEN
 
 
 def check_path(name: str, path: Any) -> None:
     """Raises a `TypeError` if `path` is not a path."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"Expected `{name}` to be a path, got {type_name(path)}.")
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a folder is new, or empty but for what a killed process has left before it changed anything."""
+    return not folder.exists() or (folder.is_dir() and all(path.name.startswith(HIDDEN) for path in folder.iterdir()))
 
 
 def check_source(name: str, source: str | Path, kinds: str = "a folder or a Hub id") -> None:

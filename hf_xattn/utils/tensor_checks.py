@@ -24,7 +24,7 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and no values, as where the memory of a run is estimated."""
+    """Whether a tensor has a shape and no values (`FakeTensorMode`)."""
     return isinstance(tensor, FakeTensor)
 
 
