@@ -67,7 +67,7 @@ def test_adapter_only(model, uploaded):
     model, cache = model
     model.push_to_hub("somebody/added", adapter_only=True, with_code=True)
     files = {path.name for path in uploaded.iterdir()}
-    assert {"cross_attention.json", "cross_attention.safetensors", "config.json", "xattn_stub.py", "block.py"} <= files
+    assert {"cross_attention.json", "cross_attention.safetensors", "config.json", "xattn_stub.py", "xattn_code.py"} <= files
     assert not any(name.startswith("model") and name.endswith(".safetensors") for name in files)
     assert "## What was added" in (uploaded / "README.md").read_text()
     loaded = AutoModelForImageTextToText.from_pretrained(uploaded, cache_dir=cache)
@@ -103,7 +103,7 @@ def test_whole(uploaded):
     """An argument of this package that transformers drops on the way."""
     model = make_model()
     model.push_to_hub("somebody/whole", with_code=True)
-    assert (uploaded / "block.py").is_file()
+    assert (uploaded / "xattn_code.py").is_file()
     assert torch.equal(logits_of(AutoModelForImageTextToText.from_pretrained(uploaded)), logits_of(model))
 
 
