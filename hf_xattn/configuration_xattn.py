@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from .utils.block_places import check_layers, every_nth_layer
+from .utils.architectures import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 from .utils.config_checks import (
     CheckedConfig,
     check_activation,
     check_bool_fields,
     check_choice,
     check_count,
+    check_layers,
     check_names,
     check_number,
     check_parts,
@@ -25,11 +26,11 @@ from .utils.config_checks import (
     check_probability,
     check_token_id,
     config_of_fields,
+    every_nth_layer,
     refuse_unknown_fields,
 )
 from .utils.config_sizes import MAX_VOCABULARY
 from .utils.custom_code import UnreadConfig, read_config
-from .utils.sizes import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 from .utils.transformers_api import SubConfigSpec
 
 

@@ -20,10 +20,9 @@ from .configuration_xattn import (
 )
 from .decoders.text_half import text_half
 from .modeling_xattn import XAttnForConditionalGeneration
-from .utils.block_places import every_nth_layer
-from .utils.config_checks import check_parts
+from .utils.architectures import text_num_hidden_layers, vision_hidden_size
+from .utils.config_checks import check_parts, every_nth_layer
 from .utils.keywords import ELSEWHERE
-from .utils.sizes import text_num_hidden_layers, vision_hidden_size
 
 
 logger = logging.get_logger(__name__)

@@ -22,7 +22,7 @@ from hf_xattn import VisionFeatures, XAttnDataCollator, XAttnProcessor, freeze
 from hf_xattn.commands.main import main
 from hf_xattn.training.training_data import pictures_by_content, read_folder
 from hf_xattn.training.vision_features import SHARDS
-from hf_xattn.utils.file_digests import sha256_of
+from hf_xattn.utils.checkpoint_files import sha256_of
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from hf_xattn import VisionFeatures
 from hf_xattn.processing.image_limits import LIMITS
 from hf_xattn.processing.image_reading import frames_to_read, read_frames
 from hf_xattn.training.vision_features import SHARDS
-from hf_xattn.utils.file_digests import sha256_of
+from hf_xattn.utils.checkpoint_files import sha256_of
 
 
 def shards(digest, tensors, metadata):

@@ -18,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..utils.checkpoint_files import Stored, read_headers, short
+from ..utils.checkpoint_files import Stored, check_path, read_headers, short
 from ..utils.distributed import is_split
-from ..utils.paths import check_path
 from ..utils.tensor_checks import check_integers, type_name
 from ..utils.whole_folder import whole_file
 from .cross_cache import CrossCache

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from ..decoders.quantization import check_requantizable, quantization_of_text
-from ..utils.file_digests import sha256_of
+from ..utils.checkpoint_files import sha256_of
 from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
 from ..utils.whole_folder import WholeFolder
 from ..version import __version__

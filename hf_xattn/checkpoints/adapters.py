@@ -29,8 +29,7 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from ..configuration_xattn import XAttnConfig
-from ..utils.checkpoint_files import SHARDS, check_inside, read_headers, short
-from ..utils.file_digests import sha256_of
+from ..utils.checkpoint_files import SHARDS, check_inside, read_headers, sha256_of, short
 from ..utils.quantized_weights import plain_tensors
 from .adapter_manifest import MANIFEST, read_manifest
 from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, load_text, load_vision, named_base

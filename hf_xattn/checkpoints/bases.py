@@ -21,14 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..decoders.insertion import check_kind
 from ..decoders.text_half import composite_class, is_composite, text_half, text_half_config
 from ..images.tower import check_tower_class, check_tower_config
-from ..utils.architectures import architecture
-from ..utils.checkpoint_files import refuse_pickled
+from ..utils.architectures import TILED_VISION_TYPES, architecture
+from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
 from ..utils.config_sizes import check_against_weights, is_quantized
-from ..utils.first_values import ValuesComeLater
+from ..utils.first_values import ValuesComeLater, incomplete
 from ..utils.keywords import refuse_unknown
-from ..utils.missing_weights import incomplete
-from ..utils.paths import both_readings, check_source
-from ..utils.sizes import TILED_VISION_TYPES
 from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import resolve_revision
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf

@@ -28,9 +28,9 @@ from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..images.connector import XAttnConnector, new_connector
 from ..layers.block import GatedCrossAttentionBlock
+from ..utils.checkpoint_files import check_path, check_source
 from ..utils.config_checks import check_choice
 from ..utils.keywords import refuse_unknown
-from ..utils.paths import check_path, check_source
 from ..utils.quantized_weights import first_quantized, shape_before
 from ..utils.whole_folder import refuse_unfinished
 from .adapters import Adapter, digest_of_shapes, fingerprint, shapes_of, weights_of, without_ties

@@ -28,7 +28,7 @@ from ..utils.checkpoint_files import (
     weight_files,
 )
 from ..utils.config_sizes import check_against_weights, check_fields, check_layer_count, is_quantized
-from ..utils.missing_weights import incomplete
+from ..utils.first_values import incomplete
 from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
 from .adapter_manifest import MANIFEST

@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers.utils import logging
 
 from ..configuration_xattn import XAttnConfig
-from ..utils.paths import check_path
+from ..utils.checkpoint_files import check_path
 from ..utils.tensor_checks import type_name
 from ..utils.whole_folder import whole_file
 from ..version import HOW_TO_INSTALL

@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils import logging
 
-from ..decoders.block_stack import BlockStack
+from ..decoders.block_stack import BlockStack, blocks_at
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..images.connector import XAttnConnector
 from ..images.vision import is_tiled
 from ..layers.block import GatedCrossAttentionBlock
-from ..utils.block_places import blocks_at
 from ..utils.first_values import ValuesComeLater
 from .peft_layers import first_adapter_layer
 

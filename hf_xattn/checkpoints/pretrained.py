@@ -23,7 +23,7 @@ from ..learning.no_split import XAttnUnitsMixin, fsdp_plan
 from ..learning.tensor_parallel import block_plan
 from ..utils.config_checks import check_parts
 from ..utils.custom_code import HUB_ARGUMENTS, trusting
-from ..utils.missing_weights import NotesWhatIsMissing, check_class, check_complete
+from ..utils.first_values import NotesWhatIsMissing, check_class, check_complete
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import has, needs
@@ -156,7 +156,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             TypeError: for an `allow_missing_weights` that is no bool.
             ValueError: for a folder in which a save was cut off. For such a folder that is damaged, or whose base is gone or of another shape. For any folder with a
                 configuration that no model has, with files that are not whole, lie elsewhere or are pickled, or with weights missing
-                (see `checkpoints/loading_checks.py`, `utils/missing_weights.py`). For one that another class than those of this package has saved, unless it is this class.
+                (see `checkpoints/loading_checks.py`, `utils/first_values.py`). For one that another class than those of this package has saved, unless it is this class.
         """
         _refuse_splitting_of_old(kwargs)
         check_flags(allow_missing_weights=allow_missing_weights)

@@ -49,7 +49,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     device_of(arguments.device)
     from ..checkpoints.peft_bases import find_peft
-    from ..utils.paths import check_source
+    from ..utils.checkpoint_files import check_source
 
     check_source("model", arguments.model)
 

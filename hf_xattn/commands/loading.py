@@ -136,7 +136,7 @@ def _config_of(name: str, **hub: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    from ..utils.paths import both_readings, check_source
+    from ..utils.checkpoint_files import both_readings, check_source
 
     check_source("model", name)
     with both_readings(name):

@@ -18,7 +18,7 @@ def new_folder(folder: Path) -> Path:
     Raises:
         ValueError: if `folder` is a file or a folder that is not empty.
     """
-    from ..utils.paths import is_free
+    from ..utils.whole_folder import is_free
 
     if not is_free(folder):
         raise ValueError(f"`--output` ({folder}) must be new or empty, but it exists and is not an empty folder.")

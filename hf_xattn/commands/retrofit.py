@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     from ..checkpoints.gguf_files import split_gguf
     from ..checkpoints.inspection import blindness
     from ..retrofit import retrofit
-    from ..utils.sizes import text_num_hidden_layers
+    from ..utils.architectures import text_num_hidden_layers
     from ..utils.whole_folder import WholeFolder
 
     hub = hub_options(arguments)

@@ -16,8 +16,17 @@ from ..cache.cross_cache import KeyValue
 from ..configuration_xattn import XAttnConfig
 from ..layers.block import GatedCrossAttentionBlock
 from ..layers.context import CrossAttentionContext
-from ..utils.block_places import blocks_at
 from ..utils.quantized_weights import is_quantized
+
+
+def blocks_at(layers: list[int], place: int) -> list[int]:
+    """Returns the indices of the blocks in front of layer `place`, in the order in which they run.
+
+    Args:
+        layers (`list[int]`): the place of each block, as in `cross_attention_layers`.
+        place (`int`): a layer, or the number of layers for the blocks after the last one.
+    """
+    return [index for index, each in enumerate(layers) if each == place]
 
 
 class BlockStack(nn.Sequential):

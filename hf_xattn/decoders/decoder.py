@@ -19,10 +19,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 from transformers.utils import logging
 
 from ..layers.context import KEYWORD, CrossAttentionContext
-from ..utils.architectures import architecture
+from ..utils.architectures import architecture, text_num_hidden_layers
 from ..utils.keywords import LOSS, keywords_of, refuse_unknown
 from ..utils.memo import memoized
-from ..utils.sizes import text_num_hidden_layers
 from ..utils.tensor_checks import has_values
 from ..utils.transformers_api import check_recorded, is_before, needs
 from .channel import carrying

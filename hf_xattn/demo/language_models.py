@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 from ..checkpoints.bases import BaseSource, load_text, text_config_of
 from ..checkpoints.gguf_files import KINDS, gguf_path, split_gguf
-from ..utils.file_digests import sha256_of
-from ..utils.paths import check_source
+from ..utils.checkpoint_files import check_source, sha256_of
 from ..utils.transformers_api import check_tokenizer
 
 

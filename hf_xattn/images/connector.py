@@ -12,10 +12,10 @@ from transformers.activations import ACT2FN
 from transformers.modeling_utils import local_torch_dtype
 
 from ..configuration_xattn import XAttnConfig
+from ..utils.architectures import vision_hidden_size
 from ..utils.first_values import ValuesComeLater
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.quantized_weights import is_quantized
-from ..utils.sizes import vision_hidden_size
 from .perceiver import PerceiverResampler
 
 

@@ -33,7 +33,7 @@ from ..cache.image_layout import rows_to
 from ..cache.text_progress import CallersMask
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import check_image_rows
-from ..utils.sizes import vision_hidden_size
+from ..utils.architectures import vision_hidden_size
 from ..utils.tensor_checks import check_bool, check_states, check_tensor, has_values
 from .vision import Tiles, check_features, check_pixels
 

@@ -16,8 +16,8 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
+from ..utils.architectures import TILED_VISION_TYPES, vision_hidden_size
 from ..utils.custom_code import build_part
-from ..utils.sizes import TILED_VISION_TYPES, vision_hidden_size
 from ..utils.tensor_checks import check_floating, check_integers, has_values, type_name
 from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
 

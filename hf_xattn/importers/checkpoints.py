@@ -16,9 +16,8 @@ from ..checkpoints.loading_checks import check_config_file
 from ..checkpoints.model_card import write_model_card
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
-from ..utils.checkpoint_files import INTEGERS
+from ..utils.checkpoint_files import INTEGERS, check_source
 from ..utils.config_sizes import check_layer_count
-from ..utils.paths import check_source
 from ..utils.whole_folder import WholeFolder
 from . import idefics, mllama
 from .mllama_processor import write_processor

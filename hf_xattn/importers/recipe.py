@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from ..configuration_xattn import XAttnConfig
+from ..decoders.block_stack import blocks_at
 from ..decoders.insertion import BLOCKS
-from ..utils.block_places import blocks_at
 
 
 # Fields that are copied to the configuration of a Llama decoder.

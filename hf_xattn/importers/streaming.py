@@ -11,11 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..utils.checkpoint_files import INDEX, Stored, check_inside, read_index, refuse_pickled, short
+from ..utils.checkpoint_files import INDEX, Stored, check_inside, check_path, read_index, refuse_pickled, short
 from ..utils.checkpoint_files import read_headers as checked_headers
-from ..utils.paths import check_path, is_free
 from ..utils.stub import is_own_file
-from ..utils.whole_folder import refuse_unfinished
+from ..utils.whole_folder import is_free, refuse_unfinished
 
 
 # Files that are written anew (weights, index, configuration), and files that are not needed.

@@ -22,8 +22,7 @@ from transformers.activations import ACT2FN
 
 from ..cache.cross_cache import KeyValue
 from ..configuration_xattn import CrossAttentionConfig
-from ..utils.first_values import ValuesComeLater
-from ..utils.missing_weights import NotesWhatIsMissing, check_class, check_complete
+from ..utils.first_values import NotesWhatIsMissing, ValuesComeLater, check_class, check_complete
 from ..utils.projection import to_dtype_of
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags

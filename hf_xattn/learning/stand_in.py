@@ -21,8 +21,8 @@ from ..cache.image_layout import ImageLayout
 from ..decoders.insertion import BLOCKS
 from ..images.image_encoder import ImageEncoder, NewImages
 from ..images.vision import blank_image, connect, is_tiled
+from ..utils.architectures import vision_hidden_size
 from ..utils.distributed import compute_device, has_units, is_distributed
-from ..utils.sizes import vision_hidden_size
 
 
 def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:

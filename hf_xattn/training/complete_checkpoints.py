@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from transformers.utils import logging
 
-from ..utils.paths import check_path
+from ..utils.checkpoint_files import check_path
 
 
 logger = logging.get_logger(__name__)

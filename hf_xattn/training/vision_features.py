@@ -25,8 +25,7 @@ from safetensors import SafetensorError, safe_open
 from ..checkpoints.model_identity import tower_identity
 from ..processing.samples import lay_out
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
-from ..utils.file_digests import sha256_of
-from ..utils.paths import check_path
+from ..utils.checkpoint_files import check_path, sha256_of
 from ..utils.tensor_checks import type_name
 from .freezing import body_of
 

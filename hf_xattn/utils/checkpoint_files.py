@@ -10,13 +10,18 @@ source publishes. Folders of `save_pretrained(folder, adapter_only=True)` carry 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError, safe_open
+
+from .tensor_checks import type_name
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,6 +50,39 @@ class Stored(NamedTuple):
         for size in self.shape:
             count *= size
         return count
+
+
+def check_path(name: str, path: Any) -> None:
+    """Raises a `TypeError` if `path` is not a path."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"Expected `{name}` to be a path, got {type_name(path)}.")
+
+
+def check_source(name: str, source: str | Path, kinds: str = "a folder or a Hub id") -> None:
+    """Raises a `ValueError` for a local path that is not a folder. Every name that the Hub does not allow is a path.
+
+    Without this check, transformers would look for the path on the Hub and report an invalid Hub id.
+    """
+    text = str(source)
+    try:
+        validate_repo_id(text)
+        is_local = isinstance(source, Path) or Path(source).is_file()
+    except HFValidationError:
+        is_local = True
+    if is_local and not Path(source).is_dir():
+        what = "which is a file" if Path(source).is_file() else "but there is no such folder"
+        raise ValueError(f"Expected `{name}` to be {kinds}, got {text!r}, {what}.")
+
+
+@contextlib.contextmanager
+def both_readings(source: str | Path) -> Iterator[None]:
+    """Tells of a name that may be a folder or a Hub id, and can be read as neither, that there is no such folder."""
+    try:
+        yield
+    except OSError as error:
+        if os.path.isdir(source):
+            raise
+        raise OSError(f"There is no folder {str(source)!r} here, and as a Hub id it cannot be read: {error}") from error
 
 
 def check_inside(folder: Path, path: Path) -> None:
@@ -279,4 +317,10 @@ def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> No
             )
 
 
-__all__ = ["Stored", "check_inside", "check_name", "read_headers", "read_index", "read_json", "weight_files"]
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, as 64 hexadecimal digits."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

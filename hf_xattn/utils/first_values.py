@@ -1,16 +1,27 @@
-"""Making modules whose first values `_init_weights` writes.
+"""First values of weights: not drawn where they are written again, and refused where a checkpoint lacks the weight.
 
-torch's layers draw random numbers in their constructors. `_init_weights` then writes every weight of a block or connector again. The
-first numbers would be lost, and on a CPU they took more time than those that stay.
+torch's layers draw random numbers in their constructors, and `_init_weights` writes every weight of a block or connector again. On a CPU
+the lost numbers took more time than those that stay.
+
+transformers gives weights that a checkpoint lacks first values, and opens a checkpoint of any class of a model type with the one that is
+registered. Both only warn, or say nothing, and the model answers with random weights or computes something else. So the models of this
+package are loaded whole, by the class that they were saved with, or not at all.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 from torch.overrides import TorchFunctionMode
+from transformers.utils import logging
+
+from .checkpoint_files import short
 
 
+logger = logging.get_logger(__name__)
+
+NAMED = 3  # weights in a message
 # What the constructors of `nn.Linear` and `nn.Embedding` call, in `torch.nn.init` and on tensors. Norms and gates do not use them.
 FILLS = frozenset({"kaiming_uniform_", "uniform_", "normal_", "zero_"})
 
@@ -26,3 +37,79 @@ class ValuesComeLater(TorchFunctionMode):
         if getattr(function, "__name__", None) in FILLS:
             return args[0] if args else kwargs["tensor"]
         return function(*args, **kwargs)
+
+
+class Lacking(NamedTuple):
+    """What a model did not get when it was loaded.
+
+    Attributes:
+        missing (`set[str]`): names of weights of the model.
+        unexpected (`set[str]`): names of weights that the checkpoint has, and the model does not.
+    """
+
+    missing: set[str] = set()
+    unexpected: set[str] = set()
+
+
+class NotesWhatIsMissing:
+    """Part of models that are loaded whole or not at all."""
+
+    _lacking: Lacking | None = None
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """Called at the end of loading. Decoders and towers let some weights be missing in published checkpoints; a saved folder has all."""
+        missing = set(loading_info.missing_keys)
+        noted: Any = super()
+        noted._adjust_missing_and_unexpected_keys(loading_info)
+        self._lacking = Lacking(missing, set(loading_info.unexpected_keys))
+
+
+def check_class(model_class: type, architectures: Any, source: Any, ours: Iterable[str]) -> None:
+    """Raises a `ValueError` for a checkpoint that a class of the caller's own has saved, and that another class would open.
+
+    Args:
+        model_class (`type`): the class that loads.
+        architectures (`list[str]`, *optional*): the classes that the configuration names.
+        source: the checkpoint.
+        ours (`Iterable[str]`): the classes of the package whose checkpoints any class may open.
+    """
+    if not isinstance(architectures, (list, tuple)) or not architectures:
+        return
+    names = [str(name).removeprefix("FSDP") for name in architectures]
+    if {each.__name__ for each in model_class.__mro__}.isdisjoint(names) and set(ours).isdisjoint(names):
+        raise ValueError(
+            f"{source} was saved by a class {names[0]}, so {model_class.__name__} may answer otherwise. Load it with that class, "
+            f"`{names[0]}.from_pretrained`, or register the class for its configuration with the Auto class that you use."
+        )
+
+
+def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
+    """Raises a `ValueError` if a model did not get all of its weights.
+
+    Args:
+        model ([`NotesWhatIsMissing`]): was loaded.
+        source: the checkpoint.
+        allowed (`bool`): the caller's `allow_missing_weights`: warn in place of the error.
+    """
+    lacking = vars(model).pop("_lacking", Lacking())
+    if not lacking.missing:
+        return
+    what = incomplete(source, lacking.missing, lacking.unexpected)
+    if not allowed:
+        raise ValueError(
+            f"{what} Copy it again. With `allow_missing_weights=True`, `from_pretrained` gives these weights first values, most of them random."
+        )
+    logger.warning(f"{what} These weights have first values, most of them random.")
+
+
+def incomplete(source: Any, missing: Collection[str], unexpected: Collection[str]) -> str:
+    """The words for a checkpoint that lacks weights."""
+    what = f"{source} is not complete: {len(missing)} weights are missing, {_first(missing)}."
+    if unexpected:
+        return f"{what} It holds {len(unexpected)} for which the model has no place, {_first(unexpected)}: were weights renamed?"
+    return f"{what} It is damaged, or belongs to another configuration."
+
+
+def _first(names: Collection[str]) -> str:
+    first = ", ".join(map(short, sorted(names)[:NAMED]))
+    return first + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

@@ -94,6 +94,11 @@ def refuse_unfinished(folder: str | os.PathLike[str]) -> None:
         raise ValueError(f"{what}. Save again into it, or remove it. {marker} names the files to save again.")
 
 
+def is_free(folder: Path) -> bool:
+    """Whether a folder is new, or empty but for what a killed process has left before it changed anything."""
+    return not folder.exists() or (folder.is_dir() and all(path.name.startswith(HIDDEN) for path in folder.iterdir()))
+
+
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields the path to write to. The file replaces the one at `path` at the end, unless there was an error."""

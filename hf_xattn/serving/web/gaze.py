@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...decoders.block_stack import blocks_at
 from ...maps.attention_maps import AttentionMaps
-from ...utils.block_places import blocks_at
 
 
 if TYPE_CHECKING:
