@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
-from hf_xattn.checkpoints.inspection import describe
+from hf_xattn.checkpoints.model_card import describe
 from hf_xattn.importers import export_checkpoint, import_checkpoint
 
 

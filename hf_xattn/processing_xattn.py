@@ -14,8 +14,7 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.processing_utils import ImagesKwargs, TextKwargs
 from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
 
-from .checkpoints.adapter_manifest import MANIFEST
-from .processing.base_processors import parts_of_bases
+from .checkpoints.adapter_files import MANIFEST, find_manifest
 from .processing.chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
 from .processing.chat_templates import default_template, to_template
 from .processing.image_limits import check_image_processor
@@ -95,8 +94,11 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         """
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
-            if (parts := parts_of_bases(pretrained_model_name_or_path, kwargs)) is not None:
-                return cls(**parts)
+            if find_manifest(pretrained_model_name_or_path, kwargs) is not None:
+                from .processing.base_processors import parts_of_bases
+
+                if (parts := parts_of_bases(pretrained_model_name_or_path, kwargs)) is not None:
+                    return cls(**parts)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @property

@@ -11,7 +11,7 @@ from tiny_models import make_model, make_text, pixels, randomize, token_ids, vis
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from hf_xattn import added_modules, attention_maps, freeze, lora_targets, retrofit
-from hf_xattn.checkpoints.inspection import describe
+from hf_xattn.checkpoints.model_card import describe
 from hf_xattn.utils.transformers_api import checkpoint_activations
 
 

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from hf_xattn import XAttnProcessor
-from hf_xattn.checkpoints.inspection import is_fresh
+from hf_xattn.checkpoints.model_card import is_fresh
 from hf_xattn.commands.main import main
 from hf_xattn.utils.architectures import markdown_table
 

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
-from hf_xattn.checkpoints.inspection import describe
+from hf_xattn.checkpoints.model_card import describe
 from hf_xattn.importers import export_checkpoint, import_checkpoint
 from hf_xattn.importers.mllama import recipe
 

@@ -29,9 +29,9 @@ from transformers import (
 )
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig, freeze_base, retrofit
-from hf_xattn.checkpoints.bases import LOAD_KEYWORDS
 from hf_xattn.commands.main import _parser
 from hf_xattn.decoders import insertion
+from hf_xattn.utils.keywords import LOAD_KEYWORDS
 
 
 TOWERS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_model, pixels, randomize, token_ids
+from tiny_models import make_model, make_text, pixels, randomize, token_ids
 from transformers import AutoModelForImageTextToText, AutoProcessor, dynamic_module_utils
 from transformers.dynamic_module_utils import get_imports
 
@@ -246,17 +246,19 @@ def test_code_in_the_folder(chat_folder, tmp_path, monkeypatch):
 
 
 def test_the_code_is_complete(tmp_path):
-    """A module that another one imports in a function, and that is missing on the machine of somebody else."""
+    """A module that another one imports at its top, and that is missing on the machine of somebody else; more code than a model needs."""
     make_model().save_pretrained(tmp_path, with_code=True)
     code = (tmp_path / "xattn_code.py").read_text()
     files = re.findall(r"^# ==== (\S+)$", code, flags=re.MULTILINE)
     assert len(files) == len(set(files))
     assert {"modeling_xattn.py", "processing_xattn.py", "layers/__init__.py", "layers/block.py"} <= set(files)
+    left_out = "adapters adapter_saving bases gguf_files model_card".split()
+    assert not {"retrofit.py", *(f"checkpoints/{name}.py" for name in left_out)} & set(files)
     root, needed = Path(hf_xattn.__file__).parent, set()
     for name in files:
         text = (root / name).read_text()
         assert "\n".join(f"# {line}".rstrip() for line in text.splitlines()) in code, name
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.parse(text).body:
             if isinstance(node, ast.ImportFrom) and node.level:
                 folder = (root / name).parents[node.level - 1].relative_to(root)
                 modules = [node.module] if node.module else [each.name for each in node.names]
@@ -266,7 +268,6 @@ def test_the_code_is_complete(tmp_path):
         needed |= set(get_imports(root / name))
     assert needed - set(sys.stdlib_module_names) <= {
         "accelerate",
-        "gguf",  # of a base that is such a file
         "huggingface_hub",
         "jinja2",  # torch needs it
         "numpy",
@@ -280,6 +281,38 @@ def test_the_code_is_complete(tmp_path):
     # transformers copies what the regular expression of this function finds, and would look for files of these names.
     assert dynamic_module_utils.get_relative_imports(tmp_path / "xattn_stub.py") == ["xattn_code"]
     assert dynamic_module_utils.get_relative_imports(tmp_path / "xattn_code.py") == []
+
+
+def test_what_needs_the_package_says_so(tmp_path):
+    """A model loaded by the code in a folder that saves a small checkpoint, loads one or a set of blocks."""
+    make_text().save_pretrained(tmp_path / "base")
+    made = retrofit(tmp_path / "base", every=2)
+    made.save_pretrained(tmp_path / "added", adapter_only=True)
+    made.save_pretrained(tmp_path / "model", with_code=True)
+    for name in ("xattn_stub.py", "xattn_code.py"):
+        (tmp_path / "added" / name).write_text((tmp_path / "model" / name).read_text())
+    (tmp_path / "model" / "README.md").unlink()
+    script = """
+        import sys
+        from pathlib import Path
+        from transformers import AutoModelForCausalLM
+        source, added = sys.argv[1:]
+        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+        for ask in (
+            lambda: model.save_pretrained("small", adapter_only=True),
+            lambda: model.base_model.load_cross_attention(added, "second"),
+            lambda: AutoModelForCausalLM.from_pretrained(added, trust_remote_code=True),
+        ):
+            try:
+                ask()
+            except ModuleNotFoundError as error:
+                print(error)
+        assert not Path("small").exists()
+        model.save_pretrained("whole")
+        assert not Path("whole", "README.md").exists()
+    """
+    said = check(run(script, tmp_path, tmp_path / "model", tmp_path / "added", hidden=True))
+    assert said.count("needs the package hf_xattn") == 3, said
 
 
 def test_faults_in_the_code_of_a_folder_are_readable(tmp_path):

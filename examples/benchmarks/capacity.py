@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from hf_xattn import CrossAttentionConfig
-from hf_xattn.checkpoints.inspection import flops_per_text_token, key_value_bytes_per_token
+from hf_xattn.checkpoints.model_card import flops_per_text_token, key_value_bytes_per_token
 
 
 SHAPES = {  # hidden size, layers, query heads, K/V heads, head size, inner size of the MLP

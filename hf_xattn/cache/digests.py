@@ -91,13 +91,28 @@ def digest(images: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.LongTensor`: `(R, num_images)`.
     """
-    data = images.detach().flatten(2).contiguous().view(torch.uint8)
+    words = words_of(images.detach().flatten(2))
+    # black images of different sizes differ too
+    return mixed_sum(words, word_weights(words.shape[-1], words.device), images[:1, :1].numel())
+
+
+def words_of(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of the last axis as 64-bit words, with zeros at the end."""
+    data = values.contiguous().view(torch.uint8)
     if data.shape[-1] % 8:
         data = nn.functional.pad(data, (0, -data.shape[-1] % 8))
-    words = data.view(torch.int64)
-    weights = torch.arange(1, words.shape[-1] + 1, device=words.device) * 6364136223846793005 + 1442695040888963407
-    weights = (weights ^ (weights >> 29)) | 1
-    mixed = ((words ^ (words >> 32)) + images[:1, :1].numel()) * weights  # black images of different sizes differ too
+    return data.view(torch.int64)
+
+
+def word_weights(count: int, device: torch.device) -> torch.Tensor:
+    """A different odd number for each word."""
+    weights = torch.arange(1, count + 1, device=device) * 6364136223846793005 + 1442695040888963407
+    return (weights ^ (weights >> 29)) | 1
+
+
+def mixed_sum(words: torch.Tensor, weights: torch.Tensor, added: int = 0) -> torch.Tensor:
+    """The sum over the last axis. `added` goes to each word before it is multiplied."""
+    mixed = ((words ^ (words >> 32)) + added) * weights
     return (mixed ^ (mixed >> 29)).sum(dim=-1)
 
 

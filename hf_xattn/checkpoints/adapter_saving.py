@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,15 @@ from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from ..decoders.quantization import check_requantizable, quantization_of_text
-from ..utils.checkpoint_files import sha256_of
+from ..utils.checkpoint_files import CARD, sha256_of
 from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
 from ..utils.whole_folder import WholeFolder
 from ..version import __version__
-from .adapter_manifest import FORMAT
-from .adapters import MANIFEST, PARTS, WEIGHTS, fingerprint, shapes_of, weight_files_of, weights_of, without_ties
+from .adapter_files import MANIFEST, WEIGHTS, check_target, weight_files_of
+from .adapters import FORMAT, PARTS
 from .bases import BaseSource, base_of, named_base
-from .model_card import FILE as CARD
-from .peft_layers import refuse_adapter_layers
-
-
-PEFT_FILE = "adapter_config.json"
-SAVE_OR_MERGE = (
-    "Save the adapter by itself, with `save_pretrained` of the `PeftModel`, or merge it first: `merge_and_unload()`."
-)
+from .model_identity import fingerprint, shapes_of, weights_of, without_ties
+from .peft_adapters import SAVE_OR_MERGE, refuse_adapter_layers
 
 
 def save_adapter(
@@ -97,19 +91,6 @@ def save_adapter(
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def check_target(target: Path, adapter_only: bool = True) -> None:
-    """Raises a `ValueError` where a folder holds something that would be loaded in place of what is saved, or on top of it."""
-    if target.is_file():
-        raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file.")
-    if adapter_only and (whole := sorted(path.name for path in target.glob("model*.safetensors"))):
-        raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
-    if (target / PEFT_FILE).is_file():
-        raise ValueError(
-            f"{target} holds an adapter of PEFT ({PEFT_FILE}), which `from_pretrained` would put on top of the model. Choose another "
-            "folder."
-        )
-
-
 def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
     """Finds the bases of a model, before work is lost on a model that cannot be saved without them.
 
@@ -140,13 +121,6 @@ def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, Ba
             )
         sources[name] = source
     return sources
-
-
-def files_of_adapter(folder: Path) -> Iterator[Path]:
-    """What an earlier `adapter_only=True` left in a folder: its manifest and its weights."""
-    if (folder / MANIFEST).is_file():
-        yield folder / MANIFEST
-        yield from weight_files_of(folder)
 
 
 class _Comparison:

@@ -14,7 +14,6 @@ and loading quantizes the base again. A checkpoint that holds quantized weights 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,66 +22,104 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
-from transformers.utils.hub import cached_file
 
 from ..configuration_xattn import XAttnConfig
-from ..utils.checkpoint_files import SHARDS, check_inside, read_headers, sha256_of, short
-from ..utils.quantized_weights import plain_tensors
-from .adapter_manifest import MANIFEST, read_manifest
-from .bases import CONFIG_KEYWORDS, LOAD_KEYWORDS, BaseSource, load_text, load_vision, named_base
-from .model_identity import checksum
+from ..decoders.block_stack import Blocks, make_blocks
+from ..decoders.decoder import find_decoder
+from ..decoders.insertion import BLOCKS
+from ..images.connector import XAttnConnector, new_connector
+from ..utils.checkpoint_files import check_name, read_headers, read_json, sha256_of, short
+from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_KEYWORDS, given
+from ..utils.quantized_weights import first_quantized, shape_before
+from .adapter_files import MANIFEST, find_file, find_manifest
+from .bases import BaseSource, base_of, load_text, load_vision, named_base
+from .model_identity import digest_of_shapes, fingerprint, shapes_of, weights_of, without_ties
 
 
 logger = logging.get_logger(__name__)
-
-WEIGHTS = "cross_attention"  # in place of the `model` of transformers' names
 
 # Name of the part, its argument of `save_pretrained` and `from_pretrained`, and the function that loads it.
 PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
     ("text_model", "text_base", load_text),
     ("vision_tower", "vision_base", load_vision),
 )
-HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 
 
-def weight_files_of(folder: Path) -> list[Path]:
-    """The weights of a checkpoint of added weights in a folder: one file, or its shards. A file with a longer name is somebody else's."""
-    return sorted(path for shards in ("", SHARDS) for path in folder.glob(f"{WEIGHTS}{shards}.safetensors"))
+FORMAT = 1
+BASES = ("text_base", "vision_base")
+# Entries of a base, the types that they may have, and whether they must be there.
+BASE_ENTRIES: dict[str, tuple[tuple[type, ...], bool]] = {
+    "name_or_path": ((str,), True),
+    "revision": ((str, type(None)), True),
+    "subfolder": ((str, type(None)), True),
+    "gguf_file": ((str, type(None)), False),
+    "prefix": ((str,), True),
+    "dtype": ((str,), True),
+    "dtypes": ((dict,), True),
+    "absent": ((list,), True),
+    "shapes": ((str,), True),
+    "fingerprint": ((str,), True),
+}
 
 
-def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model as they are saved: each tied weight once."""
-    return without_ties(base.state_dict(), base)
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Reads and checks a manifest.
+
+    Raises:
+        ValueError: for a file that is damaged or was written by a later version, and for an entry of a wrong type, a dtype that torch does
+            not have, or the name of a file elsewhere.
+    """
+    try:
+        manifest = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{error} Save the model again.") from error
+    if manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has format {short(manifest.get('format'))}, this version of hf_xattn reads {FORMAT}. Update hf_xattn."
+        )
+    _check_files(manifest.get("files"), path)
+    for argument in BASES:
+        if argument in manifest:
+            _check_base(manifest[argument], f"{path}, `{argument}`")
+    quantization = manifest.get("quantization_config")
+    if not isinstance(quantization, (dict, type(None))):
+        raise ValueError(
+            f"{path} is damaged: expected `quantization_config` to be an object, got {short(quantization)}."
+        )
+    return manifest
 
 
-def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model, each tied weight once. Weights of torchao's classes have no storage to compare, and are never tied."""
-    packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
-    once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
-    return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}
+def _check_files(files: Any, path: Path) -> None:
+    if not isinstance(files, dict):
+        raise ValueError(f"{path} is damaged: expected `files` to be an object, got {short(files)}.")
+    for name, facts in files.items():
+        check_name(name, str(path))
+        size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
+        if type(size) is not int or not isinstance(digest, str):
+            raise ValueError(f"{path} is damaged: expected `bytes` and `sha256` of {short(name)}, got {short(facts)}.")
 
 
-def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and sums of weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{sums}\n".encode())
-    return digest.hexdigest()
-
-
-def shapes_of(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names and shapes of weights."""
-    return digest_of_shapes({name: tensor.shape for name, tensor in weights.items()})
-
-
-def digest_of_shapes(shapes: dict[str, torch.Size]) -> str:
-    return hashlib.sha256(
-        "\n".join(f"{name}:{tuple(shape)}" for name, shape in sorted(shapes.items())).encode()
-    ).hexdigest()
+def _check_base(record: Any, where: str) -> None:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is damaged: expected an object, got {short(record)}.")
+    for name, (kinds, required) in BASE_ENTRIES.items():
+        if required or name in record:
+            if name not in record or not isinstance(record[name], kinds):
+                expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise ValueError(
+                    f"{where} is damaged: expected `{name}` to be {expected}, got {short(record.get(name))}."
+                )
+    for name in ("subfolder", "gguf_file"):
+        if record.get(name):
+            check_name(record[name], where)
+    if not all(isinstance(name, str) for name in record["absent"]):
+        raise ValueError(f"{where} is damaged: expected `absent` to be a list of names, got {short(record['absent'])}.")
+    for dtype in (record["dtype"], *record["dtypes"].values()):
+        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"{where} is damaged: expected dtypes of torch, got {short(dtype)}.")
 
 
 @dataclass(frozen=True)
@@ -106,19 +143,8 @@ class Adapter:
         Raises:
             ValueError: for a folder that is half written or damaged, or was written by a later version.
         """
-        if not isinstance(name, (str, os.PathLike)) or load_kwargs.get("state_dict") is not None:
-            return None
-        hub = {key: load_kwargs[key] for key in (*HUB_KEYWORDS, "revision", "subfolder") if load_kwargs.get(key)}
-        path = _find(os.fspath(name), MANIFEST, hub)
-        if path is None:
-            folder = Path(name) / hub.get("subfolder", "")
-            if weight_files_of(folder) and not any(folder.glob("model*.safetensors")):
-                raise ValueError(
-                    f"{folder} holds weights of blocks, but no {MANIFEST}: it was only half written. Save it again."
-                )
-            return None
-        manifest = read_manifest(path)
-        return cls(os.fspath(name), manifest, hub)
+        path = find_manifest(name, load_kwargs)
+        return None if path is None else cls(os.fspath(name), read_manifest(path), given(FILE_KEYWORDS, load_kwargs))
 
     def file(self, name: str) -> Path:
         """Returns the path of a file of the checkpoint, and checks its digest.
@@ -126,7 +152,7 @@ class Adapter:
         Raises:
             ValueError: for a file that is missing, cut off or another one.
         """
-        path = _find(self.name, name, self.hub)
+        path = find_file(self.name, name, self.hub)
         if path is None:
             raise ValueError(f"{self.name} lacks {name}, which its {MANIFEST} names. Copy the folder again.")
         expected = self.manifest["files"][name]
@@ -141,7 +167,7 @@ class Adapter:
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a file, whether or not its manifest names it."""
-        return _find(self.name, name, self.hub) is not None
+        return find_file(self.name, name, self.hub) is not None
 
     def recorded_base(self, argument: str) -> BaseSource | None:
         """The base that the manifest names for `text_base` or `vision_base`. None for a model without this part."""
@@ -205,9 +231,7 @@ class Adapter:
     def _base_weights(
         self, bases: dict[str, BaseSource | None], load_kwargs: dict[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        hub = {
-            key: load_kwargs[key] for key in (*HUB_KEYWORDS, "trust_remote_code") if load_kwargs.get(key) is not None
-        }
+        hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
         for _, argument, load in PARTS:
             record, named = self.manifest.get(argument), bases[argument]
             if record is None:
@@ -262,14 +286,123 @@ def _recorded(record: dict[str, Any]) -> BaseSource:
     return BaseSource(record["name_or_path"], record["revision"], record["subfolder"], record.get("gguf_file"))
 
 
-def _find(name: str, file: str, hub: dict[str, Any]) -> Path | None:
-    """The path of a file in a folder or repository, downloaded if necessary. None if there is no such file."""
-    if os.path.isdir(name):
-        folder = Path(name) / hub.get("subfolder", "")
-        if not (folder / file).is_file():
-            return None
-        check_inside(folder, folder / file)
-        return folder / file
-    quiet = {f"_raise_exceptions_for_{case}": False for case in ("gated_repo", "missing_entries", "connection_errors")}
-    found = cached_file(name, file, **quiet, **hub)
-    return None if found is None else Path(found)
+def load_set(
+    model: Any, adapter: Adapter, config: XAttnConfig, load_kwargs: dict[str, Any]
+) -> tuple[dict[tuple[int, str], Blocks], XAttnConnector | None, PreTrainedModel | None]:
+    """Loads the blocks, the connector and the vision tower of a checkpoint, to stand beside those of a model.
+
+    Args:
+        model ([`XAttnModel`]): the model. Not changed.
+        adapter ([`Adapter`]), config ([`XAttnConfig`]): the checkpoint. Its configuration gets that of the tower.
+        load_kwargs (`dict`): keyword arguments for the vision tower, where the model has another one.
+
+    Returns:
+        `tuple`: blocks by the index of their layer and their name in it, connector, tower. The last two are None without pixels.
+
+    Raises:
+        ValueError: for a base of another shape, and for weights of a text model that was trained too.
+    """
+    _check_text(model, adapter, config)
+    added = adapter.added()
+    start = adapter.manifest["text_base"]["prefix"].removesuffix("text_model.")
+    added = {name.removeprefix(start): tensor for name, tensor in added.items()}
+    _, layers = find_decoder(model.text_model)
+    paths = {id(module): name for name, module in model.text_model.named_modules()}
+    blocks: dict[tuple[int, str], Any] = {}
+    for place in sorted(set(config.cross_attention_layers)):
+        index = min(place, len(layers) - 1)
+        part = BLOCKS[place - index]
+        made: Any = make_blocks(config, place, next(layers[index].parameters()), model.text_model.dtype)
+        _load(made, added, f"text_model.{paths[id(layers[index])]}.{part}.")
+        blocks[index, part] = made.train(model.training)
+    connector = tower = None
+    if config.vision_config is not None:
+        tower = _tower(model, adapter, added, load_kwargs)
+        connector = new_connector(config, tower)
+        _load(connector, added, "connector.")
+    for name in [name for name in added if "additional" in name.split(".")]:
+        if torch.equal(model.text_model.get_parameter(name.removeprefix("text_model.")).cpu(), added[name]):
+            del added[name]
+    if added:
+        raise ValueError(
+            f"`folder` ({adapter.name}) changes weights of the text model, which all sets share: {sorted(added)[:3]} and "
+            f"{max(0, len(added) - 3)} more. Load it as a model of its own."
+        )
+    if tower is not None:
+        config.vision_config = tower.config
+    config.cross_attention_config._attn_implementation = model.config.cross_attention_config._attn_implementation
+    return blocks, connector, tower
+
+
+def _check_text(model: Any, adapter: Adapter, config: XAttnConfig) -> None:
+    """Compares the text model with the base of a set."""
+    parts = [part for part in (model.text_model, model.vision_tower) if part is not None]
+    if any(weight.is_meta for part in parts for weight in part.parameters()):
+        raise ValueError("`load_cross_attention` cannot add blocks to a model with weights offloaded to a disk.")
+    if config.additional_vocab_size != model.config.additional_vocab_size:
+        raise ValueError(
+            f"`folder` ({adapter.name}) has {config.additional_vocab_size} tokens behind its vocabulary, this model "
+            f"{model.config.additional_vocab_size}. Load it as a model of its own."
+        )
+    record = adapter.manifest["text_base"]
+    weights = {
+        name: tensor
+        for name, tensor in model.text_model.state_dict().items()
+        if not any(place in name.split(".") for place in (*BLOCKS, "additional"))
+    }
+    weights = without_ties(weights, model.text_model)
+    quantized = first_quantized(model.text_model) is not None
+    if record["shapes"] not in (shapes_of(weights), _shapes_before(model, weights) if quantized else None):
+        raise ValueError(
+            f"`folder` ({adapter.name}) was trained on {record['name_or_path']}, and the text model of this model has another shape."
+        )
+    if quantized:
+        base = base_of(model.text_model.config)
+        if base is None or (base.name, base.revision) != (record["name_or_path"], record["revision"]):
+            logger.warning(
+                f"This text model is quantized, so whether its weights are those of the base {record['name_or_path']} of {adapter.name} "
+                "was not checked."
+            )
+    elif record["dtype"] != str(model.text_model.dtype).removeprefix("torch."):
+        logger.warning(
+            f"{adapter.name} was saved in {record['dtype']}, this model is in {model.text_model.dtype}, so whether its text model is "
+            f"the base {record['name_or_path']} was not checked."
+        )
+    elif fingerprint(weights) != record["fingerprint"]:
+        logger.warning(
+            f"The weights of this text model are not those of the base that {adapter.name} was saved with "
+            f"({record['name_or_path']}, revision {record['revision']})."
+        )
+
+
+def _shapes_before(model: Any, weights: dict[str, torch.Tensor]) -> str:
+    """What `shapes_of` gave before the text model was quantized."""
+    own: dict[str, torch.Tensor] = dict(model.text_model.named_parameters(remove_duplicate=False))
+    own.update(model.text_model.named_buffers(remove_duplicate=False))
+    return digest_of_shapes({name: shape_before(own[name]) for name in weights if name in own})
+
+
+def _tower(
+    model: Any, adapter: Adapter, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    """Returns this model's tower if the set was trained with its weights, and otherwise a tower of its own."""
+    record, mine = adapter.manifest["vision_base"], model.vision_tower
+    changed = {name: added.pop(name) for name in tuple(added) if name.startswith("vision_tower.")}
+    is_whole = mine is not None and first_quantized(mine) is None
+    if mine is not None and is_whole and not changed and fingerprint(weights_of(mine)) == record["fingerprint"]:
+        return mine
+    hub = {name: value for name, value in load_kwargs.items() if name not in ("revision", "subfolder")}
+    tower: Any = adapter.base("vision_base", load_vision, None, hub)
+    note = tower.config  # for the next time that it is saved
+    note.name_or_path, note.base_revision, note.base_subfolder = (
+        record[key] for key in ("name_or_path", "revision", "subfolder")
+    )
+    weights = {name.removeprefix("vision_tower."): tensor for name, tensor in changed.items()}
+    tower.load_state_dict(weights, strict=False)
+    return tower if mine is None else tower.to(device=mine.device, dtype=mine.dtype)
+
+
+def _load(module: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> None:
+    """Loads the weights under a prefix, and removes them from `weights`. Raises an error if one is missing."""
+    own = {name.removeprefix(prefix): weights.pop(name) for name in tuple(weights) if name.startswith(prefix)}
+    module.load_state_dict(own)

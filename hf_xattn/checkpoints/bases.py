@@ -25,7 +25,7 @@ from ..utils.architectures import TILED_VISION_TYPES, architecture
 from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
 from ..utils.config_sizes import check_against_weights, is_quantized
 from ..utils.first_values import ValuesComeLater, incomplete
-from ..utils.keywords import refuse_unknown
+from ..utils.keywords import CONFIG_KEYWORDS, LOAD_KEYWORDS, given, refuse_unknown
 from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import resolve_revision
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
@@ -33,27 +33,6 @@ from .loading_checks import check_config_file, check_folder, refuse_pickles
 
 
 _unused_told: set[tuple[str, str]] = set()  # checkpoints and classes whose table of unused weights was logged
-
-# Keywords of `from_pretrained` that locate a checkpoint. The configuration needs them too.
-CONFIG_KEYWORDS = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
-# All keywords that go to `from_pretrained`. `config`, `state_dict` and `output_loading_info` are not allowed: `retrofit` reads the
-# checkpoint unchanged, and returns only a model.
-LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
-    """adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap distributed_config dtype
-experts_implementation fusion_config generation_config gguf_file ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
-offload_buffers offload_folder quantization_config torch_dtype tp_plan tp_size tqdm_class use_kernels use_safetensors variant
-weights_only""".split()
-)
 
 
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
@@ -63,7 +42,7 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
     config = text_config_of(text, load_kwargs)
     if "gguf_file" in load_kwargs:
         return text_half(load_gguf("text", text, config, load_kwargs))
-    source = AutoConfig.from_pretrained(text, **config_kwargs(load_kwargs))
+    source = AutoConfig.from_pretrained(text, **given(CONFIG_KEYWORDS, load_kwargs))
     loader = composite_class(source) if is_composite(source) else AutoModelForCausalLM
     whole, lost = _load("text", loader, text, load_kwargs)
     half = text_half(whole)
@@ -269,10 +248,6 @@ def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *
     refuse_pickles(load_kwargs)
 
 
-def config_kwargs(load_kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: load_kwargs[name] for name in CONFIG_KEYWORDS if name in load_kwargs}
-
-
 def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
     """Reads the configuration of a checkpoint. Checks it before transformers builds anything from it.
 
@@ -282,7 +257,7 @@ def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> 
     try:
         with both_readings(source):
             check_config_file(source, load_kwargs)
-            return AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs))
+            return AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
     except (OSError, ImportError):
         raise
     except Exception as error:  # whatever its class stumbles over
@@ -315,7 +290,9 @@ def _load(
     """
     checked = check_folder(source, load_kwargs)
     if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
-        shapes = _shapes(auto_class, config or AutoConfig.from_pretrained(source, **config_kwargs(load_kwargs)))
+        shapes = _shapes(
+            auto_class, config or AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
+        )
         if shapes is not None:
             quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
             check_against_weights(shapes, checked.headers, quantized, f"`{name}` ({source})")

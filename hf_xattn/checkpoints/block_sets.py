@@ -17,25 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..cache.cross_cache import CrossCache
 from ..configuration_xattn import XAttnConfig
-from ..decoders.block_stack import Blocks, BlockStack, make_blocks
+from ..decoders.block_stack import Blocks, BlockStack
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
-from ..images.connector import XAttnConnector, new_connector
+from ..images.connector import XAttnConnector
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.checkpoint_files import check_path, check_source
 from ..utils.config_checks import check_choice
-from ..utils.keywords import refuse_unknown
-from ..utils.quantized_weights import first_quantized, shape_before
+from ..utils.keywords import CONFIG_KEYWORDS, refuse_unknown
 from ..utils.whole_folder import refuse_unfinished
-from .adapters import Adapter, digest_of_shapes, fingerprint, shapes_of, weights_of, without_ties
-from .bases import CONFIG_KEYWORDS, base_of, load_vision
-from .peft_layers import refuse_adapter_layers
+from .peft_adapters import refuse_adapter_layers
 
 
 logger = logging.get_logger(__name__)
@@ -115,6 +111,8 @@ class XAttnSetsMixin:
                 blocks that do not fit this model: their base has another shape, they were trained together with its text model, or
                 they have another number of added tokens.
         """
+        from .adapters import Adapter, load_set
+
         check_path("folder", folder)
         check_source("folder", os.fspath(folder))
         if not isinstance(name, str):
@@ -129,8 +127,9 @@ class XAttnSetsMixin:
             raise ValueError(f"Expected `folder` to be saved with `adapter_only=True`, got {folder}, which is not.")
         adapter.check_settings()
         config = XAttnConfig.from_pretrained(adapter.name, **adapter.hub)
-        self._check_text(adapter, config)
-        loaded = self._build(adapter, config, load_kwargs)
+        blocks, connector, tower = load_set(self, adapter, config, load_kwargs)
+        fields = {field: getattr(config, field) for field in FIELDS}
+        loaded = BlockSet(blocks, connector, tower, fields, uuid.uuid4().hex)
         if self._sets is None:
             self._sets = {FIRST: self._taken()}
         self._sets[name] = loaded
@@ -234,104 +233,3 @@ class XAttnSetsMixin:
         }
         fields = {field: getattr(self.config, field) for field in FIELDS}
         return BlockSet(blocks, self.connector, self.vision_tower, fields, self._mark)  # type: ignore[arg-type]
-
-    def _check_text(self, adapter: Adapter, config: XAttnConfig) -> None:
-        """Compares the text model with the base of a set."""
-        parts = [part for part in (self.text_model, self.vision_tower) if part is not None]
-        if any(weight.is_meta for part in parts for weight in part.parameters()):
-            raise ValueError("`load_cross_attention` cannot add blocks to a model with weights offloaded to a disk.")
-        if config.additional_vocab_size != self.config.additional_vocab_size:
-            raise ValueError(
-                f"`folder` ({adapter.name}) has {config.additional_vocab_size} tokens behind its vocabulary, this model "
-                f"{self.config.additional_vocab_size}. Load it as a model of its own."
-            )
-        record = adapter.manifest["text_base"]
-        weights = {
-            name: tensor
-            for name, tensor in self.text_model.state_dict().items()
-            if not any(place in name.split(".") for place in (*BLOCKS, "additional"))
-        }
-        weights = without_ties(weights, self.text_model)
-        quantized = first_quantized(self.text_model) is not None
-        if record["shapes"] not in (shapes_of(weights), self._shapes_before(weights) if quantized else None):
-            raise ValueError(
-                f"`folder` ({adapter.name}) was trained on {record['name_or_path']}, and the text model of this model has another shape."
-            )
-        if quantized:
-            base = base_of(self.text_model.config)
-            if base is None or (base.name, base.revision) != (record["name_or_path"], record["revision"]):
-                logger.warning(
-                    f"This text model is quantized, so whether its weights are those of the base {record['name_or_path']} of {adapter.name} "
-                    "was not checked."
-                )
-        elif record["dtype"] != str(self.text_model.dtype).removeprefix("torch."):
-            logger.warning(
-                f"{adapter.name} was saved in {record['dtype']}, this model is in {self.text_model.dtype}, so whether its text model is "
-                f"the base {record['name_or_path']} was not checked."
-            )
-        elif fingerprint(weights) != record["fingerprint"]:
-            logger.warning(
-                f"The weights of this text model are not those of the base that {adapter.name} was saved with "
-                f"({record['name_or_path']}, revision {record['revision']})."
-            )
-
-    def _shapes_before(self, weights: dict[str, torch.Tensor]) -> str:
-        """What `shapes_of` gave before the text model was quantized."""
-        own: dict[str, torch.Tensor] = dict(self.text_model.named_parameters(remove_duplicate=False))
-        own.update(self.text_model.named_buffers(remove_duplicate=False))
-        return digest_of_shapes({name: shape_before(own[name]) for name in weights if name in own})
-
-    def _build(self, adapter: Adapter, config: XAttnConfig, load_kwargs: dict[str, Any]) -> BlockSet:
-        """Builds a set of the weights in a checkpoint."""
-        added = adapter.added()
-        start = adapter.manifest["text_base"]["prefix"].removesuffix("text_model.")
-        added = {name.removeprefix(start): tensor for name, tensor in added.items()}
-        _, layers = find_decoder(self.text_model)
-        paths = {id(module): name for name, module in self.text_model.named_modules()}
-        blocks: dict[tuple[int, str], Any] = {}
-        for place in sorted(set(config.cross_attention_layers)):
-            index = min(place, len(layers) - 1)
-            part = BLOCKS[place - index]
-            made: Any = make_blocks(config, place, next(layers[index].parameters()), self.text_model.dtype)
-            _load(made, added, f"text_model.{paths[id(layers[index])]}.{part}.")
-            blocks[index, part] = made.train(self.training)
-        connector = tower = None
-        if config.vision_config is not None:
-            tower = self._tower(adapter, added, load_kwargs)
-            connector = new_connector(config, tower)
-            _load(connector, added, "connector.")
-        for name in [name for name in added if "additional" in name.split(".")]:
-            if torch.equal(self.text_model.get_parameter(name.removeprefix("text_model.")).cpu(), added[name]):
-                del added[name]
-        if added:
-            raise ValueError(
-                f"`folder` ({adapter.name}) changes weights of the text model, which all sets share: {sorted(added)[:3]} and "
-                f"{max(0, len(added) - 3)} more. Load it as a model of its own."
-            )
-        if tower is not None:
-            config.vision_config = tower.config
-        config.cross_attention_config._attn_implementation = self.config.cross_attention_config._attn_implementation
-        return BlockSet(blocks, connector, tower, {field: getattr(config, field) for field in FIELDS}, uuid.uuid4().hex)
-
-    def _tower(self, adapter: Adapter, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]) -> PreTrainedModel:
-        """Returns this model's tower if the set was trained with its weights, and otherwise a tower of its own."""
-        record, mine = adapter.manifest["vision_base"], self.vision_tower
-        changed = {name: added.pop(name) for name in tuple(added) if name.startswith("vision_tower.")}
-        is_whole = mine is not None and first_quantized(mine) is None
-        if mine is not None and is_whole and not changed and fingerprint(weights_of(mine)) == record["fingerprint"]:
-            return mine
-        hub = {name: value for name, value in load_kwargs.items() if name not in ("revision", "subfolder")}
-        tower: Any = adapter.base("vision_base", load_vision, None, hub)
-        note = tower.config  # for the next time that it is saved
-        note.name_or_path, note.base_revision, note.base_subfolder = (
-            record[key] for key in ("name_or_path", "revision", "subfolder")
-        )
-        weights = {name.removeprefix("vision_tower."): tensor for name, tensor in changed.items()}
-        tower.load_state_dict(weights, strict=False)
-        return tower if mine is None else tower.to(device=mine.device, dtype=mine.dtype)
-
-
-def _load(module: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> None:
-    """Loads the weights under a prefix, and removes them from `weights`. Raises an error if one is missing."""
-    own = {name.removeprefix(prefix): weights.pop(name) for name in tuple(weights) if name.startswith(prefix)}
-    module.load_state_dict(own)

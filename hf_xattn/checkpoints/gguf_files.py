@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 from transformers.utils.import_utils import is_gguf_available
 
 from ..utils.config_sizes import check_against_weights, check_fields
+from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.tensor_checks import type_name
 
 
@@ -28,7 +29,6 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 KINDS = "a folder, a GGUF file or a Hub id"  # of text models
 CUT_OFF = "If the file is cut off, download it again."
-WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def is_gguf_path(source: Any) -> bool:
@@ -93,9 +93,8 @@ def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Pat
     elif isinstance(source, Path) or os.path.isabs(source):
         raise ValueError(f"Expected `{name}` to be a GGUF file, got one in {str(source)!r}, where there is no folder.")
     else:
-        where = {key: load_kwargs[key] for key in WHERE if load_kwargs.get(key) is not None}
         try:
-            found: Any = cached_file(source, load_kwargs["gguf_file"], **where)
+            found: Any = cached_file(source, load_kwargs["gguf_file"], **given(FILE_KEYWORDS, load_kwargs))
         except OSError as error:
             raise OSError(f"`{name}`: {load_kwargs['gguf_file']} of {source} cannot be fetched: {error}") from error
         path = Path(found)

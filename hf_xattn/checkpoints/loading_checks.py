@@ -31,7 +31,7 @@ from ..utils.config_sizes import check_against_weights, check_fields, check_laye
 from ..utils.first_values import incomplete
 from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
-from .adapter_manifest import MANIFEST
+from .adapter_files import MANIFEST
 from .saved_names import pieces_missing
 
 

@@ -19,9 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from ..cache.digests import mixed_sum, word_weights, words_of
 from ..configuration_xattn import XAttnConfig
+from ..utils.quantized_weights import plain_tensors
 
 
 SAMPLES = 4  # number of sample values of each weight
@@ -159,17 +163,42 @@ def _few(flat: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Returns the sum of the words of a tensor modulo 2^64. Each word is multiplied by a different odd number."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    if data.shape[0] % 8:
-        data = nn.functional.pad(data, (0, -data.shape[0] % 8))
-    words = data.view(torch.int64)
-    count = min(CHUNK, words.shape[0])
-    weights = torch.arange(1, count + 1, device=words.device) * 6364136223846793005 + 1442695040888963407
-    weights = (weights ^ (weights >> 29)) | 1
+    """Returns the sum of the words of a tensor modulo 2^64, mixed as those of images (see `cache/digests.py`)."""
+    words = words_of(tensor.contiguous().view(-1))
+    weights = word_weights(min(CHUNK, words.shape[0]), words.device)
     total = 0
     for index, chunk in enumerate(words.split(CHUNK)):
-        mixed = (chunk ^ (chunk >> 32)) * weights[: chunk.shape[0]]
-        part = int((mixed ^ (mixed >> 29)).sum())
-        total = (total + part * (2 * index + 1)) % 2**64
+        total = (total + int(mixed_sum(chunk, weights[: chunk.shape[0]])) * (2 * index + 1)) % 2**64
     return total
+
+
+def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights of a model as they are saved: each tied weight once."""
+    return without_ties(base.state_dict(), base)
+
+
+def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights of a model, each tied weight once. Weights of torchao's classes have no storage to compare, and are never tied."""
+    packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
+    once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
+    return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}
+
+
+def fingerprint(weights: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and sums of weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{sums}\n".encode())
+    return digest.hexdigest()
+
+
+def shapes_of(weights: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names and shapes of weights."""
+    return digest_of_shapes({name: tensor.shape for name, tensor in weights.items()})
+
+
+def digest_of_shapes(shapes: dict[str, torch.Size]) -> str:
+    return hashlib.sha256(
+        "\n".join(f"{name}:{tuple(shape)}" for name, shape in sorted(shapes.items())).encode()
+    ).hexdigest()

@@ -23,12 +23,12 @@ from ..images.connector import XAttnConnector
 from ..images.vision import is_tiled
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.first_values import ValuesComeLater
-from .peft_layers import first_adapter_layer
+from ..utils.stub import PACKAGE
+from .peft_adapters import first_adapter_layer
 
 
 logger = logging.get_logger(__name__)
 
-PACKAGE = __name__.removesuffix(".checkpoints.own_parts")
 # FSDP and activation checkpointing wrap modules, and leave the names of weights as they are. `torch.compile` does not.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 COMPILED = "_orig_mod"

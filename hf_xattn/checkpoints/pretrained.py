@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +21,16 @@ from ..learning.lost_updates import warn_of_half_precision
 from ..learning.no_split import XAttnUnitsMixin, fsdp_plan
 from ..learning.tensor_parallel import block_plan
 from ..utils.config_checks import check_parts
-from ..utils.custom_code import HUB_ARGUMENTS, trusting
+from ..utils.custom_code import trusting
 from ..utils.first_values import NotesWhatIsMissing, check_class, check_complete
+from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import has, needs
-from ..utils.whole_folder import refuse_unfinished
-from .adapters import Adapter
+from .adapter_files import find_manifest
 from .loading_checks import check_folder, check_shapes, refuse_other_files, refuse_pickles
 from .own_parts import warn_of_own_parts
-from .peft_bases import check_adapter_folder, find_peft
-from .peft_layers import warn_of_tower
+from .peft_adapters import check_adapter_folder, find_peft, warn_of_tower
 from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 
@@ -160,8 +158,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         """
         _refuse_splitting_of_old(kwargs)
         check_flags(allow_missing_weights=allow_missing_weights)
-        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
-            refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         refuse_pickles(kwargs)
         with trusting(pretrained_model_name_or_path, kwargs):
             if isinstance(config, XAttnConfig):
@@ -173,11 +169,10 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 check_adapter_folder(peft.name, peft.hub)
                 source, kwargs = peft.base, peft.base_kwargs(kwargs)
             checked = check_folder(source, kwargs)
-            adapter = Adapter.find(source, kwargs)
             if checked is not None:
                 check_class(cls, checked.fields.get("architectures"), source, MODELS)
-            if adapter is not None:
-                loaded: Any = cls._from_adapter(adapter, model_args, config, kwargs, allow_missing_weights)
+            if find_manifest(source, kwargs) is not None:
+                loaded: Any = cls._from_adapter(source, model_args, config, kwargs, allow_missing_weights)
                 if peft is not None:
                     (loaded[0] if isinstance(loaded, tuple) else loaded).load_adapter(
                         peft.name, peft_name, adapter_kwargs=peft.hub
@@ -189,7 +184,11 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                         f"`{name}` is for folders of `save_pretrained(folder, adapter_only=True)`, but {source} holds a whole model."
                     )
             if kwargs.get("quantization_config") is not None:
-                known = config if isinstance(config, XAttnConfig) else _read_config(source, kwargs)
+                known = (
+                    config
+                    if isinstance(config, XAttnConfig)
+                    else XAttnConfig.from_pretrained(source, **given(FILE_KEYWORDS, kwargs))
+                )
                 kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
             info_wanted = kwargs.pop("output_loading_info", False)
             try:
@@ -234,9 +233,12 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
 
     @classmethod
     def _from_adapter(
-        cls, adapter: Adapter, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any], allowed: bool
+        cls, source: Any, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any], allowed: bool
     ) -> Any:
         """Loads bases and added weights. Returns what `from_pretrained` returns."""
+        from .adapters import Adapter
+
+        adapter: Any = Adapter.find(source, load_kwargs)
         load_kwargs.setdefault("quantization_config", adapter.manifest.get("quantization_config"))
         load_kwargs = adapter.load_kwargs(config, load_kwargs)
         if load_kwargs["quantization_config"] is not None:
@@ -275,11 +277,6 @@ def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:
     for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
         if load_kwargs.get(name) is not None and not has("_resolve_parallel_plans"):
             raise ValueError(needs("_resolve_parallel_plans", f"`{name}`"))
-
-
-def _read_config(checkpoint: Any, load_kwargs: dict[str, Any]) -> XAttnConfig:
-    hub = {name: load_kwargs[name] for name in (*HUB_ARGUMENTS, "subfolder") if load_kwargs.get(name) is not None}
-    return XAttnConfig.from_pretrained(checkpoint, **hub)
 
 
 def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:

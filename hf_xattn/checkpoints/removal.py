@@ -17,7 +17,7 @@ from ..decoders.insertion import BLOCKS, PREFIX
 from ..decoders.quantization import return_quantizer
 from ..decoders.vocabulary import PREFIX as EXTENDED
 from .block_sets import XAttnSetsMixin
-from .peft_layers import refuse_adapter_layers
+from .peft_adapters import refuse_adapter_layers
 
 
 # Prefixes of the classes that a retrofit gives to modules of a text model, and the children that it adds to them.

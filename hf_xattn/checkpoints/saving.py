@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..decoders.quantization import check_savable, without_quantizer
-from ..utils.checkpoint_files import SHARDS, SHARDS_OF_RANKS
+from ..utils.checkpoint_files import CARD, SHARDS, SHARDS_OF_RANKS
 from ..utils.custom_code import save_code
 from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_transformers, saved_by_one
 from ..utils.keywords import refuse_unknown, suggestion
 from ..utils.quantized_weights import first_quantized
-from ..utils.stub import own_code, write_stub
+from ..utils.stub import PACKAGE, own_code, write_stub
 from ..utils.tensor_checks import check_flags
+from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
-from .adapter_saving import SAVE_OR_MERGE, check_bases, check_target, files_of_adapter, save_adapter
-from .model_card import FILE, is_blank, write_model_card
+from .adapter_files import check_target, files_of_adapter
 from .own_parts import refuse_own_parts
-from .peft_layers import refuse_adapter_layers
+from .peft_adapters import SAVE_OR_MERGE, refuse_adapter_layers
 from .saved_names import rules_of_parts
 
 
@@ -95,7 +95,7 @@ class XAttnSavingMixin(Model):
             text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by default where
                 the parts were loaded from.
             with_code (`bool`): save the code of this package too, so that the folder loads with `trust_remote_code=True` where the
-                package is not installed. Without it, the folder has a stub that imports the package.
+                package is not installed. Without it, the folder has a stub that imports the package. Not with `adapter_only`.
 
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
@@ -103,7 +103,7 @@ class XAttnSavingMixin(Model):
                 a model whose weights could not be loaded again, such as one with layers of a `PeftModel`; for a part of the caller's own
                 class (see `checkpoints/own_parts.py`); and with `adapter_only` for a base without a name or a checkpoint.
         """
-        check_flags(adapter_only=adapter_only, with_code=with_code)
+        _check_options(adapter_only, with_code)
         for name in kwargs:  # transformers takes any name
             if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
                 raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
@@ -119,7 +119,7 @@ class XAttnSavingMixin(Model):
         if adapter_only:
             if args:
                 raise ValueError(f"With `adapter_only=True` pass other arguments by name, got {args!r}.")
-            self._save_adapter(target, is_main_process, bases, with_code, kwargs)
+            self._save_adapter(target, is_main_process, bases, kwargs)
         else:
             _refuse_bases(text_base, vision_base)
             saved: Any = super()
@@ -145,11 +145,13 @@ class XAttnSavingMixin(Model):
         Raises:
             TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is created.
         """
-        check_flags(adapter_only=adapter_only, with_code=with_code)
+        _check_options(adapter_only, with_code)
         if not self._saves_peft_adapter():
             refuse_own_parts(self)
         options: dict[str, Any] = {"with_code": with_code}
         if adapter_only:
+            from .adapter_saving import check_bases
+
             for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
                 if os.path.isdir(source.name):
                     raise ValueError(
@@ -174,8 +176,10 @@ class XAttnSavingMixin(Model):
                 self._saved_as = before or None
 
     def _save_adapter(
-        self, target: Path, is_main_process: bool, bases: dict[str, Any], with_code: bool, options: dict[str, Any]
+        self, target: Path, is_main_process: bool, bases: dict[str, Any], options: dict[str, Any]
     ) -> None:
+        from .adapter_saving import save_adapter
+
         refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
         if options.pop("push_to_hub", False):
             raise ValueError(
@@ -194,7 +198,7 @@ class XAttnSavingMixin(Model):
                 with without_quantizer(self, keeps_quantization), saved_by_one(self):
                     # They are laid over the weights of a base in memory, so they keep the names that they have there.
                     options.update(state_dict=weights, save_original_format=False)
-                    self._write(folder, with_code, options, target)
+                    self._write(folder, False, options, target)
 
             save_adapter(self, target, save, bases, state_dict)
         if is_unnamed:
@@ -240,8 +244,8 @@ class XAttnSavingMixin(Model):
             stale = functools.partial(_earlier_save, variant=options.get("variant"))
             saved = WholeFolder(target, _earlier_peft_adapter if self._saves_peft_adapter() else stale)
             with saved as fresh:
-                if (target / FILE).is_file():  # written anew only if no person has changed it
-                    shutil.copy2(target / FILE, fresh / FILE)
+                if (target / CARD).is_file():  # written anew only if no person has changed it
+                    shutil.copy2(target / CARD, fresh / CARD)
                 self._write(fresh, with_code, options, target, True, saved)
         if is_unnamed:
             self._take_name(target)
@@ -270,7 +274,7 @@ class XAttnSavingMixin(Model):
         self, folder: Path, options: dict[str, Any], is_main_process: bool, whole: WholeFolder | None
     ) -> None:
         saved: Any = super()
-        card = folder / FILE
+        card = folder / CARD
         token = _save.set(_Save(card.read_bytes() if card.is_file() else None, whole))
         try:
             saved.save_pretrained(folder, is_main_process, **options)
@@ -279,6 +283,13 @@ class XAttnSavingMixin(Model):
 
     def _write_card(self, folder: Path) -> None:
         if not self._saves_peft_adapter() and (folder / "config.json").is_file():
+            self._renew_card(folder)
+
+    def _renew_card(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the model card. The code in a folder cannot write one."""
+        if PACKAGE == "hf_xattn":
+            from .model_card import write_model_card
+
             write_model_card(self, folder)
 
     def barrier_after_gathered_checkpoint_save(self, *args, **kwargs) -> Any:
@@ -310,11 +321,11 @@ class XAttnSavingMixin(Model):
     ) -> Any:
         """Called by `save_pretrained` and `push_to_hub`, with transformers' empty card where the repository has none."""
         save = _save.get()
-        card = Path(working_dir) / FILE
-        if card.is_file() and is_blank(card.read_text(encoding="utf-8", errors="replace")):
+        card = Path(working_dir) / CARD
+        if card.is_file() and is_blank_card(card.read_text(encoding="utf-8", errors="replace")):
             if save.card is not None:
                 card.write_bytes(save.card)
-            write_model_card(self, working_dir)
+            self._renew_card(working_dir)
         if save.whole is not None:  # whatever becomes of the upload, the save is complete
             new = set(os.listdir(working_dir))
             save.whole.commit()
@@ -322,6 +333,15 @@ class XAttnSavingMixin(Model):
             files_timestamps = {name: math.inf for name in os.listdir(working_dir) if name not in new}
         uploading: Any = super()
         return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
+
+
+def _check_options(adapter_only: Any, with_code: Any) -> None:
+    check_flags(adapter_only=adapter_only, with_code=with_code)
+    if adapter_only and with_code:
+        raise ValueError(
+            "`with_code=True` does not work together with `adapter_only=True`: only the package loads such a folder, because the code in a "
+            "folder cannot put weights and bases together. Save the whole model, or leave `with_code` out."
+        )
 
 
 def _refuse_bases(text_base: Any, vision_base: Any) -> None:

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoints.adapter_saving import equal_bits
-from ..checkpoints.adapters import weights_of, without_ties
 from ..checkpoints.bases import load_text, text_config_of
 from ..checkpoints.gguf_files import split_gguf
+from ..checkpoints.model_identity import weights_of, without_ties
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..decoders.quantization import quantization_of_text

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.adapter_saving import equal_bits
-from ..checkpoints.peft_layers import first_adapter_layer
+from ..checkpoints.peft_adapters import first_adapter_layer
 from .results import BROKEN, HOLDS, NOT_CHECKED, Result, listed
 
 

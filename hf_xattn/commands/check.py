@@ -48,7 +48,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     device_of(arguments.device)
-    from ..checkpoints.peft_bases import find_peft
+    from ..checkpoints.peft_adapters import find_peft
     from ..utils.checkpoint_files import check_source
 
     check_source("model", arguments.model)
@@ -108,7 +108,7 @@ def _saved_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
     """The dtype of the text half before the cast to `--dtype`, also if the folder names its base; None if there is no cast."""
     from transformers import AutoConfig
 
-    from ..checkpoints.peft_bases import find_peft
+    from ..checkpoints.peft_adapters import find_peft
 
     peft = find_peft(arguments.model, {})
     name = arguments.model if peft is None else peft.base

@@ -61,7 +61,7 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     device = device_of(arguments.device)
     from transformers import AutoModelForImageTextToText
 
-    from ..checkpoints.inspection import blindness
+    from ..checkpoints.model_card import blindness
     from ..processing.image_reading import read_image
 
     hub = hub_options(arguments)

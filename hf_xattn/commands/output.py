@@ -94,7 +94,7 @@ def _token(tokenizer: Any, token_id: int | None) -> str | None:
 
 def print_report(model: XAttnForConditionalGeneration) -> None:
     """Prints what the model's blocks add, one figure a line."""
-    from ..checkpoints.inspection import describe
+    from ..checkpoints.model_card import describe
 
     for name, value in describe(model).items():
         print(f"{name:<34} {value}")

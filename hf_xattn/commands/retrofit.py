@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
     from ..checkpoints.bases import text_config_of, vision_config_of
     from ..checkpoints.gguf_files import split_gguf
-    from ..checkpoints.inspection import blindness
+    from ..checkpoints.model_card import blindness
     from ..retrofit import retrofit
     from ..utils.architectures import text_num_hidden_layers
     from ..utils.whole_folder import WholeFolder

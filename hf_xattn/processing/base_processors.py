@@ -8,9 +8,10 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, logging
 
-from ..checkpoints.adapters import HUB_KEYWORDS, Adapter
+from ..checkpoints.adapters import Adapter
 from ..checkpoints.bases import BaseSource
 from ..configuration_xattn import XAttnConfig
+from ..utils.keywords import HUB_KEYWORDS, given
 from ..utils.transformers_api import AutoImageProcessor
 
 
@@ -36,7 +37,7 @@ def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) ->
     text = None if adapter is None else adapter.recorded_base("text_base")
     if adapter is None or text is None or any(adapter.has(file) for file in FILES):
         return None
-    hub = {key: load_kwargs[key] for key in (*HUB_KEYWORDS, "trust_remote_code") if load_kwargs.get(key) is not None}
+    hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
     vision = adapter.recorded_base("vision_base")
     tokenizer = _load(AutoTokenizer, text, adapter.name, hub)
     image_processor = None if vision is None else _load(AutoImageProcessor, vision, adapter.name, hub)

@@ -30,6 +30,7 @@ SHARDS = f"-{NUMBER}-of-{NUMBER}"  # what transformers appends to the names of s
 SHARDS_OF_RANKS = f"shard-{NUMBER}-model{SHARDS}.safetensors"  # of several processes (DCP), with parts of tensors
 OFFSETS = "DCP_SHARDING_INFO"  # of the parts, in the metadata of such a file
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+CARD = "README.md"  # the model card
 SIDE_FILES = ("generation_config.json",)  # transformers falls back to defaults where it cannot read them
 MAX_JSON = 2**26  # bytes; the index of a model with a million weights is of this size
 MAX_HEADER = 2**25  # bytes

@@ -18,9 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-
-# Arguments of `from_pretrained` that say where code is.
-HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "code_revision")
+from .keywords import CODE_KEYWORDS, given
 
 
 class UnreadConfig(PreTrainedConfig):
@@ -38,8 +36,7 @@ def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
     """Inside, the code of a checkpoint may be run, where `load_kwargs` hold `trust_remote_code=True`."""
     source = None
     if load_kwargs.get("trust_remote_code") is True:
-        hub = {name: load_kwargs[name] for name in HUB_ARGUMENTS if load_kwargs.get(name) is not None}
-        source = {"pretrained_model_name_or_path": checkpoint, **hub}
+        source = {"pretrained_model_name_or_path": checkpoint, **given(CODE_KEYWORDS, load_kwargs)}
     token = _trusted.set(source)
     try:
         yield

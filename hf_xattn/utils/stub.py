@@ -83,7 +83,7 @@ WITHOUT_CODE = """\
         f"This model needs the Python package hf_xattn ({SAVED_BY} or newer). {HOW_TO_INSTALL} ({error})"
     ) from error"""
 
-# What the classes of a checkpoint need: these modules and all that they import.
+# Where the classes of a checkpoint are. The code in a folder is these modules and all that they import at their top, with what that imports.
 ENTRIES = {
     "layers.block": ("GatedCrossAttentionBlock",),
     "configuration_xattn": ("CrossAttentionConfig", "XAttnConfig"),
@@ -177,7 +177,7 @@ def is_own_file(path: Path) -> bool:
 
 
 def code_modules() -> list[str]:
-    """Names of the modules that the classes of a checkpoint need, including those that only a function imports, and of their folders."""
+    """Names of the modules that the classes of a checkpoint import at their top, and of their folders. What a function imports needs the package."""
     found: set[str] = set()
     asked = {*ENTRIES, LOADER}
     while asked:
@@ -190,7 +190,7 @@ def _imports(module: str) -> set[str]:
     """The modules of this package that one of them imports, and the folders that they are in."""
     *folders, _ = module.split(".")
     found = {".".join(folders[:depth]) for depth in range(1, len(folders) + 1)}
-    for node in ast.walk(ast.parse(_source(module))):
+    for node in ast.parse(_source(module)).body:
         if isinstance(node, ast.ImportFrom) and node.level:
             start = folders[: len(folders) + 1 - node.level]
             if node.module:

@@ -147,6 +147,11 @@ def check_tokenizer(gguf_file: str | None) -> None:
         )
 
 
+def is_blank_card(text: str) -> bool:
+    """Whether a model card is the empty form that transformers uploads to a repository without a card."""
+    return "model that has been pushed on the Hub. This model card has been automatically generated." in text
+
+
 def empty_dynamic_layers(cache: Cache) -> None:
     """Empties the layers of a cache that has been reset. Before 5.18, transformers filled them with zeros and kept their length."""
     for layer in cache.layers:
@@ -259,6 +264,7 @@ __all__ = [
     "empty_dynamic_layers",
     "has",
     "is_before",
+    "is_blank_card",
     "needs",
     "resolve_revision",
     "warn_of_version",

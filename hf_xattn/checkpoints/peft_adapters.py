@@ -1,4 +1,7 @@
-"""Adapters of PEFT: which model a folder of one stands on, and checks of its files before layers are added to a model."""
+"""Adapters of PEFT: which model a folder of one stands on, checks of its files, and their layers in a model.
+
+The layers rename the weights below them, so what is saved with them loads into no other model.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,21 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers.utils import find_adapter_config_file, is_peft_available
+from torch import nn
+from transformers.utils import find_adapter_config_file, is_peft_available, logging
 
 from ..utils.checkpoint_files import PICKLED, check_inside, read_headers, read_json, refuse_pickled, short
-from ..utils.custom_code import HUB_ARGUMENTS
+from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SAVE_OR_MERGE = (
+    "Save the adapter by itself, with `save_pretrained` of the `PeftModel`, or merge it first: `merge_and_unload()`."
+)
+
+logger = logging.get_logger(__name__)
 
 
 class PeftFolder(NamedTuple):
@@ -49,8 +58,7 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
     """
     if not isinstance(checkpoint, (str, os.PathLike)) or not is_peft_available():
         return None
-    hub = {name: load_kwargs[name] for name in (*HUB_ARGUMENTS, "subfolder") if load_kwargs.get(name) is not None}
-    hub.pop("code_revision", None)
+    hub = given(FILE_KEYWORDS, load_kwargs)
     of_adapter = dict(load_kwargs.get("adapter_kwargs") or {})
     known = of_adapter.pop("_adapter_model_path", None)  # from an Auto class, which has replaced `checkpoint`
     name = os.fspath(checkpoint if known is None else known)
@@ -126,4 +134,48 @@ def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
             )
 
 
-__all__ = ["PeftFolder", "check_adapter_folder", "find_peft"]
+def refuse_adapter_layers(module: nn.Module, what: str, remedy: str) -> None:
+    """Raises a `ValueError` for a module with layers of an adapter.
+
+    Args:
+        what (`str`): what does not work with them, as the beginning of a sentence.
+        remedy (`str`): what to do instead, as a sentence.
+    """
+    layer = first_adapter_layer(module)
+    if layer is not None:
+        raise ValueError(
+            f"{what} a model that holds LoRA layers or other layers of an adapter (PEFT): {layer} is one. {remedy}"
+        )
+
+
+def first_adapter_layer(module: nn.Module) -> str | None:
+    """Name of the first layer with an adapter, or of `modules_to_save`, in a module. None where there is none.
+
+    Both have this attribute. A `PreTrainedModel` has the other ones of such layers too.
+    """
+    for name, part in module.named_modules():
+        if isinstance(getattr(part, "_disable_adapters", None), bool):
+            return name
+    return None
+
+
+def warn_of_tower(model: Any) -> None:
+    """Warns once of an adapter whose short names, such as `"q_proj"`, mean layers of the vision tower, too.
+
+    PEFT calls nothing of a model when it adds layers, but it leaves `peft_config` on the model. So this is called where training begins.
+    """
+    configs = vars(model).get("peft_config")
+    body = model.base_model
+    if not isinstance(configs, dict) or body.vision_tower is None:
+        return
+    count, others = (
+        sum("base_layer" in part._modules for part in half.modules()) for half in (body.vision_tower, body.text_model)
+    )
+    targets = [getattr(config, "target_modules", None) or () for config in configs.values()]
+    names = {name for target in targets for name in ([target] if isinstance(target, str) else target)}
+    if count and others and not any("vision_tower" in name for name in names):
+        logger.warning_once(
+            f"The adapter trains {count} layers of the vision tower, too: its `target_modules` ({', '.join(sorted(names)[:3])}) are ends "
+            "of names, which layers of the tower have as well. For the text model alone pass "
+            "`target_modules=hf_xattn.lora_targets(model)`."
+        )
