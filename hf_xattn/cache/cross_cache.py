@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ..utils.pytrees import Note
 from .image_layout import ImageLayout
 from .int8_cache import INT8, Int8States, States, concatenate, map_states
+from .pytrees import Note
 
 
 KeyValue = tuple[States, States]

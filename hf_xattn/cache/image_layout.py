@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..utils.pytrees import Note, dataclass_node
 from .digests import Digests
+from .pytrees import Note, dataclass_node
 
 
 @dataclass_node

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..utils.pytrees import Unexported, dataclass_node
 from .image_layout import rows_to
+from .pytrees import Unexported, dataclass_node
 
 
 @dataclass(eq=False)

@@ -21,10 +21,10 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from ..utils.pytrees import Note
 from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import DummyLayer, empty_dynamic_layers
 from .cross_cache import CrossCache, is_empty
+from .pytrees import Note
 from .text_progress import History, TextProgress
 
 

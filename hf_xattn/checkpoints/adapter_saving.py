@@ -1,4 +1,6 @@
-"""Saves what the bases of a model do not hold: `save_pretrained(folder, adapter_only=True)`. See `checkpoints/adapters.py` for what the folder holds."""
+"""Saves what the bases of a model do not hold: `save_pretrained(folder, adapter_only=True)`. See
+`checkpoints/adapters.py` for what the folder holds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from ..version import __version__
 from .adapter_files import MANIFEST, WEIGHTS, check_target, weight_files_of
 from .adapters import FORMAT, PARTS
 from .bases import BaseSource, base_of, named_base
-from .model_identity import fingerprint, shapes_of, weights_of, without_ties
+from .model_identity import digest_of_shapes, fingerprint, weights_of, without_ties
 from .peft_adapters import SAVE_OR_MERGE, refuse_adapter_layers
 
 
@@ -37,15 +39,16 @@ def save_adapter(
     Args:
         model ([`XAttnPreTrainedModel`]): the model.
         folder (`str`): where it goes.
-        save (`Callable`): saves configuration, code and the given weights into a folder. The third argument says whether the
-            configuration names the quantization.
+        save (`Callable`): saves configuration, code and the given weights into a folder. The third argument says
+            whether the configuration names the quantization.
         bases (`dict`): `text_base` and `vision_base`, where the caller names them.
         state_dict (`dict`, *optional*): all weights of the model, where they are gathered already.
 
     Raises:
         TypeError: for a `text_base` or `vision_base` that is no name.
-        ValueError: for a base without a name or a checkpoint, a base whose quantization cannot be repeated, a model with LoRA
-            layers, a `state_dict` with gaps, and a folder that holds a whole model, a base or an adapter (PEFT).
+        ValueError: for a base without a name or a checkpoint, a base whose quantization cannot be repeated, a model
+            with LoRA layers, a `state_dict` with gaps, and a folder that holds a whole model, a base or an adapter
+            (PEFT).
     """
     target = Path(folder)
     check_target(target)
@@ -57,7 +60,8 @@ def save_adapter(
             and os.path.realpath(source.folder) == os.path.realpath(target)
         ):
             raise ValueError(
-                f"`adapter_only=True`: {target} is the folder of the base, whose configuration would be lost. Choose another folder."
+                f"`adapter_only=True`: {target} is the folder of the base, whose configuration would be lost. Choose "
+                "another folder."
             )
     if state_dict is not None:
         _check_complete(model, state_dict)
@@ -111,13 +115,13 @@ def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, Ba
         source = base_of(part.config) if named is None else named
         if source is None:
             raise ValueError(
-                f"`adapter_only=True`: the {name} was not loaded from a checkpoint, so it cannot be fetched again. Save it to a "
-                f"folder and pass `{argument}=`, the Hub id or folder of its weights."
+                f"`adapter_only=True`: the {name} was not loaded from a checkpoint, so it cannot be fetched again. "
+                f"Save it to a folder and pass `{argument}=`, the Hub id or folder of its weights."
             )
         if source.is_gone():
             raise ValueError(
-                f"`adapter_only=True`: the {name} was loaded from {source}, where there is no {source.kind} now. Pass `{argument}=`, "
-                "its Hub id or folder."
+                f"`adapter_only=True`: the {name} was loaded from {source}, where there is no {source.kind} now. Pass "
+                f"`{argument}=`, its Hub id or folder."
             )
         sources[name] = source
     return sources
@@ -175,24 +179,24 @@ class _Comparison:
         ]
         if changed:
             raise ValueError(
-                f"`adapter_only=True`: quantized weights of the {self.name} differ from those of its base {self.source}, such as "
-                f"{changed[0]}; merging an adapter does that. Save the whole model, without `adapter_only`."
+                f"`adapter_only=True`: quantized weights of the {self.name} differ from those of its base "
+                f"{self.source}, such as {changed[0]}; merging an adapter does that. Save the whole model, without "
+                "`adapter_only`."
             )
         return {
-            "name_or_path": self.source.name,
-            "revision": self.source.revision,
-            "subfolder": self.source.subfolder,
-            **({} if self.source.gguf_file is None else {"gguf_file": self.source.gguf_file}),
+            **self.source.record(),
             "dtype": str(self.part.dtype).removeprefix("torch."),
             "prefix": self.prefix,
-            "shapes": shapes_of(self.base),
+            "shapes": digest_of_shapes(self.base),
             "fingerprint": fingerprint(self.base),
             "absent": absent,
             "dtypes": dtypes,
         }
 
     def _take_scales_out_of(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes the scales of equal 4-bit weights out of `state`. bitsandbytes rounds and packs them when it computes on a CPU."""
+        """Takes the scales of equal 4-bit weights out of `state`. bitsandbytes rounds and packs them when it computes
+        on a CPU.
+        """
         for name in [name for name in state if name.startswith(self.prefix) and ".weight." in name]:
             weight = name[: name.rindex(".weight.") + len(".weight")].removeprefix(self.prefix)
             if self.prefix + weight in state or not is_quantized(self.theirs.get(weight, torch.empty(0))):
@@ -217,8 +221,8 @@ def _check_complete(model: Any, state_dict: dict[str, torch.Tensor]) -> None:
     lacking = sorted(name for name in names if name not in state_dict)
     if lacking:
         raise ValueError(
-            f"`adapter_only=True`: expected all weights of the model in `state_dict`, but {len(lacking)} are missing, such as "
-            f"{lacking[0]}. What the bases hold is left out by itself."
+            f"`adapter_only=True`: expected all weights of the model in `state_dict`, but {len(lacking)} are missing, "
+            f"such as {lacking[0]}. What the bases hold is left out by itself."
         )
 
 

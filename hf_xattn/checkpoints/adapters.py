@@ -1,15 +1,19 @@
-"""Checkpoints that hold only what was added to a base, and loading them. Saving them is in `checkpoints/adapter_saving.py`.
+"""Checkpoints that hold only what was added to a base, and loading them. Saving them is in
+`checkpoints/adapter_saving.py`.
 
-Most weights of a retrofitted model are those of its bases. Such a folder holds the others: blocks, connector, added vocabulary, and every
-weight of the text model or the vision tower that differs from its base. Saving does not rely on `requires_grad`. It loads the bases again
-and compares every weight. So bases and folder together always give the whole model, bit for bit.
+Most weights of a retrofitted model are those of its bases. Such a folder holds the others: blocks, connector, added
+    vocabulary, and every
+weight of the text model or the vision tower that differs from its base. Saving does not rely on `requires_grad`. It
+loads the bases again and compares every weight. So bases and folder together always give the whole model, bit for bit.
 
-The manifest is written last. It names the bases with their commits, a fingerprint of their weights, and the SHA-256 of each file. A folder
-without a manifest is not loaded. The fingerprint consists of sums over all words of all weights (see `checkpoints/model_identity.py`). It takes about
-0.5 s for a GB on two CPU cores, when the model is saved and when it is loaded.
+The manifest is written last. It names the bases with their commits, a fingerprint of their weights, and the SHA-256 of
+each file. A folder without a manifest is not loaded. The fingerprint consists of sums over all words of all weights
+(see `checkpoints/model_identity.py`). It takes about 0.5 s for a GB on two CPU cores, when the model is saved and when
+it is loaded.
 
-A text model that was quantized while it was loaded has a base in full precision. The manifest then holds the quantizer's configuration,
-and loading quantizes the base again. A checkpoint that holds quantized weights is a base like any other.
+A text model that was quantized while it was loaded has a base in full precision. The manifest then holds the
+quantizer's configuration, and loading quantizes the base again. A checkpoint that holds quantized weights is a base
+like any other.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_
 from ..utils.quantized_weights import first_quantized, shape_before
 from .adapter_files import MANIFEST, find_file, find_manifest
 from .bases import BaseSource, base_of, load_text, load_vision, named_base
-from .model_identity import digest_of_shapes, fingerprint, shapes_of, weights_of, without_ties
+from .model_identity import digest_of_shapes, fingerprint, weights_of, without_ties
 
 
 logger = logging.get_logger(__name__)
@@ -69,8 +73,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Reads and checks a manifest.
 
     Raises:
-        ValueError: for a file that is damaged or was written by a later version, and for an entry of a wrong type, a dtype that torch does
-            not have, or the name of a file elsewhere.
+        ValueError: for a file that is damaged or was written by a later version, and for an entry of a wrong type, a
+            dtype that torch does not have, or the name of a file elsewhere.
     """
     try:
         manifest = read_json(path)
@@ -78,7 +82,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(f"{error} Save the model again.") from error
     if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"{path} has format {short(manifest.get('format'))}, this version of hf_xattn reads {FORMAT}. Update hf_xattn."
+            f"{path} has format {short(manifest.get('format'))}, this version of hf_xattn reads {FORMAT}. Update "
+            "hf_xattn."
         )
     _check_files(manifest.get("files"), path)
     for argument in BASES:
@@ -161,8 +166,8 @@ class Adapter:
             return path
         raise ValueError(
             f"{path} is not the file that was saved: its {MANIFEST} names {expected['bytes']} bytes with SHA-256 "
-            f"{expected['sha256'][:12]}..., got {size} bytes. It was cut off or changed. Copy the folder again; settings are changed in the "
-            "model, which is then saved again."
+            f"{expected['sha256'][:12]}..., got {size} bytes. It was cut off or changed. Copy the folder again; "
+            "settings are changed in the model, which is then saved again."
         )
 
     def has(self, name: str) -> bool:
@@ -172,7 +177,7 @@ class Adapter:
     def recorded_base(self, argument: str) -> BaseSource | None:
         """The base that the manifest names for `text_base` or `vision_base`. None for a model without this part."""
         record = self.manifest.get(argument)
-        return None if record is None else _recorded(record)
+        return None if record is None else BaseSource.of_record(record)
 
     def added(self) -> dict[str, torch.Tensor]:
         """The weights in the checkpoint."""
@@ -224,9 +229,7 @@ class Adapter:
         record = self.manifest.get(argument)
         if part is None or record is None:
             return
-        source = named or _recorded(record)
-        part.name_or_path, part.base_revision, part.base_subfolder = source.name, source.revision, source.subfolder
-        part.base_gguf_file = source.gguf_file
+        (named or BaseSource.of_record(record)).note_in(part)
 
     def _base_weights(
         self, bases: dict[str, BaseSource | None], load_kwargs: dict[str, Any]
@@ -241,8 +244,8 @@ class Adapter:
             weights = weights_of(self.base(argument, load, named, hub))
             if unknown := {*record["absent"], *record["dtypes"]}.difference(weights):
                 raise ValueError(
-                    f"{self.name}: {MANIFEST} is damaged: `{argument}` names {short(min(unknown))}, which its base does not have. Save the model "
-                    "again."
+                    f"{self.name}: {MANIFEST} is damaged: `{argument}` names {short(min(unknown))}, which its base "
+                    "does not have. Save the model again."
                 )
             for name, tensor in weights.items():
                 if name not in record["absent"]:
@@ -254,11 +257,11 @@ class Adapter:
     ) -> PreTrainedModel:
         """Loads a base. Warns if its weights are not those that the model was saved with."""
         record = self.manifest[argument]
-        source = named or _recorded(record)
+        source = named or BaseSource.of_record(record)
         if source.is_gone():
             raise ValueError(
-                f"{self.name} was saved without the weights of its base {source}, where there is no {source.kind} now. Pass "
-                f"`{argument}=` to `from_pretrained`, the Hub id or folder of that base."
+                f"{self.name} was saved without the weights of its base {source}, where there is no {source.kind} now. "
+                f"Pass `{argument}=` to `from_pretrained`, the Hub id or folder of that base."
             )
         try:
             base = source.load(load, dtype=getattr(torch, record["dtype"]), **hub)
@@ -268,22 +271,18 @@ class Adapter:
                 f"`{argument}=` to `from_pretrained`, the Hub id or folder of that base."
             ) from error
         weights = weights_of(base)
-        if shapes_of(weights) != record["shapes"]:
+        if digest_of_shapes(weights) != record["shapes"]:
             raise ValueError(
-                f"{self.name} was saved on the base {record['name_or_path']}, and `{argument}` {source.name} is a model of another shape. "
-                f"Pass `{argument}=`, the Hub id or folder of that base."
+                f"{self.name} was saved on the base {record['name_or_path']}, and `{argument}` {source.name} is a "
+                f"model of another shape. Pass `{argument}=`, the Hub id or folder of that base."
             )
         if fingerprint(weights) != record["fingerprint"]:
             logger.warning(
                 f"The weights of the base {source.name} are not those that {self.name} was saved with "
-                f"({record['name_or_path']}, revision {record['revision']}): the base has changed, and the model will answer differently."
+                f"({record['name_or_path']}, revision {record['revision']}): the base has changed, and the model will "
+                "answer differently."
             )
         return base
-
-
-def _recorded(record: dict[str, Any]) -> BaseSource:
-    """The base that a manifest names."""
-    return BaseSource(record["name_or_path"], record["revision"], record["subfolder"], record.get("gguf_file"))
 
 
 def load_set(
@@ -297,7 +296,8 @@ def load_set(
         load_kwargs (`dict`): keyword arguments for the vision tower, where the model has another one.
 
     Returns:
-        `tuple`: blocks by the index of their layer and their name in it, connector, tower. The last two are None without pixels.
+        `tuple`: blocks by the index of their layer and their name in it, connector, tower. The last two are None
+            without pixels.
 
     Raises:
         ValueError: for a base of another shape, and for weights of a text model that was trained too.
@@ -325,8 +325,8 @@ def load_set(
             del added[name]
     if added:
         raise ValueError(
-            f"`folder` ({adapter.name}) changes weights of the text model, which all sets share: {sorted(added)[:3]} and "
-            f"{max(0, len(added) - 3)} more. Load it as a model of its own."
+            f"`folder` ({adapter.name}) changes weights of the text model, which all sets share: {sorted(added)[:3]} "
+            f"and {max(0, len(added) - 3)} more. Load it as a model of its own."
         )
     if tower is not None:
         config.vision_config = tower.config
@@ -352,21 +352,22 @@ def _check_text(model: Any, adapter: Adapter, config: XAttnConfig) -> None:
     }
     weights = without_ties(weights, model.text_model)
     quantized = first_quantized(model.text_model) is not None
-    if record["shapes"] not in (shapes_of(weights), _shapes_before(model, weights) if quantized else None):
+    if record["shapes"] not in (digest_of_shapes(weights), _shapes_before(model, weights) if quantized else None):
         raise ValueError(
-            f"`folder` ({adapter.name}) was trained on {record['name_or_path']}, and the text model of this model has another shape."
+            f"`folder` ({adapter.name}) was trained on {record['name_or_path']}, and the text model of this model has "
+            "another shape."
         )
     if quantized:
         base = base_of(model.text_model.config)
         if base is None or (base.name, base.revision) != (record["name_or_path"], record["revision"]):
             logger.warning(
-                f"This text model is quantized, so whether its weights are those of the base {record['name_or_path']} of {adapter.name} "
-                "was not checked."
+                f"This text model is quantized, so whether its weights are those of the base {record['name_or_path']} "
+                f"of {adapter.name} was not checked."
             )
     elif record["dtype"] != str(model.text_model.dtype).removeprefix("torch."):
         logger.warning(
-            f"{adapter.name} was saved in {record['dtype']}, this model is in {model.text_model.dtype}, so whether its text model is "
-            f"the base {record['name_or_path']} was not checked."
+            f"{adapter.name} was saved in {record['dtype']}, this model is in {model.text_model.dtype}, so whether its "
+            f"text model is the base {record['name_or_path']} was not checked."
         )
     elif fingerprint(weights) != record["fingerprint"]:
         logger.warning(
@@ -376,7 +377,7 @@ def _check_text(model: Any, adapter: Adapter, config: XAttnConfig) -> None:
 
 
 def _shapes_before(model: Any, weights: dict[str, torch.Tensor]) -> str:
-    """What `shapes_of` gave before the text model was quantized."""
+    """What `digest_of_shapes` gave before the text model was quantized."""
     own: dict[str, torch.Tensor] = dict(model.text_model.named_parameters(remove_duplicate=False))
     own.update(model.text_model.named_buffers(remove_duplicate=False))
     return digest_of_shapes({name: shape_before(own[name]) for name in weights if name in own})
@@ -393,10 +394,7 @@ def _tower(
         return mine
     hub = {name: value for name, value in load_kwargs.items() if name not in ("revision", "subfolder")}
     tower: Any = adapter.base("vision_base", load_vision, None, hub)
-    note = tower.config  # for the next time that it is saved
-    note.name_or_path, note.base_revision, note.base_subfolder = (
-        record[key] for key in ("name_or_path", "revision", "subfolder")
-    )
+    BaseSource.of_record(record).note_in(tower.config)  # for the next time that it is saved
     weights = {name.removeprefix("vision_tower."): tensor for name, tensor in changed.items()}
     tower.load_state_dict(weights, strict=False)
     return tower if mine is None else tower.to(device=mine.device, dtype=mine.dtype)

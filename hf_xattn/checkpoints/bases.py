@@ -1,20 +1,17 @@
 """The checkpoints that a model is made of: a text-only causal language model, and a vision tower.
 
-A model that was made from checkpoints remembers their names, so that it can be saved without their weights (see `checkpoints/adapters.py`).
+A model that was made from checkpoints remembers their names, so that it can be saved without their weights (see
+`checkpoints/adapters.py`).
 """
 
 from __future__ import annotations
 
-import copy
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -23,20 +20,19 @@ from ..decoders.text_half import composite_class, is_composite, text_half, text_
 from ..images.tower import check_tower_class, check_tower_config
 from ..utils.architectures import TILED_VISION_TYPES, architecture
 from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
-from ..utils.config_sizes import check_against_weights, is_quantized
-from ..utils.first_values import ValuesComeLater, incomplete
+from ..utils.config_sizes import is_quantized
+from ..utils.first_values import incomplete
 from ..utils.keywords import CONFIG_KEYWORDS, LOAD_KEYWORDS, given, refuse_unknown
 from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import resolve_revision
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
-from .loading_checks import check_config_file, check_folder, refuse_pickles
-
-
-_unused_told: set[tuple[str, str]] = set()  # checkpoints and classes whose table of unused weights was logged
+from .loading_checks import check_config_file, check_folder, check_size, refuse_pickles
 
 
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
-    """Loads a causal language model, or the text half of a larger model. Arguments and errors are those of [`retrofit`]."""
+    """Loads a causal language model, or the text half of a larger model. Arguments and errors are those of
+    [`retrofit`].
+    """
     check_load_kwargs(load_text, load_kwargs, text)
     text, load_kwargs = split_gguf("text", text, load_kwargs)
     config = text_config_of(text, load_kwargs)
@@ -82,6 +78,24 @@ class BaseSource:
     subfolder: str | None = None
     gguf_file: str | None = None
 
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> BaseSource:
+        """The base that the manifest of a checkpoint of added weights names."""
+        return cls(record["name_or_path"], record["revision"], record["subfolder"], record.get("gguf_file"))
+
+    def record(self) -> dict[str, Any]:
+        """Its entries in a manifest."""
+        where = {"name_or_path": self.name, "revision": self.revision, "subfolder": self.subfolder}
+        return where if self.gguf_file is None else {**where, "gguf_file": self.gguf_file}
+
+    def note_in(self, config: Any) -> None:
+        """Writes the base into the configuration of its part, where [`base_of`] finds it."""
+        config.name_or_path = self.name
+        for name in ("revision", "subfolder", "gguf_file"):
+            vars(config).pop(f"base_{name}", None)
+            if getattr(self, name) is not None:
+                setattr(config, f"base_{name}", getattr(self, name))
+
     def load(self, load: Callable[..., PreTrainedModel], **load_kwargs: Any) -> PreTrainedModel:
         """Loads the base with [`load_text`] or [`load_vision`]."""
         where = {"revision": self.revision, "subfolder": self.subfolder, "gguf_file": self.gguf_file}
@@ -115,20 +129,19 @@ def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, lo
 
     Args:
         config (`PreTrainedConfig`): the part's.
-        source (`str`, `Path` or `PreTrainedModel`): the checkpoint, or the loaded model that is the part or contains it.
-        load_kwargs (`dict`): keyword arguments for loading `source`. Those of another part say nothing of a loaded model.
+        source (`str`, `Path` or `PreTrainedModel`): the checkpoint, or the loaded model that is the part or contains
+            it.
+        load_kwargs (`dict`): keyword arguments for loading `source`. Those of another part say nothing of a loaded
+            model.
     """
-    name = source.config.name_or_path if isinstance(source, PreTrainedModel) else str(source)
-    if not name:
-        return
-    note: Any = config
-    note.name_or_path = os.path.abspath(name) if os.path.isdir(name) else name
-    for key in ("revision", "subfolder"):
-        if load_kwargs.get(key) and not isinstance(source, PreTrainedModel):
-            setattr(note, f"base_{key}", str(load_kwargs[key]))
-    note.base_gguf_file = gguf_file_of(source) if isinstance(source, PreTrainedModel) else load_kwargs.get("gguf_file")
-    if note.base_gguf_file is None:
-        del note.base_gguf_file
+    if isinstance(source, PreTrainedModel):
+        name, where = source.config.name_or_path, {"gguf_file": gguf_file_of(source)}
+        where |= {key: getattr(config, f"base_{key}", None) for key in ("revision", "subfolder")}
+    else:
+        name = str(source)
+        where = {key: load_kwargs.get(key) or None for key in ("revision", "subfolder", "gguf_file")}
+    if name:
+        BaseSource(os.path.abspath(name) if os.path.isdir(name) else name, **where).note_in(config)
 
 
 def base_of(config: PreTrainedConfig) -> BaseSource | None:
@@ -185,8 +198,8 @@ def text_config_of(
         raise ValueError(f"`text` ({text}) already has cross-attention blocks. Retrofit its text-only base instead.")
     if config.is_encoder_decoder:
         raise ValueError(
-            f"`text` ({text}) is an encoder-decoder model ({config.model_type}), which already has cross-attention. Use a "
-            "decoder-only checkpoint."
+            f"`text` ({text}) is an encoder-decoder model ({config.model_type}), which already has cross-attention. "
+            "Use a decoder-only checkpoint."
         )
     if is_composite(config):
         composite_class(config)
@@ -212,8 +225,8 @@ def vision_config_of(
         config = vision.config
         if getattr(config, "vision_config", None) is not None:
             raise ValueError(
-                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which contains more than a vision model. "
-                "Pass its vision part, or its folder."
+                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which contains more than a "
+                "vision model. Pass its vision part, or its folder."
             )
         if config.model_type not in TILED_VISION_TYPES:
             check_tower_class("vision", type(vision))
@@ -224,7 +237,8 @@ def vision_config_of(
         )
     if is_gguf_path(vision):
         raise ValueError(
-            f"Expected `vision` to be a folder or a Hub id, got {str(vision)!r}. GGUF files are read for text models alone."
+            f"Expected `vision` to be a folder or a Hub id, got {str(vision)!r}. GGUF files are read for text models "
+            "alone."
         )
     check_source("vision", vision)
     config = _read_config("vision", vision, load_kwargs)
@@ -242,8 +256,8 @@ def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *
     refuse_unknown(caller, load_kwargs, LOAD_KEYWORDS)
     if load_kwargs and all(source is None or isinstance(source, PreTrainedModel) for source in sources):
         raise ValueError(
-            f"`{next(iter(load_kwargs))}` is an argument for loading a checkpoint, but the models are already loaded. Pass it to "
-            "their `from_pretrained`."
+            f"`{next(iter(load_kwargs))}` is an argument for loading a checkpoint, but the models are already loaded. "
+            "Pass it to their `from_pretrained`."
         )
     refuse_pickles(load_kwargs)
 
@@ -283,62 +297,29 @@ def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]
 def _load(
     name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Loads a base, if its configuration and its weights are of one size. Otherwise transformers would take memory for the difference.
+    """Loads a base, if its configuration and its weights are of one size. Otherwise transformers would take memory for
+    the difference.
 
     Returns:
         `tuple`: the base, and the names of weights that its checkpoint lacks.
     """
     checked = check_folder(source, load_kwargs)
     if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
-        shapes = _shapes(
-            auto_class, config or AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
-        )
-        if shapes is not None:
-            quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
-            check_against_weights(shapes, checked.headers, quantized, f"`{name}` ({source})")
+        known = config or AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
+        quantized = is_quantized(checked.fields) or load_kwargs.get("quantization_config") is not None
+        check_size(auto_class, known, checked.headers, quantized, f"`{name}` ({source})")
     options = {} if config is None else {"config": config}
     options |= {"output_loading_info": True}
-    with _unused_told_once(source):
-        model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
     return model, found["missing_keys"]
 
 
 def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: list[str]) -> None:
-    """Raises a `ValueError` for a base that did not get all of its weights. What a quantizer makes of them, it checks itself."""
+    """Raises a `ValueError` for a base that did not get all of its weights. What a quantizer makes of them, it checks
+    itself.
+    """
     if lost and getattr(model, "hf_quantizer", None) is None:
         raise ValueError(
-            f"{incomplete(f'`{name}` ({source})', lost, ())} If they may start anew, load the model with transformers, and pass it in place "
-            "of its name."
+            f"{incomplete(f'`{name}` ({source})', lost, ())} If they may start anew, load the model with transformers, "
+            "and pass it in place of its name."
         )
-
-
-@contextmanager
-def _unused_told_once(source: str | Path) -> Iterator[None]:
-    """Drops transformers' table of weights that are not used, if it was logged for this checkpoint: a base is loaded again where a model
-    is saved without it."""
-    where = os.path.abspath(source) if os.path.isdir(source) else str(source)
-
-    def is_new(record: logging.LogRecord) -> bool:
-        model, report, table = record.getMessage().partition(" LOAD REPORT")
-        if not report or any(status in table for status in ("MISSING", "MISMATCH", "CONVERSION")):
-            return True
-        known = (where, model) in _unused_told
-        _unused_told.add((where, model))
-        return not known
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_new)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_new)
-
-
-def _shapes(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The model without values. None if it cannot be built so: loading it says why."""
-    build = auto_class._from_config if issubclass(auto_class, PreTrainedModel) else auto_class.from_config
-    try:
-        with torch.device("meta"), ValuesComeLater():
-            return build(copy.deepcopy(config))
-    except Exception:
-        return None

@@ -1,10 +1,13 @@
 """Several sets of blocks on one loaded base. One of them is active, or none.
 
-A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, connector, and their settings. All sets share the text model.
-They share the vision tower if they were trained with the same tower weights. The active set is part of the model: it is trained and saved.
+A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, connector, and their settings. All sets share
+the text model.
+They share the vision tower if they were trained with the same tower weights. The active set is part of the model: it is
+    trained and saved.
 The others are not submodules of the model. They move to the model's device when they are activated.
 
-Switching copies no weights. A set refuses images that another set has encoded, and conversations about them: their keys, values and hidden
+Switching copies no weights. A set refuses images that another set has encoded, and conversations about them: their
+    keys, values and hidden
 states are noise for it.
 """
 
@@ -103,13 +106,14 @@ class XAttnSetsMixin:
         Args:
             folder (`str` or `Path`): folder or Hub id of `save_pretrained(folder, adapter_only=True)`.
             name (`str`): name of the set in this model.
-            load_kwargs: keyword arguments of `from_pretrained` that locate files: `revision`, `token`, `local_files_only`, ...
+            load_kwargs: keyword arguments of `from_pretrained` that locate files: `revision`, `token`,
+                `local_files_only`, ...
 
         Raises:
             TypeError: for a `folder` that is no path, a `name` that is no text, or an unknown keyword.
-            ValueError: for a name that exists already, a folder that is damaged or was saved otherwise, a model with LoRA layers, and
-                blocks that do not fit this model: their base has another shape, they were trained together with its text model, or
-                they have another number of added tokens.
+            ValueError: for a name that exists already, a folder that is damaged or was saved otherwise, a model with
+                LoRA layers, and blocks that do not fit this model: their base has another shape, they were trained
+                together with its text model, or they have another number of added tokens.
         """
         from .adapters import Adapter, load_set
 
@@ -136,7 +140,8 @@ class XAttnSetsMixin:
         self.set_cross_attention(name)
 
     def set_cross_attention(self, name: str | None) -> None:
-        """Activates a set of blocks. With None no set is active: the model gives the logits of its base, and takes text alone.
+        """Activates a set of blocks. With None no set is active: the model gives the logits of its base, and takes text
+        alone.
 
         Raises:
             ValueError: for an unknown name, and for a model with LoRA layers.
@@ -199,18 +204,20 @@ class XAttnSetsMixin:
         if self._active is None or cross.read_by not in (None, self._mark):
             active = "none is active" if self._active is None else f"{self._active!r} is active"
             raise ValueError(
-                f"`past_key_values` holds images that another set of blocks has encoded, but {active}. Activate that set with "
-                "`set_cross_attention`, or start from an empty cache."
+                f"`past_key_values` holds images that another set of blocks has encoded, but {active}. Activate that "
+                "set with `set_cross_attention`, or start from an empty cache."
             )
         cross.read_by = self._mark
 
     def _check_inserted(self) -> None:
-        """Raises a `ValueError` if the text model does not hold the blocks of this model any more (see `checkpoints/removal.py`)."""
+        """Raises a `ValueError` if the text model does not hold the blocks of this model any more (see
+        `checkpoints/removal.py`).
+        """
         insertion: Any = getattr(self.text_model, "_insertion", None)
         if insertion is None or insertion.mark != self._inserted:
             raise ValueError(
-                "The text model of this model does not hold its blocks any more, because `remove_blocks` took them out. Use the text model "
-                "alone, or call `retrofit` with it."
+                "The text model of this model does not hold its blocks any more, because `remove_blocks` took them "
+                "out. Use the text model alone, or call `retrofit` with it."
             )
 
     def _check_active(self) -> None:

@@ -1,6 +1,7 @@
 """GGUF files as sources of text models: one file holds configuration, weights, tokenizer and chat template.
 
-transformers reads such a file with `from_pretrained(folder, gguf_file=name)`. Here a path to the file is enough, and its weights are
+transformers reads such a file with `from_pretrained(folder, gguf_file=name)`. Here a path to the file is enough, and
+its weights are
 unpacked: the model is an ordinary one, so it trains, it can be saved, and its weights can be compared.
 """
 
@@ -17,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import cached_file
 from transformers.utils.import_utils import is_gguf_available
 
-from ..utils.config_sizes import check_against_weights, check_fields
+from ..utils.config_sizes import check_fields
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.tensor_checks import type_name
+from .loading_checks import check_size
 
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ def is_gguf_path(source: Any) -> bool:
 
 
 def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Turns the path of a GGUF file into a folder and the keyword `gguf_file`, as transformers takes them. Other sources stay.
+    """Turns the path of a GGUF file into a folder and the keyword `gguf_file`, as transformers takes them. Other
+    sources stay.
 
     Args:
         name (`str`): the argument that the source came in.
@@ -66,8 +69,8 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
         raise ValueError(f"`gguf_file` ({file}) names a file to load, but `{name}` is loaded already.")
     if is_gguf_path(source):
         raise ValueError(
-            f"`{name}` ({source}) is the path of a GGUF file, and `gguf_file` ({file}) names one too. Pass the path alone, or a folder "
-            "or Hub id with `gguf_file`."
+            f"`{name}` ({source}) is the path of a GGUF file, and `gguf_file` ({file}) names one too. Pass the path "
+            "alone, or a folder or Hub id with `gguf_file`."
         )
     return source, {**load_kwargs, "gguf_file": os.fspath(file)}
 
@@ -87,8 +90,8 @@ def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Pat
         path = Path(source, load_kwargs.get("subfolder") or "", load_kwargs["gguf_file"])
         if not path.is_file():
             raise ValueError(
-                f"Expected `{name}` to be a GGUF file, got {str(path)!r}, where there is no file. For a file on the Hub pass "
-                "the repository's id, and the file's name as `gguf_file=`."
+                f"Expected `{name}` to be a GGUF file, got {str(path)!r}, where there is no file. For a file on the "
+                "Hub pass the repository's id, and the file's name as `gguf_file=`."
             )
     elif isinstance(source, Path) or os.path.isabs(source):
         raise ValueError(f"Expected `{name}` to be a GGUF file, got one in {str(source)!r}, where there is no folder.")
@@ -148,7 +151,8 @@ def gguf_config(name: str, path: Path) -> PreTrainedConfig:
         raise
     except Exception as error:  # whatever the configuration's class stumbles over
         raise ValueError(
-            f"`{name}` ({path}) is a GGUF file that transformers cannot read: {error} {CUT_OFF} Otherwise use the model's safetensors."
+            f"`{name}` ({path}) is a GGUF file that transformers cannot read: {error} {CUT_OFF} Otherwise use the "
+            "model's safetensors."
         ) from error
     return config
 
@@ -161,7 +165,8 @@ def _read_config(path: Path, size: int, time: int) -> PreTrainedConfig:
 def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwargs: dict[str, Any]) -> PreTrainedModel:
     """Loads the causal language model in a GGUF file.
 
-    Without a `quantization_config` its weights are unpacked. By default transformers keeps them packed where it has kernels for them, and
+    Without a `quantization_config` its weights are unpacked. By default transformers keeps them packed where it has
+    kernels for them, and
     even where it has unpacked them it leaves the model marked as quantized: such a model cannot be saved.
 
     Args:
@@ -178,7 +183,7 @@ def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwar
     options = {**load_kwargs, "gguf_file": str(path), "config": config, "output_loading_info": True}
     if options.get("quantization_config") is None:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    _check_size(config, path, f"`{name}` ({path})")
+    check_size(AutoModelForCausalLM, config, _head_of(path).tensors, False, f"`{name}` ({path})")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
@@ -188,21 +193,11 @@ def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwar
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"`{name}` ({path}) holds no whole model: {len(missing)} weights are missing ({', '.join(missing[:3])}). It may be an adapter "
-            "or a vocabulary."
+            f"`{name}` ({path}) holds no whole model: {len(missing)} weights are missing ({', '.join(missing[:3])}). "
+            "It may be an adapter or a vocabulary."
         )
     model._gguf_file = load_kwargs["gguf_file"]
     return model
-
-
-def _check_size(config: PreTrainedConfig, path: Path, what: str) -> None:
-    """Raises a `ValueError` for a model that would be far larger than the file's tensors."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    except Exception:  # loading it says why
-        return
-    check_against_weights(model, _head_of(path).tensors, False, what)
 
 
 def gguf_file_of(model: PreTrainedModel) -> str | None:

@@ -1,16 +1,19 @@
-"""What `from_pretrained` and `retrofit` check of a checkpoint: first its files, then the shapes, and at the end that nothing is missing.
+"""What `from_pretrained` and `retrofit` check of a checkpoint: first its files, then the shapes, and at the end that
+nothing is missing.
 
 Each check comes before the work that a bad checkpoint would make endless, or the memory that it would take.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..utils.checkpoint_files import (
     PICKLED,
@@ -28,7 +31,7 @@ from ..utils.checkpoint_files import (
     weight_files,
 )
 from ..utils.config_sizes import check_against_weights, check_fields, check_layer_count, is_quantized
-from ..utils.first_values import incomplete
+from ..utils.first_values import ValuesComeLater, incomplete
 from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
 from .adapter_files import MANIFEST
@@ -112,12 +115,32 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
     return CheckedFolder(fields, headers)
 
 
+def check_size(
+    model_class: Any, config: PreTrainedConfig, headers: dict[str, Stored], quantized: bool, what: str
+) -> None:
+    """Checks, before it is built, that a model is not far larger than its weights. See `check_against_weights`.
+
+    Args:
+        model_class: an Auto class, or the class of the model.
+        config (`PreTrainedConfig`): the model's. A model that cannot be built passes: loading it says why.
+    """
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    try:
+        with torch.device("meta"), ValuesComeLater():
+            model = build(copy.deepcopy(config))
+    except Exception:
+        return
+    check_against_weights(model, headers, quantized, what)
+
+
 def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> None:
-    """Checks a model that has shapes and no values yet against the weights that it is to get. Called by `_load_pretrained_model`.
+    """Checks a model that has shapes and no values yet against the weights that it is to get. Called by
+    `_load_pretrained_model`.
 
     Raises:
-        ValueError: for files of other kinds, files that are not whole, weights that are not numbers, a model that is far larger than its
-            weights, a weight of another shape, and for experts of a layer of which some are missing.
+        ValueError: for files of other kinds, files that are not whole, weights that are not numbers, a model that is
+            far larger than its weights, a weight of another shape, and for experts of a layer of which some are
+            missing.
     """
     quantized = getattr(load_config, "hf_quantizer", None) is not None
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")
@@ -164,9 +187,6 @@ def _check_each(model: nn.Module, headers: dict[str, Stored], load_config: Any, 
             continue
         if not converted or stored.numel > target.numel():
             raise ValueError(
-                f"{what} holds {short(name)} of shape {stored.shape}: expected {tuple(target.shape)}, as its configuration says. Pass "
-                "`ignore_mismatched_sizes=True` to start this weight anew."
+                f"{what} holds {short(name)} of shape {stored.shape}: expected {tuple(target.shape)}, as its "
+                "configuration says. Pass `ignore_mismatched_sizes=True` to start this weight anew."
             )
-
-
-__all__ = ["CheckedFolder", "check_folder", "check_shapes", "refuse_other_files", "refuse_pickles"]

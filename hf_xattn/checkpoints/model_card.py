@@ -1,7 +1,10 @@
-"""The model card (`README.md`) of a saved model, as the Hub reads it: what the model is, how it loads, what was added, how it was trained.
+"""The model card (`README.md`) of a saved model, as the Hub reads it: what the model is, how it loads, what was added,
+how it was trained.
 
-A card holds only what is known: from the configuration, from the cards of the checkpoints that went in, and from the run that trained the
-model. It names a local checkpoint by its folder's name, without the path. A card that a person wrote or changed is never overwritten.
+A card holds only what is known: from the configuration, from the cards of the checkpoints that went in, and from the
+    run that trained the
+model. It names a local checkpoint by its folder's name, without the path. A card that a person wrote or changed is
+never overwritten.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ print(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_t
 ASKING_OF_FEATURES = """\
 text, features = "...", ...  # features: (batch, num_tokens, context_size)
 if tokenizer.chat_template:
-    text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+    chat = [{"role": "user", "content": text}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
 tokens = model.generate(**inputs, cross_attention_states=features, max_new_tokens=64)
 print(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
@@ -64,8 +68,8 @@ def write_model_card(
 ) -> bool:
     """Writes the model card of a saved model.
 
-    `save_pretrained` calls this. Call it again to add what only the training run knows. `Trainer.create_model_card` writes a draft of its
-    own, which this function replaces if `trainer` is given.
+    `save_pretrained` calls this. Call it again to add what only the training run knows. `Trainer.create_model_card`
+    writes a draft of its own, which this function replaces if `trainer` is given.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): what was saved.
@@ -74,7 +78,8 @@ def write_model_card(
         training (`dict`, *optional*): further facts of the training, by name.
         results (`dict`, *optional*): what was measured, by name.
         base (`list[str]`, *optional*): checkpoints that the model was made of, if its configuration does not name them.
-        questions (`list[str]`, *optional*): example questions. They become the card's `widget`, which `hf-xattn web` offers.
+        questions (`list[str]`, *optional*): example questions. They become the card's `widget`, which `hf-xattn web`
+            offers.
 
     Returns:
         `bool`: whether the card was written. A card that a person wrote or changed is kept.
@@ -128,7 +133,9 @@ def _digest(text: str) -> str:
 
 
 def example_questions(name: str | None) -> list[str]:
-    """The questions in the card (`widget`) of a folder, or of a Hub id that was downloaded. At most 16 of at most 500 characters."""
+    """The questions in the card (`widget`) of a folder, or of a Hub id that was downloaded. At most 16 of at most 500
+    characters.
+    """
     given = _front_matter(name).get("widget")
     texts = [each.get("text") for each in given if isinstance(each, dict)] if isinstance(given, list) else []
     return [text for text in texts if isinstance(text, str) and 0 < len(text) <= 500][:16]
@@ -153,7 +160,8 @@ def _card(
     names = [f"`{_shown(name)}`" for name in sources]
     made_of = f" It was made of {' and '.join(names)}." if names else ""
     tower = "" if vision is None else f" and a `{vision.model_type}` vision tower"
-    title = f"{_shown(sources[0]).rpartition('/')[2] or text.model_type if sources else text.model_type} with cross-attention"
+    name = _shown(sources[0]).rpartition("/")[2] if sources else ""
+    title = f"{name or text.model_type} with cross-attention"
     sections = [
         f"# {title}",
         f"A `{text.model_type}` text decoder with gated cross-attention blocks{tower}.{made_of} "
@@ -180,20 +188,24 @@ def _card(
 def _loading(sees: bool) -> str:
     lines = [
         *(["from PIL import Image"] if sees else []),
-        f"from transformers import AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}, {'AutoProcessor' if sees else 'AutoTokenizer'}",
+        f"from transformers import AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}, "
+        f"{'AutoProcessor' if sees else 'AutoTokenizer'}",
         "",
         "import hf_xattn  # or pass trust_remote_code=True below",
         "",
         'name = "..."  # this folder or repository',
         f"model = AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}.from_pretrained(name)",
-        f"{'processor' if sees else 'tokenizer'} = {'AutoProcessor' if sees else 'AutoTokenizer'}.from_pretrained(name)",
+        f"{'processor' if sees else 'tokenizer'} = "
+        f"{'AutoProcessor' if sees else 'AutoTokenizer'}.from_pretrained(name)",
         ASKING if sees else ASKING_OF_FEATURES,
     ]
     return "```python\n" + "\n".join(lines) + "\n```"
 
 
 def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
-    """The figures of [`describe`]. They come from a copy without weights, because the model may be sharded or quantized."""
+    """The figures of [`describe`]. They come from a copy without weights, because the model may be sharded or
+    quantized.
+    """
     try:
         with torch.device("meta"):
             skeleton = model._from_config(copy.deepcopy(config), dtype=model.dtype)
@@ -296,8 +308,8 @@ def _table(rows: dict[str, Any]) -> str:
 def tokens_per_image(model: Any) -> int | None:
     """Returns the number of tokens that the vision tower makes of one image, or None without a tower.
 
-    Runs the tower on a blank image. On the meta device this computes shapes only. `model` is an [`XAttnForConditionalGeneration`] or
-    an [`XAttnModel`], here and below.
+    Runs the tower on a blank image. On the meta device this computes shapes only. `model` is an
+    [`XAttnForConditionalGeneration`] or an [`XAttnModel`], here and below.
     """
     vision, tower = model.config.vision_config, model.base_model.vision_tower
     if vision is None or tower is None:
@@ -355,13 +367,14 @@ def describe(model: Any) -> dict[str, Any]:
     else:
         figures["compute added a text token"] = (
             f"{flops_per_text_token(block, len(layers), 0):,} FLOP, and "
-            f"{flops_per_text_token(block, len(layers), 1) - flops_per_text_token(block, len(layers), 0):,} an image token"
+            f"{flops_per_text_token(block, len(layers), 1) - flops_per_text_token(block, len(layers), 0):,} an image "
+            "token"
         )
     return figures
 
 
 def is_fresh(model: Any) -> bool:
-    """Whether the blocks certainly add nothing, because they are as initialised. False if their weights cannot be read."""
+    """Whether the blocks are as initialised, so that they add nothing. False if their weights cannot be read."""
     config = model.config.cross_attention_config
     if not config.starts_at_identity:
         return False
@@ -376,11 +389,14 @@ def is_fresh(model: Any) -> bool:
 
 
 def blindness(model: Any) -> str | None:
-    """Returns a sentence on why a model sees nothing yet: it has no vision tower, or its blocks are fresh. None if it may see."""
+    """Returns a sentence on why a model sees nothing yet: it has no vision tower, or its blocks are fresh. None if it
+    may see.
+    """
     fresh = is_fresh(model)
     if model.config.vision_config is None:
         untrained = " They are untrained and see nothing yet." if fresh else ""
-        return f"The model is blind: it has no vision tower. Its blocks read features (`cross_attention_states`).{untrained}"
+        what = "The model is blind: it has no vision tower. Its blocks read features (`cross_attention_states`)."
+        return what + untrained
     return "The blocks are untrained: they see nothing yet, and pictures change no answer." if fresh else None
 
 

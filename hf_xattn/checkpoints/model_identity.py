@@ -1,20 +1,23 @@
 """Identifies the model and the weights that encoded images.
 
-Keys and values of another model, or of this model before further training, may have the right shape, but they are noise for this model.
-So encoded images carry an identity: a hash of the configuration and of the weights between the pixels and the keys and values. The
+Keys and values of another model, or of this model before further training, may have the right shape, but they are noise
+for this model.
+So encoded images carry an identity: a hash of the configuration and of the weights between the pixels and the keys and
+    values. The
 weights of the text decoder are not included.
 
-Reading all these weights is limited by memory bandwidth (about 0.2 s for a tower of 400 MB on two CPU cores). So the sum of each weight is
-cached while its storage, its version counter and a few sample values stay the same. An optimizer step, a loaded checkpoint or a conversion
-changes at least one of them. Not noticed are writes that torch does not count, through `.data` or a NumPy view of a weight, where they
-leave the sample values as they are; and hooks on the modules, which change what the weights compute.
+Reading all these weights is limited by memory bandwidth (about 0.2 s for a tower of 400 MB on two CPU cores). So the
+sum of each weight is cached while its storage, its version counter and a few sample values stay the same. An optimizer
+step, a loaded checkpoint or a conversion changes at least one of them. Not noticed are writes that torch does not
+count, through `.data` or a NumPy view of a weight, where they leave the sample values as they are; and hooks on the
+modules, which change what the weights compute.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from ..cache.digests import mixed_sum, word_weights, words_of
 from ..configuration_xattn import XAttnConfig
 from ..utils.quantized_weights import plain_tensors
+from .peft_adapters import adapter_layers
 
 
 SAMPLES = 4  # number of sample values of each weight
@@ -53,17 +57,17 @@ class ModelIdentity:
         Args:
             parts (`dict[str, nn.Module]`): the modules between the pixels and the keys and values, by name.
         """
-        digest = hashlib.sha256(json.dumps(self._facts(parts), sort_keys=True, default=str).encode())
         tensors = list(_tensors(parts))
         samples = _samples([tensor for _, tensor, _ in tensors])
+        sums = []
         for (name, tensor, offloaded), sample in zip(tensors, samples):
             counts = not tensor.is_inference()  # a tensor of `torch.inference_mode()` does not count its versions
             key = (tensor.data_ptr(), tensor._version if counts else None, sample, offloaded)
             known = self._sums.get(name)
             if known is None or known[0] != key or not counts:
                 known = self._sums[name] = (key, checksum(tensor))
-            digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{known[1]}".encode())
-        return digest.hexdigest()
+            sums.append(_line(name, tensor, known[1]))
+        return _sha256(_json(self._facts(parts)), *sums)
 
     def _facts(self, parts: dict[str, nn.Module]) -> dict[str, Any]:
         config, block = self._config, self._config.cross_attention_config
@@ -78,21 +82,19 @@ class ModelIdentity:
             facts[name] = None if part is None else _shape_of(part.to_dict())
         if facts["perceiver_config"] is not None and not facts["perceiver_config"]["num_image_positions"]:
             del facts["perceiver_config"]["num_image_positions"]  # likewise
-        # Adapters (PEFT) change the output of a layer without changing its weights. So do modules of `modules_to_save`, of which one
-        # copy runs. Both have this attribute, unlike a `PreTrainedModel`, which has the others too.
+        # Adapters (PEFT) change the output of a layer without changing its weights. So do modules of `modules_to_save`.
         facts["adapters"] = _adapters_of(parts)
         return facts
 
 
 def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
-    """Returns the SHA-256 of the configuration and the weights of a vision tower. Connector and blocks do not change it."""
+    """Returns the SHA-256 of the configuration and the weights of a vision tower. Connector and blocks do not change
+    it.
+    """
     assert config.vision_config is not None
     parts = {"vision_tower": tower}
     facts = {"vision_config": _shape_of(config.vision_config.to_dict()), "adapters": _adapters_of(parts)}
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    for name, tensor, _ in _tensors(parts):
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{checksum(tensor)}".encode())
-    return digest.hexdigest()
+    return _sha256(_json(facts), *(_line(name, tensor, checksum(tensor)) for name, tensor, _ in _tensors(parts)))
 
 
 def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
@@ -104,8 +106,7 @@ def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
             str(getattr(module, "scaling", None)),
         ]
         for name, part in parts.items()
-        for inner, module in part.named_modules()
-        if isinstance(getattr(module, "_disable_adapters", None), bool)
+        for inner, module in adapter_layers(part)
     }
 
 
@@ -117,7 +118,7 @@ def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, b
                 continue
             offloaded = tensor.is_meta
             if offloaded:
-                tensor = load_offloaded_parameter(part, inner)  # type: ignore[arg-type]  # reads the hooks of any module
+                tensor = load_offloaded_parameter(part, inner)  # type: ignore[arg-type]  # of any module
             tensor = getattr(tensor, "_local_tensor", tensor).detach()
             if hasattr(tensor, "__tensor_flatten__"):  # quantized by torchao: integers and their scales
                 for field in tensor.__tensor_flatten__()[0]:
@@ -178,7 +179,9 @@ def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model, each tied weight once. Weights of torchao's classes have no storage to compare, and are never tied."""
+    """The weights of a model, each tied weight once. Weights of torchao's classes have no storage to compare, and are
+    never tied.
+    """
     packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
     once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
     return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}
@@ -186,19 +189,30 @@ def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> di
 
 def fingerprint(weights: dict[str, torch.Tensor]) -> str:
     """SHA-256 over names, dtypes, shapes and sums of weights."""
-    digest = hashlib.sha256()
+    lines = []
     for name, tensor in sorted(weights.items()):
         sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{sums}\n".encode())
-    return digest.hexdigest()
+        lines.append(_line(name, tensor, sums) + "\n")
+    return _sha256(*lines)
 
 
-def shapes_of(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names and shapes of weights."""
-    return digest_of_shapes({name: tensor.shape for name, tensor in weights.items()})
+def digest_of_shapes(shapes: Mapping[str, Any]) -> str:
+    """SHA-256 over names and shapes of weights.
+
+    Args:
+        shapes (`dict`): weights, or their shapes, by name.
+    """
+    found = {name: tuple(getattr(each, "shape", each)) for name, each in shapes.items()}
+    return _sha256("\n".join(f"{name}:{shape}" for name, shape in sorted(found.items())))
 
 
-def digest_of_shapes(shapes: dict[str, torch.Size]) -> str:
-    return hashlib.sha256(
-        "\n".join(f"{name}:{tuple(shape)}" for name, shape in sorted(shapes.items())).encode()
-    ).hexdigest()
+def _line(name: str, tensor: torch.Tensor, total: object) -> str:
+    return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{total}"
+
+
+def _json(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, sort_keys=True, default=str)
+
+
+def _sha256(*texts: str) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """Refuses to save parts of a user's own.
 
-A saved folder has no names for such parts. It would load with the parts of this package or of transformers, and answer otherwise.
+A saved folder has no names for such parts. It would load with the parts of this package or of transformers, and answer
+otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..images.vision import is_tiled
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.first_values import ValuesComeLater
 from ..utils.stub import PACKAGE
-from .peft_adapters import first_adapter_layer
+from .peft_adapters import adapter_layers
 
 
 logger = logging.get_logger(__name__)
@@ -35,31 +36,35 @@ COMPILED = "_orig_mod"
 
 
 def refuse_own_parts(model: Any) -> None:
-    """Raises a `ValueError` for a model with a part of another class than loading would build, or with a part that was compiled.
+    """Raises a `ValueError` for a model with a part of another class than loading would build, or with a part that was
+    compiled.
 
     A model with layers of an adapter (PEFT) is left to the checks for those.
     """
     body = model.base_model
-    if first_adapter_layer(body) is not None:
+    if any(adapter_layers(body)):
         return
     for path, _ in body.named_modules():
         if path.endswith(COMPILED):
             path = path.removesuffix(COMPILED).rstrip(".")
             raise ValueError(
-                f"`save_pretrained` cannot save what `torch.compile` returned ({path}): it has renamed the weights, so loading would not find "
-                "them. Use `part.compile()`, which compiles a module in its place."
+                f"`save_pretrained` cannot save what `torch.compile` returned ({path}): it has renamed the weights, so "
+                "loading would not find them. Use `part.compile()`, which compiles a module in its place."
             )
     found = next(chain(_wrong_parts(model), _wrong_modules(body)), None) if _is_built_by_us(model) else None
     if found is not None:
         raise ValueError(
-            f"`save_pretrained` cannot save a part of your own: {found}. A folder names no such parts, so it would load with the expected one, "
-            "and answer otherwise. Save the weights of this part by themselves (`torch.save(part.state_dict(), file)`), and the model with "
-            "the expected part in its place. Or make the part in `__init__` of a subclass of the model, which then loads what it saves."
+            f"`save_pretrained` cannot save a part of your own: {found}. A folder names no such parts, so it would "
+            "load with the expected one, and answer otherwise. Save the weights of this part by themselves "
+            "(`torch.save(part.state_dict(), file)`), and the model with the expected part in its place. Or make the "
+            "part in `__init__` of a subclass of the model, which then loads what it saves."
         )
 
 
 def warn_of_own_parts(model: Any) -> None:
-    """Warns once where training begins, before the first save is refused. Looks at whole parts alone, because it is called at each step."""
+    """Warns once where training begins, before the first save is refused. Looks at whole parts alone, because it is
+    called at each step.
+    """
     if _is_built_by_us(model) and (found := next(_wrong_parts(model), None)) is not None:
         logger.warning_once(f"`save_pretrained` will refuse this model, because of a part of your own: {found}.")
 
@@ -77,7 +82,9 @@ def is_ours(kind: Any) -> bool:
 
 
 def _is_built_by_us(model: Any) -> bool:
-    """Whether loading builds the parts. A subclass with an `__init__` of its own may build others, when it is loaded too."""
+    """Whether loading builds the parts. A subclass with an `__init__` of its own may build others, when it is loaded
+    too.
+    """
     kind: Any = class_of(model)
     return is_ours(kind.__init__)
 

@@ -6,6 +6,7 @@ The layers rename the weights below them, so what is saved with them loads into 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,28 +142,24 @@ def refuse_adapter_layers(module: nn.Module, what: str, remedy: str) -> None:
         what (`str`): what does not work with them, as the beginning of a sentence.
         remedy (`str`): what to do instead, as a sentence.
     """
-    layer = first_adapter_layer(module)
-    if layer is not None:
+    for layer, _ in adapter_layers(module):
         raise ValueError(
             f"{what} a model that holds LoRA layers or other layers of an adapter (PEFT): {layer} is one. {remedy}"
         )
 
 
-def first_adapter_layer(module: nn.Module) -> str | None:
-    """Name of the first layer with an adapter, or of `modules_to_save`, in a module. None where there is none.
-
-    Both have this attribute. A `PreTrainedModel` has the other ones of such layers too.
-    """
+def adapter_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with an adapter, or of `modules_to_save`, in a module, by name."""
     for name, part in module.named_modules():
-        if isinstance(getattr(part, "_disable_adapters", None), bool):
-            return name
-    return None
+        if isinstance(getattr(part, "_disable_adapters", None), bool):  # which both have, and no `PreTrainedModel`
+            yield name, part
 
 
 def warn_of_tower(model: Any) -> None:
     """Warns once of an adapter whose short names, such as `"q_proj"`, mean layers of the vision tower, too.
 
-    PEFT calls nothing of a model when it adds layers, but it leaves `peft_config` on the model. So this is called where training begins.
+    PEFT calls nothing of a model when it adds layers, but it leaves `peft_config` on the model. So this is called where
+    training begins.
     """
     configs = vars(model).get("peft_config")
     body = model.base_model
@@ -175,7 +172,7 @@ def warn_of_tower(model: Any) -> None:
     names = {name for target in targets for name in ([target] if isinstance(target, str) else target)}
     if count and others and not any("vision_tower" in name for name in names):
         logger.warning_once(
-            f"The adapter trains {count} layers of the vision tower, too: its `target_modules` ({', '.join(sorted(names)[:3])}) are ends "
-            "of names, which layers of the tower have as well. For the text model alone pass "
-            "`target_modules=hf_xattn.lora_targets(model)`."
+            f"The adapter trains {count} layers of the vision tower, too: its `target_modules` "
+            f"({', '.join(sorted(names)[:3])}) are ends of names, which layers of the tower have as well. For the text "
+            "model alone pass `target_modules=hf_xattn.lora_targets(model)`."
         )

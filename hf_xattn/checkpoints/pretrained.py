@@ -1,4 +1,6 @@
-"""What both models share with transformers' loading, initialisation and dispatching. Saving is in `checkpoints/saving.py`."""
+"""What both models share with transformers' loading, initialisation and dispatching. Saving is in
+`checkpoints/saving.py`.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 
 
-# Weights of blocks that stay in float32, with the block's place: a decoder may have an `attn_norm` of its own, which keeps its dtype.
-PRECISE = ("attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm")
+# Weights of blocks that stay in float32, with the block's place: a decoder may have an `attn_norm` of its own, which
+# keeps its dtype.
+PRECISE = tuple(GatedCrossAttentionBlock._keep_in_fp32_modules_strict)
 PRECISE_WEIGHT = re.compile(rf"\.((?:{'|'.join(BLOCKS)})(?:\.\d+)?\.(?:{'|'.join(map(re.escape, PRECISE))}))(?:\.|$)")
 
 MODELS = ("XAttnModel", "XAttnForConditionalGeneration")  # each opens what the other has saved
@@ -68,20 +71,26 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def initialize_weights(self) -> None:
         """`PreTrainedModel.initialize_weights`, each part by the rule for its own code.
 
-        Custom code may write in place, so transformers spares its modules where no weight is missing. It does so in the whole
-        tree of a custom model, but decoders of transformers need that call: Falcon-H1 fills buffers in modules without weights.
+        Custom code may write in place, so transformers spares its modules where no weight is missing. It does so in the
+        whole
+        tree of a custom model, but decoders of transformers need that call: Falcon-H1 fills buffers in modules without
+            weights.
         """
         _initialize(self, self)
 
     def post_init(self) -> None:
-        """`PreTrainedModel.post_init`. The list of what stays in float32 becomes this model's own: it names what its blocks have."""
+        """`PreTrainedModel.post_init`. The list of what stays in float32 becomes this model's own: it names what its
+        blocks have.
+        """
         super().post_init()
         others = {kept for kept in self._keep_in_fp32_modules_strict if not kept.startswith(BLOCKS)}
         found = (PRECISE_WEIGHT.search(name) for name, _ in self.named_parameters())
         self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
     def train(self, mode: bool = True) -> Any:
-        """`nn.Module.train`. Warns once of weights that train in half precision, an adapter that trains the tower, parts that cannot be saved."""
+        """`nn.Module.train`. Warns once of weights that train in half precision, an adapter that trains the tower,
+        parts that cannot be saved.
+        """
         super().train(mode)
         if mode:
             warn_of_tower(self)
@@ -96,7 +105,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             self.train()  # frozen layers that are checkpointed train, see `learning/frozen_modes.py`
 
     def enable_input_require_grads(self) -> None:
-        """`PreTrainedModel.enable_input_require_grads`. The vision tower takes part only while it trains (see `learning/input_gradients.py`)."""
+        """`PreTrainedModel.enable_input_require_grads`. The vision tower takes part only while it trains (see
+        `learning/input_gradients.py`).
+        """
         self.disable_input_require_grads()
         body: Any = self.base_model
         self._input_hooks = give_gradient_to_inputs(body.text_model, body.vision_tower)
@@ -138,23 +149,28 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         allow_missing_weights: bool = False,
         **kwargs,
     ) -> Any:
-        """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or vision tower.
+        """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or
+        vision tower.
 
-        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names. A warning names a base
-        that has changed since. A text model that was quantized is quantized again.
+        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names. A warning
+        names a base that has changed since. A text model that was quantized is quantized again.
 
         Args:
-            quantization_config (*optional*): quantizes the text model alone: blocks, connector and vision tower stay in high
-                precision. For a folder of `adapter_only=True`, None means a text model in full precision, whatever it was.
-            text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, if they have moved.
-            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values, and warn of them. So for
-                a `state_dict` of the caller; an empty one asks for a model of first values.
+            quantization_config (*optional*): quantizes the text model alone: blocks, connector and vision tower stay in
+                high precision. For a folder of `adapter_only=True`, None means a text model in full precision, whatever
+                it was.
+            text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, if
+                they have moved.
+            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values,
+                and warn of them. So for a `state_dict` of the caller; an empty one asks for a model of first values.
 
         Raises:
             TypeError: for an `allow_missing_weights` that is no bool.
-            ValueError: for a folder in which a save was cut off. For such a folder that is damaged, or whose base is gone or of another shape. For any folder with a
-                configuration that no model has, with files that are not whole, lie elsewhere or are pickled, or with weights missing
-                (see `checkpoints/loading_checks.py`, `utils/first_values.py`). For one that another class than those of this package has saved, unless it is this class.
+            ValueError: for a folder in which a save was cut off. For such a folder that is damaged, or whose base is
+                gone or of another shape. For any folder with a configuration that no model has, with files that are not
+                whole, lie elsewhere or are pickled, or with weights missing (see `checkpoints/loading_checks.py`,
+                `utils/first_values.py`). For one that another class than those of this package has saved, unless it is
+                this class.
         """
         _refuse_splitting_of_old(kwargs)
         check_flags(allow_missing_weights=allow_missing_weights)
@@ -181,7 +197,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             for name in ("text_base", "vision_base"):
                 if kwargs.pop(name, None) is not None:
                     raise ValueError(
-                        f"`{name}` is for folders of `save_pretrained(folder, adapter_only=True)`, but {source} holds a whole model."
+                        f"`{name}` is for folders of `save_pretrained(folder, adapter_only=True)`, but {source} holds "
+                        "a whole model."
                     )
             if kwargs.get("quantization_config") is not None:
                 known = (
@@ -219,7 +236,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
-        """`nn.Module.load_state_dict`, which takes the names of a saved folder too: `Trainer` reads its checkpoints in this way."""
+        """`nn.Module.load_state_dict`, which takes the names of a saved folder too: `Trainer` reads its checkpoints in
+        this way.
+        """
         return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
 
     def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:

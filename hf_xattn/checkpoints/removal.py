@@ -37,7 +37,8 @@ class Insertion:
 
     Attributes:
         was_given (`bool`): whether the text model existed before. Otherwise the model around it has built it.
-        mark (`str`): the model around the text model has the same one. If the text model has another one, or none, its blocks are gone.
+        mark (`str`): the model around the text model has the same one. If the text model has another one, or none, its
+            blocks are gone.
         before, after (`dict`): the attributes that have changed.
         not_initialized (`list[str]`): names of the parts that did not have the attribute `INITIALIZED`.
     """
@@ -79,7 +80,7 @@ class AddedTensors(Set):
 
 
 def leave_out_added(model: nn.Module) -> None:
-    """Makes `save_pretrained` of a text model, of the models inside it and of those around it leave out what was added."""
+    """Makes a text model, the models inside it and those around it save no tensors that were added."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and not isinstance(part._keys_to_ignore_on_save, AddedTensors):
             added: Any = AddedTensors(part, part._keys_to_ignore_on_save or ())
@@ -107,26 +108,28 @@ def recorded(text_model: PreTrainedModel, was_given: bool = True) -> Iterator[In
 
 
 def remove_blocks(model: Any) -> PreTrainedModel:
-    """Takes the blocks out of a text model again. It is what it was before [`retrofit`], bit for bit, and may be retrofitted again.
+    """Takes the blocks out of a text model again. It is what it was before [`retrofit`], bit for bit, and may be
+    retrofitted again.
 
-    Added tokens are taken out, too. What was trained, frozen, cast or moved meanwhile stays so. The model around the text model cannot
-    be called or saved any more.
+    Added tokens are taken out, too. What was trained, frozen, cast or moved meanwhile stays so. The model around the
+    text model cannot be called or saved any more.
 
     Args:
-        model ([`XAttnForConditionalGeneration`], [`XAttnModel`] or `PreTrainedModel`): a model with blocks, or the text model that
-            contains them. Changed in place.
+        model ([`XAttnForConditionalGeneration`], [`XAttnModel`] or `PreTrainedModel`): a model with blocks, or the text
+            model that contains them. Changed in place.
 
     Returns:
         `PreTrainedModel`: the text model.
 
     Raises:
         TypeError: for anything but a model.
-        ValueError: for a model without blocks, or whose blocks were removed already; for layers that hold adapters (PEFT) or hooks of
-            accelerate, or that FSDP has split. The model is not changed then.
+        ValueError: for a model without blocks, or whose blocks were removed already; for layers that hold adapters
+            (PEFT) or hooks of accelerate, or that FSDP has split. The model is not changed then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"Expected `model` to be a model with blocks, got {type(model).__name__}. Of a model inside a wrapper pass the model itself."
+            f"Expected `model` to be a model with blocks, got {type(model).__name__}. Of a model inside a wrapper pass "
+            "the model itself."
         )
     body: Any = model.base_model
     is_outer = isinstance(body, XAttnSetsMixin)
@@ -145,8 +148,8 @@ def remove_blocks(model: Any) -> PreTrainedModel:
         if _added_names(part) and ("_hf_hook" in vars(part) or original_class(part) is None):
             why = "has a hook of accelerate" if "_hf_hook" in vars(part) else f"is a {type(part).__name__}"
             raise ValueError(
-                f"Expected `model` to be neither dispatched with a device map nor split by FSDP, but its part {name} {why}. Save the "
-                "model, and load it without."
+                f"Expected `model` to be neither dispatched with a device map nor split by FSDP, but its part {name} "
+                f"{why}. Save the model, and load it without."
             )
     if is_outer and not insertion.was_given:
         text_model.generation_config = getattr(model, "generation_config", text_model.generation_config)

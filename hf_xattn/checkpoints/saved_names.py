@@ -1,8 +1,8 @@
 """The names that weights have on disk: those that text model and vision tower have in their own checkpoints.
 
-transformers holds the experts of a layer in one tensor, and renames other weights. It saves a model under the published names, by reversing
-what loading does. Here it does so for the parts of a model. The rules are patterns, such as `.mlp.` for `.block_sparse_moe.`, which would
-hit the blocks inside the layers too, so blocks are kept from them.
+transformers holds the experts of a layer in one tensor, and renames other weights. It saves a model under the published
+names, by reversing what loading does. Here it does so for the parts of a model. The rules are patterns, such as `.mlp.`
+for `.block_sparse_moe.`, which would hit the blocks inside the layers too, so blocks are kept from them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _sparing_blocks(rule: WeightTransform) -> WeightTransform:
 
 
 class _Unsharded:
-    """A model as transformers looks for its rules. FSDP2 derives a class of its own, which transformers takes for custom code without rules."""
+    """A model as transformers looks for its rules. FSDP2 derives a class of its own, which transformers takes for
+    custom code without rules.
+    """
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.base_model_prefix = model, model.base_model_prefix
@@ -73,9 +75,11 @@ class _Unsharded:
 
 
 def rules_of_parts(model: PreTrainedModel) -> list[WeightTransform]:
-    """How loading makes the names that weights have in memory. transformers reverses these rules when it saves the model.
+    """How loading makes the names that weights have in memory. transformers reverses these rules when it saves the
+    model.
 
-    A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse would add the prefix.
+    A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse would add the
+        prefix.
     """
     unsharded: Any = _Unsharded(model)
     rules = get_model_conversion_mapping(unsharded, add_legacy=False)
@@ -94,19 +98,24 @@ class _Rules:
         self._of_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def place(self, name: str) -> tuple[str, WeightConverter | None, str]:
-        """The weight of the model that a weight on disk is, or is a piece of; then the rule that joins pieces, and its pattern."""
+        """The weight of the model that a weight on disk is, or is a piece of; then the rule that joins pieces, and its
+        pattern.
+        """
         target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.own)
         if target not in self.own:
             return name, None, name
         return target, None if pattern is None else self._of_pattern[pattern], pattern or name
 
     def places(self, names: Iterable[str]) -> dict[str, tuple[str, WeightConverter | None, str]]:
-        """`place` of each name, in the order in which transformers reads them. Some rules begin to hold behind the first name that they fit."""
+        """`place` of each name, in the order in which transformers reads them. Some rules begin to hold behind the
+        first name that they fit.
+        """
         return {name: self.place(name) for name in sorted(names, key=dot_natural_key)}
 
 
 def pieces_missing(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
-    """Weights that a checkpoint lacks beside others of the same tensor, such as single experts; and those that have no place in the model.
+    """Weights that a checkpoint lacks beside others of the same tensor, such as single experts; and those that have no
+    place in the model.
 
     Args:
         model ([`XAttnPreTrainedModel`]): has shapes.

@@ -1,4 +1,6 @@
-"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code that loads the model."""
+"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code that loads the
+model.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 else:
     Model = object
 
-# Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself; transformers overlooks what it does not know.
+# Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself; transformers overlooks what it does
+# not know.
 SAVE_KEYWORDS = frozenset(
     """is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format
 distributed_checkpoint""".split()
@@ -62,12 +65,16 @@ class XAttnSavingMixin(Model):
 
     @property
     def _weight_conversions(self) -> Any:
-        """What transformers reverses when it saves the weights: the rules of the parts (see `checkpoints/saved_names.py`)."""
+        """What transformers reverses when it saves the weights: the rules of the parts (see
+        `checkpoints/saved_names.py`).
+        """
         return rules_of_parts(self)
 
     @_weight_conversions.setter
     def _weight_conversions(self, used: Any) -> None:
-        """Called by `from_pretrained`. Which rules loading used does not matter: a model is always saved under the same names."""
+        """Called by `from_pretrained`. Which rules loading used does not matter: a model is always saved under the same
+        names.
+        """
 
     def save_pretrained(
         self,
@@ -80,28 +87,32 @@ class XAttnSavingMixin(Model):
         with_code: bool = False,
         **kwargs,
     ) -> None:
-        """`PreTrainedModel.save_pretrained`. Text model and vision tower keep the names of their own checkpoints (see `checkpoints/saved_names.py`).
+        """`PreTrainedModel.save_pretrained`. Text model and vision tower keep the names of their own checkpoints (see
+        `checkpoints/saved_names.py`).
 
-        The code of a custom decoder or vision tower is saved beside them, and the model loads with `trust_remote_code=True`. A model
-        card is written too (see `checkpoints/model_card.py`), unless the folder holds one that a person wrote or changed.
+        The code of a custom decoder or vision tower is saved beside them, and the model loads with
+        `trust_remote_code=True`. A model card is written too (see `checkpoints/model_card.py`), unless the folder holds
+        one that a person wrote or changed.
 
-        A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers. Where several processes hold
-        parts of the weights (FSDP2), all of them must call this.
+        A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers. Where several
+        processes hold parts of the weights (FSDP2), all of them must call this.
 
         Args:
-            adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added vocabulary, and
-                the weights of text model and vision tower that differ from their bases, which are loaded once more to compare them.
-                `from_pretrained` of the folder fetches the bases.
-            text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by default where
-                the parts were loaded from.
-            with_code (`bool`): save the code of this package too, so that the folder loads with `trust_remote_code=True` where the
-                package is not installed. Without it, the folder has a stub that imports the package. Not with `adapter_only`.
+            adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added
+                vocabulary, and the weights of text model and vision tower that differ from their bases, which are
+                loaded once more to compare them. `from_pretrained` of the folder fetches the bases.
+            text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by
+                default where the parts were loaded from.
+            with_code (`bool`): save the code of this package too, so that the folder loads with
+                `trust_remote_code=True` where the package is not installed. Without it, the folder has a stub that
+                imports the package. Not with `adapter_only`.
 
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
-            ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded instead; for
-                a model whose weights could not be loaded again, such as one with layers of a `PeftModel`; for a part of the caller's own
-                class (see `checkpoints/own_parts.py`); and with `adapter_only` for a base without a name or a checkpoint.
+            ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded
+                instead; for a model whose weights could not be loaded again, such as one with layers of a `PeftModel`;
+                for a part of the caller's own class (see `checkpoints/own_parts.py`); and with `adapter_only` for a
+                base without a name or a checkpoint.
         """
         _check_options(adapter_only, with_code)
         for name in kwargs:  # transformers takes any name
@@ -139,11 +150,12 @@ class XAttnSavingMixin(Model):
         """`PreTrainedModel.push_to_hub`.
 
         Args:
-            adapter_only, text_base, vision_base, with_code: as in [`save_pretrained`]. With `adapter_only`, the bases must have Hub
-                ids: others cannot load what is a folder here.
+            adapter_only, text_base, vision_base, with_code: as in [`save_pretrained`]. With `adapter_only`, the bases
+                must have Hub ids: others cannot load what is a folder here.
 
         Raises:
-            TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is created.
+            TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is
+                created.
         """
         _check_options(adapter_only, with_code)
         if not self._saves_peft_adapter():
@@ -155,8 +167,9 @@ class XAttnSavingMixin(Model):
             for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
                 if os.path.isdir(source.name):
                     raise ValueError(
-                        f"`push_to_hub(adapter_only=True)`: the base of the {name} is a folder of this machine ({source.name}), where "
-                        "nobody else finds it. Push it first, and pass its Hub id as `text_base` or `vision_base`."
+                        f"`push_to_hub(adapter_only=True)`: the base of the {name} is a folder of this machine "
+                        f"({source.name}), where nobody else finds it. Push it first, and pass its Hub id as "
+                        "`text_base` or `vision_base`."
                     )
             options.update(adapter_only=True, text_base=text_base, vision_base=vision_base)
         else:
@@ -183,7 +196,8 @@ class XAttnSavingMixin(Model):
         refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
         if options.pop("push_to_hub", False):
             raise ValueError(
-                "`adapter_only=True` does not work together with `push_to_hub=True`. Call `model.push_to_hub(repo_id, adapter_only=True)`."
+                "`adapter_only=True` does not work together with `push_to_hub=True`. Call `model.push_to_hub(repo_id, "
+                "adapter_only=True)`."
             )
         for name in ("variant", "distributed_checkpoint", "save_original_format"):
             if options.get(name):
@@ -209,8 +223,8 @@ class XAttnSavingMixin(Model):
         if self._saves_peft_adapter():
             if with_code:
                 raise ValueError(
-                    "`with_code=True`: this model has an adapter (PEFT), which is saved alone and needs no code. Save the code with the "
-                    "model below it."
+                    "`with_code=True`: this model has an adapter (PEFT), which is saved alone and needs no code. Save "
+                    "the code with the model below it."
                 )
             if len(names := self.active_adapters()) > 1:
                 raise ValueError(f"Expected one active adapter to save, got {names}. Call `set_adapter` first.")
@@ -220,8 +234,8 @@ class XAttnSavingMixin(Model):
             check_savable(self)
             if given and first_quantized(self.base_model) is not None:
                 raise ValueError(
-                    "`state_dict` does not work with a quantized model: transformers saves the weights that the model holds. Leave it "
-                    "out."
+                    "`state_dict` does not work with a quantized model: transformers saves the weights that the model "
+                    "holds. Leave it out."
                 )
             whole = given is not None or is_sharded_by_transformers(self)
             gathered = None if whole else gathered_weights(self)
@@ -259,7 +273,9 @@ class XAttnSavingMixin(Model):
         is_main_process: bool = True,
         whole: WholeFolder | None = None,
     ) -> None:
-        """Writes the files of a model, or of its adapter (PEFT), into a folder that becomes `target`, or `target` itself."""
+        """Writes the files of a model, or of its adapter (PEFT), into a folder that becomes `target`, or `target`
+        itself.
+        """
         if is_main_process and not self._saves_peft_adapter():
             body: Any = self.base_model
             config = self.config
@@ -305,7 +321,9 @@ class XAttnSavingMixin(Model):
         return getattr(self, "_hf_peft_config_loaded", False)
 
     def _takes_name_of_folder(self) -> bool:
-        """Whether saving names the model. Adapters (PEFT) record this name as their base; a retrofit has none before it is saved."""
+        """Whether saving names the model. Adapters (PEFT) record this name as their base; a retrofit has none before it
+        is saved.
+        """
         return self.name_or_path in ("", self._saved_as) and not self._saves_peft_adapter()
 
     def _take_name(self, folder: Path) -> None:
@@ -319,7 +337,7 @@ class XAttnSavingMixin(Model):
         *args,
         **kwargs,
     ) -> Any:
-        """Called by `save_pretrained` and `push_to_hub`, with transformers' empty card where the repository has none."""
+        """Called when files go up, with transformers' empty card where the repository has no card."""
         save = _save.get()
         card = Path(working_dir) / CARD
         if card.is_file() and is_blank_card(card.read_text(encoding="utf-8", errors="replace")):
@@ -339,8 +357,9 @@ def _check_options(adapter_only: Any, with_code: Any) -> None:
     check_flags(adapter_only=adapter_only, with_code=with_code)
     if adapter_only and with_code:
         raise ValueError(
-            "`with_code=True` does not work together with `adapter_only=True`: only the package loads such a folder, because the code in a "
-            "folder cannot put weights and bases together. Save the whole model, or leave `with_code` out."
+            "`with_code=True` does not work together with `adapter_only=True`: only the package loads such a folder, "
+            "because the code in a folder cannot put weights and bases together. Save the whole model, or leave "
+            "`with_code` out."
         )
 
 
@@ -351,7 +370,9 @@ def _refuse_bases(text_base: Any, vision_base: Any) -> None:
 
 
 def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
-    """Weights, the manifest of an adapter and code in a folder: `from_pretrained` would take some before those of a new save."""
+    """Weights, the manifest of an adapter and code in a folder: `from_pretrained` would take some before those of a new
+    save.
+    """
     suffix = "" if variant is None else f".{glob.escape(variant)}"
     for shards in ("", SHARDS):
         yield from folder.glob(f"model{suffix}{shards}.safetensors")

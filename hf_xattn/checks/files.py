@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.adapter_saving import equal_bits
-from ..checkpoints.peft_adapters import first_adapter_layer
+from ..checkpoints.peft_adapters import adapter_layers
 from .results import BROKEN, HOLDS, NOT_CHECKED, Result, listed
 
 
@@ -34,7 +34,7 @@ def check_files(model: Any, reload: Callable[[Path], Any], adapter_only: bool) -
         reload (`Callable`): loads a model from a folder.
         adapter_only (`bool`): save what was added, without the bases.
     """
-    layer = first_adapter_layer(model)
+    layer = next((name for name, _ in adapter_layers(model)), None)
     if layer is not None:
         return Result(
             "save-load", NOT_CHECKED, f"an adapter (PEFT) is saved without its model: {layer} is a layer of one"

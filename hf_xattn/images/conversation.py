@@ -14,12 +14,12 @@ import torch
 
 from ..cache.image_layout import ImageLayout, rows_to
 from ..cache.packed_samples import PackedText
+from ..cache.pytrees import dataclass_node
 from ..cache.text_progress import CallersMask, History, TextProgress
 from ..cache.visibility import look
 from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import ImageRows
-from ..utils.pytrees import dataclass_node
 from ..utils.tensor_checks import type_name
 from .image_encoder import ImageEncoder, NewImages, StoredImages
 from .image_inputs import ImageInputs

@@ -15,10 +15,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..cache.digests import Digests, digests_of
 from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.pytrees import dataclass_node
 from ..cache.real_tokens import real_places
 from ..configuration_xattn import XAttnConfig
 from ..utils.distributed import check_callable, has_units, is_distributed
-from ..utils.pytrees import dataclass_node
 from .connector import XAttnConnector
 from .device_errors import name_wrong_features
 from .finite_images import check_encoded, check_given, without_padding_images, without_padding_tokens

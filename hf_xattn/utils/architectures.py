@@ -1,8 +1,8 @@
 """A table of what differs between the decoder architectures of transformers, and the sizes in their configurations.
 
-Most architectures need no entry, because `decoders/decoder.py` finds the layers and the path of keyword arguments in the model. An
-entry says why an architecture is not supported, or how it differs. The test suite builds a small model of each architecture
-and tests it. A test fails if the result and this table differ.
+Most architectures need no entry, because `decoders/decoder.py` finds the layers and the path of keyword arguments in
+the model. An entry says why an architecture is not supported, or how it differs. The test suite builds a small model of
+each architecture and tests it. A test fails if the result and this table differ.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Architecture:
 
     Attributes:
         refused (`str`, *optional*): why the architecture cannot take blocks, or None if it can.
-        via (`"keyword"` or `"call"`): how images reach the layers. `"keyword"`: the decoder passes a keyword argument on.
-            `"call"`: the layer's `__call__` fetches the images (see `decoders/channel.py`).
+        via (`"keyword"` or `"call"`): how images reach the layers. `"keyword"`: the decoder passes a keyword argument
+            on. `"call"`: the layer's `__call__` fetches the images (see `decoders/channel.py`).
         layer_count (`str`): configuration field with the number of layers.
-        forgets (`bool`): whether transformers' layers drop their recurrent state, without an error, when a call reads several tokens
-            after cached text. Such text is read one token at a time.
+        forgets (`bool`): whether transformers' layers drop their recurrent state, without an error, when a call reads
+            several tokens after cached text. Such text is read one token at a time.
         counts_from_zero (`bool`): whether a `forward` without `position_ids` numbers text after cached text from 0.
-        since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache. Before, it saw
-            text to come, read text after cached text wrongly, or failed.
+        since, static_since (`str`): the first transformers whose own decoder is right, and right with a static cache.
+            Before, it saw text to come, read text after cached text wrongly, or failed.
     """
 
     refused: str | None = None
@@ -127,7 +127,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture(model_type: str) -> Architecture:
-    """Returns the entry of a `model_type`, or the default if the table has no entry. Refused is also what needs a newer transformers."""
+    """Returns the entry of a `model_type`, or the default if the table has no entry. Refused is also what needs a newer
+    transformers.
+    """
     entry = ARCHITECTURES.get(model_type, Architecture())
     return replace(entry, refused=needs(entry.since, "its decoder")[:-1]) if is_before(entry.since) else entry
 
@@ -190,7 +192,7 @@ def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
 
 
 def shared_size(config: PreTrainedConfig, field: str) -> int | None:
-    """Returns a size that all layers of a decoder share. Returns None if there is no such field or layers differ in it."""
+    """Returns a size that all layers of a decoder share. None if there is no such field, or if layers differ in it."""
     try:
         value = getattr(config, field, None)
     except RuntimeError:  # raised by transformers for a field that differs between layers

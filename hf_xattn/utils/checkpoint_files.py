@@ -1,11 +1,13 @@
 """Checks the files of a checkpoint before anything of them is loaded.
 
-A checkpoint may come from a stranger, or be cut off or damaged. transformers opens the files that an index names wherever they are, unpickles
-where it finds no safetensors, and reads weights before it knows whether they fit. Here a file must lie in the checkpoint's folder, be a
+A checkpoint may come from a stranger, or be cut off or damaged. transformers opens the files that an index names
+wherever they are, unpickles where it finds no safetensors, and reads weights before it knows whether they fit. Here a
+file must lie in the checkpoint's folder, be a
 whole safetensors file, and hold what the index promises. Only headers are read: this takes milliseconds.
 
-safetensors files have no checksum. A bit that is flipped inside a weight's values cannot be noticed here: compare the SHA-256 that the
-source publishes. Folders of `save_pretrained(folder, adapter_only=True)` carry the SHA-256 of their files.
+safetensors files have no checksum. A bit that is flipped inside a weight's values cannot be noticed here: compare the
+SHA-256 that the source publishes. Folders of `save_pretrained(folder, adapter_only=True)` carry the SHA-256 of their
+files.
 """
 
 from __future__ import annotations
@@ -98,8 +100,8 @@ def check_inside(folder: Path, path: Path) -> None:
             allowed.append(Path(os.path.realpath(parent.parent.parent / "blobs")))
     if not any(real.is_relative_to(root) for root in allowed):
         raise ValueError(
-            f"{path}: expected a file in {folder}, got one that leads out of it. Nothing outside the folder is read. If you trust "
-            "the file, copy it into the folder."
+            f"{path}: expected a file in {folder}, got one that leads out of it. Nothing outside the folder is read. "
+            "If you trust the file, copy it into the folder."
         )
 
 
@@ -147,7 +149,8 @@ def read_index(path: Path) -> dict[str, str]:
     """Returns the file of each tensor, from the index of a sharded checkpoint.
 
     Raises:
-        ValueError: for an index without a `weight_map`, and for one that names anything but safetensors files in its folder.
+        ValueError: for an index without a `weight_map`, and for one that names anything but safetensors files in its
+            folder.
     """
     content = read_json(path)
     index = content.get("weight_map")
@@ -174,7 +177,8 @@ def weight_files(
         named (`str`, *optional*): the file, or the index, where the configuration names it (`transformers_weights`).
 
     Raises:
-        ValueError: as [`read_index`], for a file that leads out of the folder, and for files of ranks beside those of another save.
+        ValueError: as [`read_index`], for a file that leads out of the folder, and for files of ranks beside those of
+            another save.
     """
     single, index_file = (folder / _variant(name, variant) for name in (WEIGHTS, INDEX))
     if named is not None:
@@ -184,8 +188,8 @@ def weight_files(
         files = ranks
         if others := [path.name for shards in ("", SHARDS) for path in folder.glob(f"model{shards}.safetensors")]:
             raise ValueError(
-                f"{folder} holds weights twice, in {ranks[0].name} and {others[0]}, and transformers would mix them. Remove the files of the "
-                "older save, or save again in another folder."
+                f"{folder} holds weights twice, in {ranks[0].name} and {others[0]}, and transformers would mix them. "
+                "Remove the files of the older save, or save again in another folder."
             )
     elif single.is_file() or single.is_symlink():
         files = [single]
@@ -214,8 +218,8 @@ def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> di
         where (`str`): the checkpoint, for messages.
 
     Raises:
-        ValueError: if a file is missing or no whole safetensors file, if two files hold one tensor, or if a tensor is not in the file
-            that the index names.
+        ValueError: if a file is missing or no whole safetensors file, if two files hold one tensor, or if a tensor is
+            not in the file that the index names.
     """
     headers: dict[str, Stored] = {}
     for path in files:
@@ -228,17 +232,19 @@ def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> di
                 headers[name] = stored
     if lost := [name for name, file in index.items() if name not in headers or headers[name].file != Path(file).name]:
         raise ValueError(
-            f"{where} is not complete: the index names {short(lost[0]).strip(QUOTES)}, which is not in its file {index[lost[0]]}."
+            f"{where} is not complete: the index names {short(lost[0]).strip(QUOTES)}, which is not in its file "
+            f"{index[lost[0]]}."
         )
     return headers
 
 
 def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored]:
-    """Returns the tensors of files that several processes have written (`distributed_checkpoint=True`), by name. Reads no weights.
+    """Returns the tensors of files that several processes have written (`distributed_checkpoint=True`), by name. Reads
+    no weights.
 
     Raises:
-        ValueError: for a file that is no whole safetensors file, and for parts that are no whole tensor: a file is missing, or one belongs to
-            another save.
+        ValueError: for a file that is no whole safetensors file, and for parts that are no whole tensor: a file is
+            missing, or one belongs to another save.
     """
     parts: dict[str, set[tuple[Stored, tuple[int, ...]]]] = {}
     for path in files:
@@ -258,8 +264,9 @@ def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored
         whole = any_part._replace(shape=tuple(max(sizes) for sizes in zip(*ends)))
         if (held := sum(stored.numel for stored, _ in found)) != whole.numel:
             raise ValueError(
-                f"{where} is not one checkpoint: the files of its ranks hold {held} values of {short(name)}, expected {whole.numel}. A file is "
-                "missing, or belongs to an older save. Save the model again in another folder."
+                f"{where} is not one checkpoint: the files of its ranks hold {held} values of {short(name)}, expected "
+                f"{whole.numel}. A file is missing, or belongs to an older save. Save the model again in another "
+                "folder."
             )
         headers[name] = whole
     return headers
@@ -284,8 +291,8 @@ def _header(path: Path, where: str) -> dict[str, Stored]:
         length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         raise ValueError(
-            f"{where}: {path.name} is truncated or not a safetensors file: it has {size} bytes, and a header of {length} bytes (expected at "
-            f"most {MAX_HEADER})."
+            f"{where}: {path.name} is truncated or not a safetensors file: it has {size} bytes, and a header of "
+            f"{length} bytes (expected at most {MAX_HEADER})."
         )
     try:
         with safe_open(path, "pt") as opened:
@@ -307,14 +314,16 @@ def refuse_pickled(folder: Path, what: str) -> None:
 
 
 def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> None:
-    """Raises a `ValueError` for weights of integers in a checkpoint that is not quantized: they would be cast, and be wrong."""
+    """Raises a `ValueError` for weights of integers in a checkpoint that is not quantized: they would be cast, and be
+    wrong.
+    """
     if quantized:
         return
     for name, stored in headers.items():
         if name.endswith(".weight") and stored.dtype in INTEGERS:
             raise ValueError(
-                f"{where}: {stored.file} holds {short(name)} of dtype {stored.dtype}: expected floating-point weights, because the configuration "
-                "names no `quantization_config`."
+                f"{where}: {stored.file} holds {short(name)} of dtype {stored.dtype}: expected floating-point weights, "
+                "because the configuration names no `quantization_config`."
             )
 
 

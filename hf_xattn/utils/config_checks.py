@@ -1,8 +1,9 @@
-"""Checks for all configurations: of single fields, of names, and of all fields again after `from_pretrained` overrides some.
+"""Checks for all configurations: of single fields, of names, and of all fields again after `from_pretrained` overrides
+some.
 
-Configurations of transformers take any keyword and keep it as an attribute. These do the same, with two differences. A name that
-resembles a field's name is refused: it is probably misspelt, and the field would silently keep its default. Any other unknown name,
-for example from a file that a newer version wrote, is kept with a warning.
+Configurations of transformers take any keyword and keep it as an attribute. These do the same, with two differences. A
+name that resembles a field's name is refused: it is probably misspelt, and the field would silently keep its default.
+Any other unknown name, for example from a file that a newer version wrote, is kept with a warning.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ logger = logging.get_logger(__name__)
 
 # Keywords that `PreTrainedConfig` accepts in addition to its fields.
 GENERIC = frozenset(
-    """attn_implementation auto_map experts_implementation model_type name_or_path num_labels output_attentions per_layer_config
-quantization_config tie_word_embeddings torch_dtype use_cache""".split()
+    """
+    attn_implementation auto_map experts_implementation model_type name_or_path num_labels output_attentions
+    per_layer_config quantization_config tie_word_embeddings torch_dtype use_cache
+    """.split()
 )
 
 
@@ -36,7 +39,8 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
     """A configuration that checks its fields."""
 
     if TYPE_CHECKING:
-        # mypy allows every attribute on a class with these methods, which `PreTrainedConfig` has. Here it reports misspelt ones.
+        # mypy allows every attribute on a class with these methods, which `PreTrainedConfig` has. Here it reports
+        # misspelt ones.
         __getattribute__: ClassVar[Any]
         __setattr__: ClassVar[Any]
 
@@ -54,7 +58,9 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, **kwargs) -> Any:
-        """`PreTrainedConfig.from_pretrained`. Errors name the checkpoint; the configuration does not, unless `name_or_path` is given."""
+        """`PreTrainedConfig.from_pretrained`. Errors name the checkpoint; the configuration does not, unless
+        `name_or_path` is given.
+        """
         given = kwargs.get("name_or_path", "")
         kwargs.setdefault("name_or_path", os.fspath(pretrained_model_name_or_path))
         made = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -69,17 +75,12 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
         Keeps unknown attributes of a file, whatever their names, and warns.
 
         Raises:
-            ValueError, TypeError: for fields that no model has, before anything is built from them (see `utils/config_sizes.py`), and for
-                fields that transformers or this package refuses.
+            ValueError, TypeError: for fields that no model has, before anything is built from them (see
+                `utils/config_sizes.py`), and for fields that transformers or this package refuses.
         """
         name = kwargs.get("name_or_path")
         where = cls.__name__ if not name else f"{cls.__name__} of {name}"
-        check_fields(config_dict, where)
-        for field in config_dict:
-            if callable(getattr(cls, field, None)):
-                raise ValueError(
-                    f"{where}: expected the names of settings, got `{field}`, which has a meaning in Python."
-                )
+        check_fields(config_dict, where, config_class=cls)
         try:
             return cls._from_checked(config_dict, kwargs)
         except (OSError, ImportError):
@@ -123,7 +124,8 @@ def _resembles(config_class: type[PreTrainedConfig], name: str) -> str:
 
 def _warn_of_unknown(config_class: type[PreTrainedConfig], name: str) -> None:
     logger.warning_once(
-        f"{config_class.__name__} has no field `{name}`. The attribute is kept, but this version of hf_xattn does not read it."
+        f"{config_class.__name__} has no field `{name}`. The attribute is kept, but this version of hf_xattn does not "
+        "read it."
     )
 
 
@@ -224,7 +226,8 @@ def every_nth_layer(every: int, num_layers: int) -> list[int]:
 
 
 def check_layers(layers: Any, num_layers: int) -> list[int]:
-    """Checks layer indices and returns them sorted. An index that is repeated stands for several blocks in front of that layer.
+    """Checks layer indices and returns them sorted. An index that is repeated stands for several blocks in front of
+    that layer.
 
     Raises:
         ValueError: for an empty list, too many indices, or indices outside `[0, num_layers]`.
@@ -239,7 +242,7 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
     outside = [index for index in layers if not 0 <= index <= num_layers]
     if outside:
         raise ValueError(
-            f"`cross_attention_layers`: the decoder has {num_layers} layers, so expected indices from 0 to {num_layers - 1} "
-            f"({num_layers} is a block after the last layer), got {short(outside)}."
+            f"`cross_attention_layers`: the decoder has {num_layers} layers, so expected indices from 0 to "
+            f"{num_layers - 1} ({num_layers} is a block after the last layer), got {short(outside)}."
         )
     return sorted(layers)

@@ -1,7 +1,9 @@
 """Checks a configuration that came from a file, before anything is built from it.
 
-transformers keeps any key and builds any size: 10^9 layers never return, 10^12 tokens ask for the memory, and a key `to_dict` replaces the
-method. The bounds here are far above every published model. They keep the time and the arithmetic finite. The memory is bounded by the
+transformers keeps any key and builds any size: 10^9 layers never return, 10^12 tokens ask for the memory, and a key
+    `to_dict` replaces the
+method. The bounds here are far above every published model. They keep the time and the arithmetic finite. The memory is
+bounded by the
 weights: see `check_against_weights`.
 """
 
@@ -48,30 +50,37 @@ WHOLE = re.compile(
 KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 DTYPES = ("dtype", "torch_dtype")
 
-# The weights of a model may have this many times the elements of its files, and this many more: a new part starts with random weights, and
-# some buffers are not saved.
+# The weights of a model may have this many times the elements of its files, and this many more: a new part starts with
+# random weights, and some buffers are not saved.
 TIMES, MORE = 4, 2**26
 # Packed weights: at least this many bits hold one.
 MAX_WEIGHTS_PER_BYTE = 8
 
 
-def check_fields(fields: Any, where: str, depth: int = 0) -> None:
+def check_fields(
+    fields: Any, where: str, depth: int = 0, config_class: type[PreTrainedConfig] = PreTrainedConfig
+) -> None:
     """Checks the fields of a configuration, and of those inside it.
 
     Args:
         fields (`dict`): as in the file.
         where (`str`): begins each message: the file, and the part.
+        depth (`int`): in how many objects these fields are.
+        config_class (`type`): whose methods no field may replace.
 
     Raises:
-        ValueError: for a size that no model has, a value of a wrong type, a name that leads to code or to another folder, and a key
-            that would replace a method. The message names the field.
+        ValueError: for a size that no model has, a value of a wrong type, a name that leads to code or to another
+            folder, and a key that would replace a method. The message names the field.
     """
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: expected an object, got {short(fields)}.")
     if depth > MOST_DEPTH:
         raise ValueError(f"{where}: expected at most {MOST_DEPTH} objects inside each other, got more.")
     for name, value in fields.items():
-        _check_key(name, where)
+        if not isinstance(name, str) or name.startswith("__") or callable(getattr(config_class, name, None)):
+            raise ValueError(
+                f"{where}: expected the names of settings, got {short(name)}, which has a meaning in Python."
+            )
         if KERNELS.match(name):
             _check_kernel(name, value, where)
         elif name in DTYPES:
@@ -86,22 +95,16 @@ def check_fields(fields: Any, where: str, depth: int = 0) -> None:
             _check_value(name, value, where, depth)
 
 
-def _check_key(name: Any, where: str) -> None:
-    if not isinstance(name, str) or name.startswith("__") or callable(getattr(PreTrainedConfig, name, None)):
-        raise ValueError(f"{where}: expected the names of settings, got {short(name)}, which has a meaning in Python.")
-
-
 def _check_value(name: str, value: Any, where: str, depth: int) -> None:
     """Checks a number, or the numbers in a list or an object."""
+    if isinstance(value, (dict, list)) and depth > MOST_DEPTH:
+        kind = "objects" if isinstance(value, dict) else "lists"
+        raise ValueError(f"{where}: expected at most {MOST_DEPTH} {kind} inside each other, got more in `{name}`.")
     if isinstance(value, dict):
-        if depth > MOST_DEPTH:
-            raise ValueError(f"{where}: expected at most {MOST_DEPTH} objects inside each other, got more in `{name}`.")
         for inner, each in value.items():
             _check_value(inner if isinstance(inner, str) and not _bound(name) else name, each, where, depth + 1)
         return
     if isinstance(value, list):
-        if depth > MOST_DEPTH:
-            raise ValueError(f"{where}: expected at most {MOST_DEPTH} lists inside each other, got more in `{name}`.")
         for each in value:
             _check_value(name, each, where, depth + 1)
         return
@@ -128,8 +131,8 @@ def _check_kernel(name: str, value: Any, where: str) -> None:
     for each in value.values() if isinstance(value, dict) else (value,):
         if each is not None and (not isinstance(each, str) or not re.fullmatch(r"[\w|.-]+", each)):
             raise ValueError(
-                f"{where}: expected `{name}` to be a kernel of transformers, such as 'sdpa', got {short(value)}. Code from elsewhere is not run "
-                "because a file names it. Pass it to `from_pretrained`."
+                f"{where}: expected `{name}` to be a kernel of transformers, such as 'sdpa', got {short(value)}. Code "
+                "from elsewhere is not run because a file names it. Pass it to `from_pretrained`."
             )
 
 
@@ -155,7 +158,8 @@ def _check_weights_name(value: Any, where: str) -> None:
         not isinstance(value, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors(\.index\.json)?", value)
     ):
         raise ValueError(
-            f"{where}: expected `transformers_weights` to be the name of a safetensors file in the folder, got {short(value)}."
+            f"{where}: expected `transformers_weights` to be the name of a safetensors file in the folder, got "
+            f"{short(value)}."
         )
 
 
@@ -191,7 +195,8 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
         what (`str`): begins each message: the checkpoint.
 
     Raises:
-        ValueError: for a model that would be far larger than its weights. Other differences are transformers' to report.
+        ValueError: for a model that would be far larger than its weights. Other differences are transformers' to
+            report.
     """
     elements = sum(stored.numel for stored in headers.values())
     if quantized:
@@ -200,9 +205,6 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
     needed = sum(own.values())
     if needed > TIMES * elements + MORE:
         raise ValueError(
-            f"{what}: the configuration asks for {needed} weights, but the checkpoint holds {elements}. Its configuration was changed or belongs "
-            "to another checkpoint."
+            f"{what}: the configuration asks for {needed} weights, but the checkpoint holds {elements}. Its "
+            "configuration was changed or belongs to another checkpoint."
         )
-
-
-__all__ = ["check_against_weights", "check_fields", "check_layer_count", "is_quantized"]

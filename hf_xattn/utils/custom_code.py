@@ -1,6 +1,7 @@
 """Decoders and vision towers whose code came with their checkpoint.
 
-Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves. For a part of a larger
+Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves. For a
+part of a larger
 model it does neither, so both are done here. A configuration is read without running code: until a model is loaded with
 `trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
 """
@@ -45,7 +46,8 @@ def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
 
 
 def read_config(config: Any) -> Any:
-    """The configuration of a part: itself, but of custom code an [`UnreadConfig`], or, where its code may be run, one of its class.
+    """The configuration of a part: itself, but of custom code an [`UnreadConfig`], or, where its code may be run, one
+    of its class.
 
     Args:
         config (`dict` or `PreTrainedConfig`): as in a file, or read already.
@@ -93,8 +95,9 @@ def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 def _not_trusted(config: PreTrainedConfig) -> ValueError:
     model_type = getattr(config, "model_type", None) or config.__dict__["model_type"]
     return ValueError(
-        f"The code of the {model_type!r} part of this model came with its checkpoint. Load the model with `trust_remote_code=True` "
-        "(`--trust-remote-code` of the commands) to run it, or register its classes with the Auto classes before."
+        f"The code of the {model_type!r} part of this model came with its checkpoint. Load the model with "
+        "`trust_remote_code=True` (`--trust-remote-code` of the commands) to run it, or register its classes with the "
+        "Auto classes before."
     )
 
 
@@ -124,8 +127,8 @@ def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str
                 content = Path(file).read_bytes()
                 if written.setdefault(Path(file), content) != content:
                     raise ValueError(
-                        f"Two parts of this model bring code in a file of the name {Path(file).name}, with different contents: rename "
-                        "one of them in its checkpoint."
+                        f"Two parts of this model bring code in a file of the name {Path(file).name}, with different "
+                        "contents: rename one of them in its checkpoint."
                     )
 
 
@@ -136,7 +139,9 @@ def _code_of(config: Any, auto_class: str) -> str | None:
 
 
 def _is_registered_by_user(auto_class: Any, config: PreTrainedConfig) -> bool:
-    """Whether the Auto class knows a class for this configuration that is not transformers' own; it comes first there too."""
+    """Whether the Auto class knows a class for this configuration that is not transformers' own; it comes first there
+    too.
+    """
     if type(config) not in auto_class._model_mapping:
         return False
     known = auto_class._model_mapping[type(config)]

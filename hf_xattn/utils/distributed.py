@@ -32,7 +32,7 @@ def has_units(module: nn.Module | None) -> bool:
 
 
 def fsdp_forward(method: Method) -> Method:
-    """A decorator for methods of a model that compute with its weights: FSDP gathers these, as it does for `forward`."""
+    """Decorates methods that compute with the weights of a model: FSDP gathers them, as it does for `forward`."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -57,8 +57,9 @@ def check_callable(name: str, module: nn.Module) -> None:
 
     if not isinstance(module, FSDPModule):
         raise ValueError(
-            f"Expected `{name}` to be a unit of FSDP of its own, because `generate` and `encode_images` call it outside of the model's "
-            "`forward`, got weights that are sharded with the rest. Call `fully_shard` on each of `hf_xattn.sharding_units(model)`."
+            f"Expected `{name}` to be a unit of FSDP of its own, because `generate` and `encode_images` call it "
+            "outside of the model's `forward`, got weights that are sharded with the rest. Call `fully_shard` on each "
+            "of `hf_xattn.sharding_units(model)`."
         )
 
 
@@ -76,7 +77,8 @@ def compute_device(weight: torch.Tensor) -> torch.device:
 
 
 def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
-    """The whole weights of a model that is sharded (FSDP2, tensor parallelism), on the CPU of the first process; empty on the others.
+    """The whole weights of a model that is sharded (FSDP2, tensor parallelism), on the CPU of the first process; empty
+    on the others.
 
     All processes must call this.
 
@@ -94,8 +96,9 @@ def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
     wrapped = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
     if wrapped or any(hasattr(weight, "_is_fsdp_flattened") for weight in model.parameters()):
         raise ValueError(
-            "The weights of this model are sharded by `FullyShardedDataParallel`. Gather them in all processes, and pass them: "
-            "`save_pretrained(folder, state_dict=accelerator.get_state_dict(model), is_main_process=accelerator.is_main_process)`."
+            "The weights of this model are sharded by `FullyShardedDataParallel`. Gather them in all processes, and "
+            "pass them: `save_pretrained(folder, state_dict=accelerator.get_state_dict(model), "
+            "is_main_process=accelerator.is_main_process)`."
         )
     if not any(isinstance(weight, DTensor) for weight in model.parameters()):
         return None
@@ -106,7 +109,7 @@ def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
 
 
 def is_sharded_by_transformers(model: Any) -> bool:
-    """Whether the model was loaded with a `distributed_config`. transformers then gathers its weights when it saves it."""
+    """Whether the model was loaded with a `distributed_config`. transformers gathers its weights to save it."""
     return getattr(model.config, "distributed_config", None) is not None
 
 

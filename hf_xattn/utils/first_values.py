@@ -1,11 +1,11 @@
 """First values of weights: not drawn where they are written again, and refused where a checkpoint lacks the weight.
 
-torch's layers draw random numbers in their constructors, and `_init_weights` writes every weight of a block or connector again. On a CPU
-the lost numbers took more time than those that stay.
+torch's layers draw random numbers in their constructors, and `_init_weights` writes every weight of a block or
+connector again. On a CPU the lost numbers took more time than those that stay.
 
-transformers gives weights that a checkpoint lacks first values, and opens a checkpoint of any class of a model type with the one that is
-registered. Both only warn, or say nothing, and the model answers with random weights or computes something else. So the models of this
-package are loaded whole, by the class that they were saved with, or not at all.
+transformers gives weights that a checkpoint lacks first values, and opens a checkpoint of any class of a model type
+with the one that is registered. Both only warn, or say nothing, and the model answers with random weights or computes
+something else. So the models of this package are loaded whole, by the class that they were saved with, or not at all.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from .checkpoint_files import short
 logger = logging.get_logger(__name__)
 
 NAMED = 3  # weights in a message
-# What the constructors of `nn.Linear` and `nn.Embedding` call, in `torch.nn.init` and on tensors. Norms and gates do not use them.
+# What the constructors of `nn.Linear` and `nn.Embedding` call, in `torch.nn.init` and on tensors. Norms and gates do
+# not use them.
 FILLS = frozenset({"kaiming_uniform_", "uniform_", "normal_", "zero_"})
 
 
 class ValuesComeLater(TorchFunctionMode):
     """Leaves new layers without values. For constructors of a model that then calls `post_init`, or on the meta device.
 
-    A mode of torch holds for one thread. Replacing the functions in `torch.nn.init` would change models that other threads make.
+    A mode of torch holds for one thread. Replacing the functions in `torch.nn.init` would change models that other
+    threads make.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +59,9 @@ class NotesWhatIsMissing:
     _lacking: Lacking | None = None
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        """Called at the end of loading. Decoders and towers let some weights be missing in published checkpoints; a saved folder has all."""
+        """Called at the end of loading. Decoders and towers let some weights be missing in published checkpoints; a
+        saved folder has all.
+        """
         missing = set(loading_info.missing_keys)
         noted: Any = super()
         noted._adjust_missing_and_unexpected_keys(loading_info)
@@ -65,7 +69,8 @@ class NotesWhatIsMissing:
 
 
 def check_class(model_class: type, architectures: Any, source: Any, ours: Iterable[str]) -> None:
-    """Raises a `ValueError` for a checkpoint that a class of the caller's own has saved, and that another class would open.
+    """Raises a `ValueError` for a checkpoint that a class of the caller's own has saved, and that another class would
+    open.
 
     Args:
         model_class (`type`): the class that loads.
@@ -78,8 +83,9 @@ def check_class(model_class: type, architectures: Any, source: Any, ours: Iterab
     names = [str(name).removeprefix("FSDP") for name in architectures]
     if {each.__name__ for each in model_class.__mro__}.isdisjoint(names) and set(ours).isdisjoint(names):
         raise ValueError(
-            f"{source} was saved by a class {names[0]}, so {model_class.__name__} may answer otherwise. Load it with that class, "
-            f"`{names[0]}.from_pretrained`, or register the class for its configuration with the Auto class that you use."
+            f"{source} was saved by a class {names[0]}, so {model_class.__name__} may answer otherwise. Load it with "
+            f"that class, `{names[0]}.from_pretrained`, or register the class for its configuration with the Auto "
+            "class that you use."
         )
 
 
@@ -97,7 +103,8 @@ def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
     what = incomplete(source, lacking.missing, lacking.unexpected)
     if not allowed:
         raise ValueError(
-            f"{what} Copy it again. With `allow_missing_weights=True`, `from_pretrained` gives these weights first values, most of them random."
+            f"{what} Copy it again. With `allow_missing_weights=True`, `from_pretrained` gives these weights first "
+            "values, most of them random."
         )
     logger.warning(f"{what} These weights have first values, most of them random.")
 
@@ -106,7 +113,8 @@ def incomplete(source: Any, missing: Collection[str], unexpected: Collection[str
     """The words for a checkpoint that lacks weights."""
     what = f"{source} is not complete: {len(missing)} weights are missing, {_first(missing)}."
     if unexpected:
-        return f"{what} It holds {len(unexpected)} for which the model has no place, {_first(unexpected)}: were weights renamed?"
+        others = f"It holds {len(unexpected)} for which the model has no place, {_first(unexpected)}"
+        return f"{what} {others}: were weights renamed?"
     return f"{what} It is damaged, or belongs to another configuration."
 
 

@@ -1,6 +1,7 @@
 """The code of hf_xattn in a saved folder: one file, for machines without the package.
 
-The files of the package stand below as comments, each behind a line with its name. The lines above load them, as modules inside this one.
+The files of the package stand below as comments, each behind a line with its name. The lines above load them, as
+modules inside this one.
 """
 
 import importlib

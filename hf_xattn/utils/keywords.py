@@ -1,7 +1,7 @@
 """Which keyword arguments a call may bring, and the nearest name for one that it may not.
 
-Transformers' decoders take any keyword and ignore those they do not know. Here such a keyword may be a misspelt image argument, and the
-model would answer without the image.
+Transformers' decoders take any keyword and ignore those they do not know. Here such a keyword may be a misspelt image
+argument, and the model would answer without the image.
 """
 
 from __future__ import annotations
@@ -36,18 +36,22 @@ ELSEWHERE = {
     "num_kv_heads": "num_key_value_heads",
 }
 
-# Keywords of `from_pretrained`: how a repository is reached, which of its files are meant, and what reading a configuration needs.
+# Keywords of `from_pretrained`: how a repository is reached, which of its files are meant, and what reading a
+# configuration needs.
 HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 FILE_KEYWORDS = (*HUB_KEYWORDS, "revision", "subfolder")
 CODE_KEYWORDS = (*HUB_KEYWORDS, "revision", "code_revision")
 CONFIG_KEYWORDS = (*FILE_KEYWORDS, "code_revision", "trust_remote_code")
-# All keywords that go to `from_pretrained`. `config`, `state_dict` and `output_loading_info` are not allowed: `retrofit` reads the
-# checkpoint unchanged, and returns only a model.
+# All keywords that go to `from_pretrained`. `config`, `state_dict` and `output_loading_info` are not allowed:
+# `retrofit` reads the checkpoint unchanged, and returns only a model.
 LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
-    """adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap distributed_config dtype
-experts_implementation fusion_config generation_config gguf_file ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory
-offload_buffers offload_folder quantization_config torch_dtype tp_plan tp_size tqdm_class use_kernels use_safetensors variant
-weights_only""".split()
+    """
+    adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap
+    distributed_config dtype experts_implementation fusion_config generation_config gguf_file
+    ignore_mismatched_sizes kernel_config key_mapping low_cpu_mem_usage max_memory offload_buffers
+    offload_folder quantization_config torch_dtype tp_plan tp_size tqdm_class use_kernels use_safetensors
+    variant weights_only
+    """.split()
 )
 
 

@@ -1,8 +1,8 @@
 """Linear layers for image tokens.
 
 An image has thousands of tokens, and one call projects all of them. On a CPU without half-precision arithmetic, torch
-multiplies a half-precision matrix row by row. That is several times slower than float32 (`examples/benchmarks`, `projection`).
-On such a CPU the layer therefore computes in float32, which also rounds the result only once.
+multiplies a half-precision matrix row by row. That is several times slower than float32 (`examples/benchmarks`,
+`projection`). On such a CPU the layer therefore computes in float32, which also rounds the result only once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
 def to_dtype_of(projection: nn.Linear, states: torch.Tensor) -> torch.Tensor:
     """Casts `states` to the dtype of a projection's weight.
 
-    The hidden states or the image features may have a wider dtype than the weights, for example float32 beside bfloat16.
-    Autocast makes the cast itself. A quantized weight, stored as bytes, computes in the dtype of its input.
+    The hidden states or the image features may have a wider dtype than the weights, for example float32 beside
+    bfloat16. Autocast makes the cast itself. A quantized weight, stored as bytes, computes in the dtype of its input.
     """
     dtype = projection.weight.dtype
     if states.dtype == dtype or dtype.itemsize == 1 or torch.is_autocast_enabled(states.device.type):

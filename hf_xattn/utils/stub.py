@@ -1,10 +1,12 @@
 """What a saved folder needs to load without `import hf_xattn`: a stub, and the code itself where it is asked for.
 
-With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names. Here this is a stub that imports this
-package. So the installed package runs. If it is not installed, the error says so.
+With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names. Here this is a stub
+that imports this package. So the installed package runs. If it is not installed, the error says so.
 
-`save_pretrained(folder, with_code=True)` writes the code beside the stub, which uses it if the package is not installed. Transformers
-copies the file that a file imports with `from .x import y`, but no folders. So all code is one file: a loader, and below it the files of
+`save_pretrained(folder, with_code=True)` writes the code beside the stub, which uses it if the package is not
+installed. Transformers
+copies the file that a file imports with `from .x import y`, but no folders. So all code is one file: a loader, and
+    below it the files of
 this package as comments.
 """
 
@@ -38,12 +40,12 @@ CLASSES = {
 }
 
 NOTICE = """\
-# Copyright 2026 The hf_xattn developers. Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0),
-# without warranties or conditions of any kind."""
+# Copyright 2026 The hf_xattn developers. Licensed under the Apache License, Version 2.0
+# (http://www.apache.org/licenses/LICENSE-2.0), without warranties or conditions of any kind."""
 
 TEMPLATE = '''\
 {notice}
-"""Loads the model in this folder with the package hf_xattn. Transformers runs this file where `trust_remote_code=True` allows it.
+"""Loads the model in this folder with the package hf_xattn. Runs where `trust_remote_code=True` allows it.
 
 After `import hf_xattn`, transformers loads the model without this file.
 """
@@ -83,7 +85,8 @@ WITHOUT_CODE = """\
         f"This model needs the Python package hf_xattn ({SAVED_BY} or newer). {HOW_TO_INSTALL} ({error})"
     ) from error"""
 
-# Where the classes of a checkpoint are. The code in a folder is these modules and all that they import at their top, with what that imports.
+# Where the classes of a checkpoint are. The code in a folder is these modules and all that they import at their top,
+# with what that imports.
 ENTRIES = {
     "layers.block": ("GatedCrossAttentionBlock",),
     "configuration_xattn": ("CrossAttentionConfig", "XAttnConfig"),
@@ -103,14 +106,15 @@ class NamesItsStub:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """As in transformers, which then saves the code of the class. A class of this package saves its stub instead."""
+        """As in transformers, which then saves the code of the class. Classes of this package save the stub."""
         if cls.__module__.startswith(f"{PACKAGE}."):
             return
         registered: Any = super()
         registered.register_for_auto_class(*(() if auto_class is None else (auto_class,)))
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        """The times of files before a save. `save_pretrained` uploads the files that changed, or that are not named here.
+        """The times of files before a save. `save_pretrained` uploads the files that changed, or that are not named
+        here.
 
         Code is written before these times are read. So it is left out, and is uploaded too.
         """
@@ -129,9 +133,11 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: 
 
     Args:
         folder (`str`): the folder of a model, a configuration or a processor.
-        with_code (`bool`): write the code too. It is always written in two cases: if the folder holds code of an earlier save, which
-            would be out of date, and if the running code itself came with a checkpoint, because the package is not installed.
-        target (`Path`, *optional*): the folder that the files will be moved to, which `own_code` lists; by default `folder`.
+        with_code (`bool`): write the code too. It is always written in two cases: if the folder holds code of an
+            earlier save, which would be out of date, and if the running code itself came with a checkpoint, because the
+            package is not installed.
+        target (`Path`, *optional*): the folder that the files will be moved to, which `own_code` lists; by default
+            `folder`.
 
     Raises:
         ValueError: if that folder holds another file with the name of one that is written.
@@ -153,8 +159,8 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: 
     ]
     if foreign:
         raise ValueError(
-            f"The code of this package has a file {foreign[0]}, and {target} holds another file of this name. Save without `with_code`, or "
-            "rename that file in the checkpoint that brought it."
+            f"The code of this package has a file {foreign[0]}, and {target} holds another file of this name. Save "
+            "without `with_code`, or rename that file in the checkpoint that brought it."
         )
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -177,7 +183,9 @@ def is_own_file(path: Path) -> bool:
 
 
 def code_modules() -> list[str]:
-    """Names of the modules that the classes of a checkpoint import at their top, and of their folders. What a function imports needs the package."""
+    """Names of the modules that the classes of a checkpoint import at their top, and of their folders. What a function
+    imports needs the package.
+    """
     found: set[str] = set()
     asked = {*ENTRIES, LOADER}
     while asked:

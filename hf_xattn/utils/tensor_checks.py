@@ -1,4 +1,5 @@
-"""Checks of single tensors and flags that several arguments share. Each names the argument, what was expected and what came.
+"""Checks of single tensors and flags that several arguments share. Each names the argument, what was expected and what
+came.
 
 They read types, dtypes and shapes only: no value leaves its device.
 """
@@ -18,8 +19,8 @@ def check_tensor(name: str, value: Any) -> None:
     """Raises a `TypeError` for a list, an array, an image, ..."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"Expected `{name}` to be a torch.Tensor, got {type_name(value)}. A processor makes tensors of texts and images, "
-            "`torch.as_tensor` makes them of arrays and lists."
+            f"Expected `{name}` to be a torch.Tensor, got {type_name(value)}. A processor makes tensors of texts and "
+            "images, `torch.as_tensor` makes them of arrays and lists."
         )
 
 
@@ -29,7 +30,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether values can be read here to decide on shapes: not in code that is compiled, exported, traced or captured for later calls."""
+    """Whether values can be read here to decide on shapes: not in code that is compiled, exported, traced or captured
+    for later calls.
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta or is_fake(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -52,7 +55,8 @@ def check_bool(name: str, tensor: torch.Tensor) -> None:
     """Raises a `TypeError` where a mask is not boolean."""
     if tensor.dtype != torch.bool:
         raise TypeError(
-            f"Expected `{name}` to be a boolean tensor (True = attend), got {tensor.dtype}. Use `{name}.bool()` for a mask of 0 and 1."
+            f"Expected `{name}` to be a boolean tensor (True = attend), got {tensor.dtype}. Use `{name}.bool()` for a "
+            "mask of 0 and 1."
         )
 
 
@@ -74,8 +78,8 @@ def check_states(states: torch.Tensor, context_size: int, by_image: bool = False
     """Checks a source of keys and values.
 
     Args:
-        states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`; with `by_image` also `(batch, num_images, tokens,
-            context_size)`.
+        states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`; with `by_image` also `(batch, num_images,
+            tokens, context_size)`.
 
     Raises:
         TypeError: for anything but a floating point tensor.

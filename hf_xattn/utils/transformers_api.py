@@ -1,8 +1,9 @@
 """What this package uses of transformers beyond its public API, and in which versions it was seen.
 
-Private names may change with any release. So each of them is listed here, with the file of transformers that defines it and the first
-version that has it. A test compares the table with the code of this package and with the installed transformers. Names that some
-supported versions lack are resolved here, and the rest of the package imports them from here.
+Private names may change with any release. So each of them is listed here, with the file of transformers that defines it
+and the first version that has it. A test compares the table with the code of this package and with the installed
+transformers. Names that some supported versions lack are resolved here, and the rest of the package imports them from
+here.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ REPAIRED = {
     "parts of ranks": "5.20.0",  # before, `from_pretrained` did not find such files
     "special tokens of a GGUF file": "5.18.0",  # before, text ended with the token that begins it, and padding was none
     "prefill_chunk_size": "5.23.0",  # before, text in the cache was read a second time
-    "AutoImageProcessor without torchvision": "5.18.0",  # before, `from transformers import AutoImageProcessor` asked for it
+    # before, `from transformers import AutoImageProcessor` asked for it
+    "AutoImageProcessor without torchvision": "5.18.0",
     "activate_past_recording": "5.18.0",  # before, attention got all that a sliding window had recorded
     "modules_to_save": "5.18.0",  # before, `load_adapter` left such modules of an adapter at the values of the base
 }
@@ -94,8 +96,9 @@ def warn_of_version(version: str = transformers.__version__) -> None:
     """Warns where the installed transformers is outside the range that this package supports."""
     if not Version(OLDEST) <= Version(Version(version).base_version) < Version(END):
         warnings.warn(
-            f"hf_xattn supports transformers from {OLDEST} up to, but without, {END}. The installed version is {version}: results may "
-            f'be wrong without an error. `pip install "transformers>={OLDEST},<{END}"` installs a version that is supported.',
+            f"hf_xattn supports transformers from {OLDEST} up to, but without, {END}. The installed version is "
+            f"{version}: results may be wrong without an error. "
+            f'`pip install "transformers>={OLDEST},<{END}"` installs a version that is supported.',
             UserWarning,
             stacklevel=3,
         )
@@ -153,7 +156,9 @@ def is_blank_card(text: str) -> bool:
 
 
 def empty_dynamic_layers(cache: Cache) -> None:
-    """Empties the layers of a cache that has been reset. Before 5.18, transformers filled them with zeros and kept their length."""
+    """Empties the layers of a cache that has been reset. Before 5.18, transformers filled them with zeros and kept
+    their length.
+    """
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer) and layer.keys is not None:
             layer.keys = layer.values = None
