@@ -11,7 +11,7 @@ from transformers.utils.hub import cached_file
 
 from ..utils.checkpoint_files import SHARDS, check_inside
 from ..utils.keywords import FILE_KEYWORDS, given
-from .peft_adapters import CONFIG
+from .peft_adapters import PEFT_CONFIG
 
 
 MANIFEST = "cross_attention.json"
@@ -19,9 +19,7 @@ WEIGHTS = "cross_attention"  # in place of the `model` of transformers' names
 
 
 def weight_files_of(folder: Path) -> list[Path]:
-    """The weights of a checkpoint of added weights in a folder: one file, or its shards. A file with a longer name is
-    somebody else's.
-    """
+    """The files of added weights in a folder: one, or shards. A longer name is that of another file."""
     return sorted(path for shards in ("", SHARDS) for path in folder.glob(f"{WEIGHTS}{shards}.safetensors"))
 
 
@@ -64,15 +62,13 @@ def find_file(name: str, file: str, hub: dict[str, Any]) -> Path | None:
 
 
 def check_target(target: Path, adapter_only: bool = True) -> None:
-    """Raises a `ValueError` where a folder holds something that would be loaded in place of what is saved, or on top of
-    it.
-    """
+    """Raises a `ValueError` for a folder with something that would be loaded in place of the save, or on top of it."""
     if target.is_file():
         raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file.")
     if adapter_only and (whole := sorted(path.name for path in target.glob("model*.safetensors"))):
         raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
-    if (target / CONFIG).is_file():
+    if (target / PEFT_CONFIG).is_file():
         raise ValueError(
-            f"{target} holds an adapter of PEFT ({CONFIG}), which `from_pretrained` would put on top of the model. "
+            f"{target} holds an adapter of PEFT ({PEFT_CONFIG}), which `from_pretrained` would put on top of the model. "
             "Choose another folder."
         )

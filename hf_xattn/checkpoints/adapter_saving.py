@@ -15,8 +15,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
-from ..decoders.quantization import check_requantizable, quantization_of_text
+from ..decoders.quantization import check_requantizable, quantization_of_text, without_quantizer
 from ..utils.checkpoint_files import CARD, sha256_of
+from ..utils.distributed import saved_by_one
 from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
 from ..utils.whole_folder import WholeFolder
 from ..version import __version__
@@ -29,20 +30,19 @@ from .peft_adapters import SAVE_OR_MERGE, refuse_adapter_layers
 
 def save_adapter(
     model: Any,
-    folder: str | os.PathLike[str],
-    save: Callable[[Path, dict[str, torch.Tensor], bool], None],
+    target: Path,
     bases: dict[str, Any],
-    state_dict: dict[str, torch.Tensor] | None = None,
+    state_dict: dict[str, torch.Tensor] | None,
+    options: dict[str, Any],
 ) -> None:
     """Saves what the bases of a model do not hold. The folder is whole, or it is not taken.
 
     Args:
         model ([`XAttnPreTrainedModel`]): the model.
-        folder (`str`): where it goes.
-        save (`Callable`): saves configuration, code and the given weights into a folder. The third argument says
-            whether the configuration names the quantization.
+        target (`Path`): where it goes.
         bases (`dict`): `text_base` and `vision_base`, where the caller names them.
         state_dict (`dict`, *optional*): all weights of the model, where they are gathered already.
+        options (`dict`): the other keyword arguments of `PreTrainedModel.save_pretrained`.
 
     Raises:
         TypeError: for a `text_base` or `vision_base` that is no name.
@@ -50,7 +50,6 @@ def save_adapter(
             with LoRA layers, a `state_dict` with gaps, and a folder that holds a whole model, a base or an adapter
             (PEFT).
     """
-    target = Path(folder)
     check_target(target)
     sources = check_bases(model, bases)
     for source in sources.values():
@@ -80,7 +79,10 @@ def save_adapter(
     with WholeFolder(target, weight_files_of) as fresh:
         if (target / CARD).is_file():  # written anew only if no person has changed it
             shutil.copy2(target / CARD, fresh / CARD)
-        save(fresh, added, not requantized)
+        # Loading lays them over the weights of a base in memory, so they keep the names that they have there.
+        options = {**options, "state_dict": added, "save_original_format": False}
+        with without_quantizer(model, keeps_config=not requantized), saved_by_one(model):
+            model._write(fresh, False, options, target)
         for path in sorted(fresh.glob("model*")):
             if path.suffix == ".safetensors":
                 path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
@@ -194,9 +196,7 @@ class _Comparison:
         }
 
     def _take_scales_out_of(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes the scales of equal 4-bit weights out of `state`. bitsandbytes rounds and packs them when it computes
-        on a CPU.
-        """
+        """Takes the scales of equal 4-bit weights out of `state`. bitsandbytes rounds them when it runs on a CPU."""
         for name in [name for name in state if name.startswith(self.prefix) and ".weight." in name]:
             weight = name[: name.rindex(".weight.") + len(".weight")].removeprefix(self.prefix)
             if self.prefix + weight in state or not is_quantized(self.theirs.get(weight, torch.empty(0))):

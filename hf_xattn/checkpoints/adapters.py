@@ -2,9 +2,9 @@
 `checkpoints/adapter_saving.py`.
 
 Most weights of a retrofitted model are those of its bases. Such a folder holds the others: blocks, connector, added
-    vocabulary, and every
-weight of the text model or the vision tower that differs from its base. Saving does not rely on `requires_grad`. It
-loads the bases again and compares every weight. So bases and folder together always give the whole model, bit for bit.
+vocabulary, and every weight of the text model or the vision tower that differs from its base. Saving does not rely on
+`requires_grad`. It loads the bases again and compares every weight. So bases and folder together always give the whole
+model, bit for bit.
 
 The manifest is written last. It names the bases with their commits, a fingerprint of their weights, and the SHA-256 of
 each file. A folder without a manifest is not loaded. The fingerprint consists of sums over all words of all weights
@@ -50,10 +50,7 @@ PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
     ("text_model", "text_base", load_text),
     ("vision_tower", "vision_base", load_vision),
 )
-
-
 FORMAT = 1
-BASES = ("text_base", "vision_base")
 # Entries of a base, the types that they may have, and whether they must be there.
 BASE_ENTRIES: dict[str, tuple[tuple[type, ...], bool]] = {
     "name_or_path": ((str,), True),
@@ -86,7 +83,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             "hf_xattn."
         )
     _check_files(manifest.get("files"), path)
-    for argument in BASES:
+    for _, argument, _ in PARTS:
         if argument in manifest:
             _check_base(manifest[argument], f"{path}, `{argument}`")
     quantization = manifest.get("quantization_config")
@@ -195,24 +192,24 @@ class Adapter:
             if not name.endswith(".safetensors"):  # `added` checks those
                 self.file(name)
 
-    def load_kwargs(self, config: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def load_kwargs(self, config: Any, asked: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained` that load the whole model from its weights.
 
         Args:
             config (`XAttnConfig`, *optional*): if the caller has read it already.
-            given (`dict`): the caller's, with `text_base` and `vision_base`.
+            asked (`dict`): the caller's, with `text_base` and `vision_base`.
         """
         self.check_settings()
-        bases = {argument: named_base(argument, given.pop(argument, None)) for _, argument, _ in PARTS}
-        apart = {name: given.pop(name) for name in tuple(given) if name in LOAD_KEYWORDS | {"output_loading_info"}}
+        bases = {argument: named_base(argument, asked.pop(argument, None)) for _, argument, _ in PARTS}
+        apart = {name: asked.pop(name) for name in tuple(asked) if name in LOAD_KEYWORDS | {"output_loading_info"}}
         for name in ("_from_auto", "_from_pipeline", "_commit_hash"):
-            given.pop(name, None)
-        rest: dict[str, Any] = given
+            asked.pop(name, None)
+        rest: dict[str, Any] = asked
         if not isinstance(config, XAttnConfig):
             source = self.name if config is None else config
             kernels = {name: apart[name] for name in ("attn_implementation", "experts_implementation") if name in apart}
             config, rest = XAttnConfig.from_pretrained(
-                source, return_unused_kwargs=True, **self.hub, **kernels, **given
+                source, return_unused_kwargs=True, **self.hub, **kernels, **asked
             )
         for _, argument, _ in PARTS:
             self._note_base(argument, config, bases[argument])

@@ -30,9 +30,7 @@ from .loading_checks import check_config_file, check_folder, check_size, refuse_
 
 
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
-    """Loads a causal language model, or the text half of a larger model. Arguments and errors are those of
-    [`retrofit`].
-    """
+    """Loads a causal language model, or the text half of a larger one. Arguments and errors as for [`retrofit`]."""
     check_load_kwargs(load_text, load_kwargs, text)
     text, load_kwargs = split_gguf("text", text, load_kwargs)
     config = text_config_of(text, load_kwargs)
@@ -315,9 +313,7 @@ def _load(
 
 
 def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: list[str]) -> None:
-    """Raises a `ValueError` for a base that did not get all of its weights. What a quantizer makes of them, it checks
-    itself.
-    """
+    """Raises a `ValueError` for a base that lacks weights. A quantizer checks its own."""
     if lost and getattr(model, "hf_quantizer", None) is None:
         raise ValueError(
             f"{incomplete(f'`{name}` ({source})', lost, ())} If they may start anew, load the model with transformers, "

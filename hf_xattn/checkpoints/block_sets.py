@@ -210,9 +210,7 @@ class XAttnSetsMixin:
         cross.read_by = self._mark
 
     def _check_inserted(self) -> None:
-        """Raises a `ValueError` if the text model does not hold the blocks of this model any more (see
-        `checkpoints/removal.py`).
-        """
+        """Raises a `ValueError` if the blocks of this model were taken out (see `checkpoints/removal.py`)."""
         insertion: Any = getattr(self.text_model, "_insertion", None)
         if insertion is None or insertion.mark != self._inserted:
             raise ValueError(

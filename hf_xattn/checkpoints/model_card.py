@@ -133,9 +133,7 @@ def _digest(text: str) -> str:
 
 
 def example_questions(name: str | None) -> list[str]:
-    """The questions in the card (`widget`) of a folder, or of a Hub id that was downloaded. At most 16 of at most 500
-    characters.
-    """
+    """The questions (`widget`) in the card of a folder, or of a downloaded Hub id: 16, of 500 characters, at most."""
     given = _front_matter(name).get("widget")
     texts = [each.get("text") for each in given if isinstance(each, dict)] if isinstance(given, list) else []
     return [text for text in texts if isinstance(text, str) and 0 < len(text) <= 500][:16]
@@ -203,9 +201,7 @@ def _loading(sees: bool) -> str:
 
 
 def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
-    """The figures of [`describe`]. They come from a copy without weights, because the model may be sharded or
-    quantized.
-    """
+    """The figures of [`describe`], from a copy without weights: the model may be sharded or quantized."""
     try:
         with torch.device("meta"):
             skeleton = model._from_config(copy.deepcopy(config), dtype=model.dtype)
@@ -389,9 +385,7 @@ def is_fresh(model: Any) -> bool:
 
 
 def blindness(model: Any) -> str | None:
-    """Returns a sentence on why a model sees nothing yet: it has no vision tower, or its blocks are fresh. None if it
-    may see.
-    """
+    """Returns why a model sees nothing yet: it has no vision tower, or its blocks are fresh. None if it may see."""
     fresh = is_fresh(model)
     if model.config.vision_config is None:
         untrained = " They are untrained and see nothing yet." if fresh else ""

@@ -38,6 +38,10 @@ CHUNK = 1 << 20  # number of words that are summed at once
 # Fields of the configurations that change keys and values without changing the shape of a weight.
 BLOCK_FIELDS = ("num_key_value_heads", "head_dim", "qk_norm", "norm_eps", "quiet_softmax")
 MODEL_FIELDS = ("connector_type", "connector_hidden_act", "vision_feature_select_strategy")
+# Fields that change no image: where a part came from, and how it is loaded and written.
+DROPPED = (
+    "_name_or_path base_revision base_subfolder base_gguf_file transformers_version dtype torch_dtype architectures"
+).split()
 
 
 class ModelIdentity:
@@ -72,25 +76,22 @@ class ModelIdentity:
     def _facts(self, parts: dict[str, nn.Module]) -> dict[str, Any]:
         config, block = self._config, self._config.cross_attention_config
         facts: dict[str, Any] = {name: getattr(block, name) for name in BLOCK_FIELDS}
-        if (
-            block.qk_norm_eps != block.norm_eps
-        ):  # left out where it is the usual one, so that files written without it stay valid
+        # What has its usual value is left out, so that files that were written without the field stay valid.
+        if block.qk_norm_eps != block.norm_eps:
             facts["qk_norm_eps"] = block.qk_norm_eps
         facts.update((name, getattr(config, name)) for name in MODEL_FIELDS)
         for name in ("vision_config", "perceiver_config"):
             part = getattr(config, name)
             facts[name] = None if part is None else _shape_of(part.to_dict())
         if facts["perceiver_config"] is not None and not facts["perceiver_config"]["num_image_positions"]:
-            del facts["perceiver_config"]["num_image_positions"]  # likewise
+            del facts["perceiver_config"]["num_image_positions"]
         # Adapters (PEFT) change the output of a layer without changing its weights. So do modules of `modules_to_save`.
         facts["adapters"] = _adapters_of(parts)
         return facts
 
 
 def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
-    """Returns the SHA-256 of the configuration and the weights of a vision tower. Connector and blocks do not change
-    it.
-    """
+    """Returns the SHA-256 of configuration and weights of a vision tower, without connector and blocks."""
     assert config.vision_config is not None
     parts = {"vision_tower": tower}
     facts = {"vision_config": _shape_of(config.vision_config.to_dict()), "adapters": _adapters_of(parts)}
@@ -129,17 +130,7 @@ def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, b
 
 def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a configuration without its origin, its dtype and its attention kernel."""
-    dropped = (
-        "_name_or_path",
-        "base_revision",
-        "base_subfolder",
-        "base_gguf_file",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "architectures",
-    )
-    return {name: value for name, value in config.items() if name not in dropped and not name.startswith("_attn")}
+    return {name: value for name, value in config.items() if name not in DROPPED and not name.startswith("_attn")}
 
 
 def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
@@ -179,9 +170,7 @@ def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model, each tied weight once. Weights of torchao's classes have no storage to compare, and are
-    never tied.
-    """
+    """The weights of a model, each tied weight once. Weights of torchao's classes are never tied."""
     packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
     once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
     return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}

@@ -62,9 +62,7 @@ def refuse_own_parts(model: Any) -> None:
 
 
 def warn_of_own_parts(model: Any) -> None:
-    """Warns once where training begins, before the first save is refused. Looks at whole parts alone, because it is
-    called at each step.
-    """
+    """Warns once where training begins. Looks at whole parts alone, because it is called at each step."""
     if _is_built_by_us(model) and (found := next(_wrong_parts(model), None)) is not None:
         logger.warning_once(f"`save_pretrained` will refuse this model, because of a part of your own: {found}.")
 
@@ -82,9 +80,7 @@ def is_ours(kind: Any) -> bool:
 
 
 def _is_built_by_us(model: Any) -> bool:
-    """Whether loading builds the parts. A subclass with an `__init__` of its own may build others, when it is loaded
-    too.
-    """
+    """Whether loading builds the parts. A subclass with an `__init__` of its own may build others."""
     kind: Any = class_of(model)
     return is_ours(kind.__init__)
 

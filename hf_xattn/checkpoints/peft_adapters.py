@@ -19,7 +19,7 @@ from ..utils.transformers_api import has, needs
 from ..utils.whole_folder import refuse_unfinished
 
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SAVE_OR_MERGE = (
     "Save the adapter by itself, with `save_pretrained` of the `PeftModel`, or merge it first: `merge_and_unload()`."
 )
@@ -113,7 +113,7 @@ def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
                 )
     if not os.path.isdir(name):
         return
-    weights, config = folder / WEIGHTS, folder / CONFIG
+    weights, config = folder / PEFT_WEIGHTS, folder / PEFT_CONFIG
     if not weights.is_file():
         if any(path.stem == "adapter_model" for pattern in PICKLED for path in folder.glob(pattern)):
             refuse_pickled(folder, str(folder))

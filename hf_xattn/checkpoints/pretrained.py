@@ -79,18 +79,14 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         _initialize(self, self)
 
     def post_init(self) -> None:
-        """`PreTrainedModel.post_init`. The list of what stays in float32 becomes this model's own: it names what its
-        blocks have.
-        """
+        """`PreTrainedModel.post_init`. The list of what stays in float32 then names what the blocks have."""
         super().post_init()
         others = {kept for kept in self._keep_in_fp32_modules_strict if not kept.startswith(BLOCKS)}
         found = (PRECISE_WEIGHT.search(name) for name, _ in self.named_parameters())
         self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
     def train(self, mode: bool = True) -> Any:
-        """`nn.Module.train`. Warns once of weights that train in half precision, an adapter that trains the tower,
-        parts that cannot be saved.
-        """
+        """`nn.Module.train`. Warns of half precision, a tower that an adapter trains, parts that saving refuses."""
         super().train(mode)
         if mode:
             warn_of_tower(self)
@@ -105,9 +101,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             self.train()  # frozen layers that are checkpointed train, see `learning/frozen_modes.py`
 
     def enable_input_require_grads(self) -> None:
-        """`PreTrainedModel.enable_input_require_grads`. The vision tower takes part only while it trains (see
-        `learning/input_gradients.py`).
-        """
+        """As in transformers. The vision tower takes part only while it trains (see `learning/input_gradients.py`)."""
         self.disable_input_require_grads()
         body: Any = self.base_model
         self._input_hooks = give_gradient_to_inputs(body.text_model, body.vision_tower)
@@ -236,9 +230,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     def load_state_dict(self, state_dict: Any, *args, **kwargs) -> Any:
-        """`nn.Module.load_state_dict`, which takes the names of a saved folder too: `Trainer` reads its checkpoints in
-        this way.
-        """
+        """`nn.Module.load_state_dict`. Takes the names of a saved folder too, as `Trainer` passes them."""
         return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
 
     def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:

@@ -56,9 +56,7 @@ def _sparing_blocks(rule: WeightTransform) -> WeightTransform:
 
 
 class _Unsharded:
-    """A model as transformers looks for its rules. FSDP2 derives a class of its own, which transformers takes for
-    custom code without rules.
-    """
+    """A model as transformers looks for its rules. It takes the class that FSDP2 derives for code without rules."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.base_model_prefix = model, model.base_model_prefix
@@ -107,9 +105,7 @@ class _Rules:
         return target, None if pattern is None else self._of_pattern[pattern], pattern or name
 
     def places(self, names: Iterable[str]) -> dict[str, tuple[str, WeightConverter | None, str]]:
-        """`place` of each name, in the order in which transformers reads them. Some rules begin to hold behind the
-        first name that they fit.
-        """
+        """`place` of each name, in transformers' order: some rules hold only behind the first name that they fit."""
         return {name: self.place(name) for name in sorted(names, key=dot_natural_key)}
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..decoders.quantization import check_savable, without_quantizer
+from ..decoders.quantization import check_savable
 from ..utils.checkpoint_files import CARD, SHARDS, SHARDS_OF_RANKS
 from ..utils.custom_code import save_code
-from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_transformers, saved_by_one
+from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_transformers
 from ..utils.keywords import refuse_unknown, suggestion
 from ..utils.quantized_weights import first_quantized
 from ..utils.stub import PACKAGE, own_code, write_stub
@@ -65,16 +65,12 @@ class XAttnSavingMixin(Model):
 
     @property
     def _weight_conversions(self) -> Any:
-        """What transformers reverses when it saves the weights: the rules of the parts (see
-        `checkpoints/saved_names.py`).
-        """
+        """The rules that transformers reverses to save the weights (see `checkpoints/saved_names.py`)."""
         return rules_of_parts(self)
 
     @_weight_conversions.setter
     def _weight_conversions(self, used: Any) -> None:
-        """Called by `from_pretrained`. Which rules loading used does not matter: a model is always saved under the same
-        names.
-        """
+        """Called by `from_pretrained`. Ignored: a model is saved under the same names, whatever loading did."""
 
     def save_pretrained(
         self,
@@ -207,14 +203,7 @@ class XAttnSavingMixin(Model):
             state_dict = gathered_weights(self)
         is_unnamed = self._takes_name_of_folder()
         if is_main_process:
-
-            def save(folder: Path, weights: dict[str, torch.Tensor], keeps_quantization: bool) -> None:
-                with without_quantizer(self, keeps_quantization), saved_by_one(self):
-                    # They are laid over the weights of a base in memory, so they keep the names that they have there.
-                    options.update(state_dict=weights, save_original_format=False)
-                    self._write(folder, False, options, target)
-
-            save_adapter(self, target, save, bases, state_dict)
+            save_adapter(self, target, bases, state_dict, options)
         if is_unnamed:
             self._take_name(target)
 
@@ -273,9 +262,7 @@ class XAttnSavingMixin(Model):
         is_main_process: bool = True,
         whole: WholeFolder | None = None,
     ) -> None:
-        """Writes the files of a model, or of its adapter (PEFT), into a folder that becomes `target`, or `target`
-        itself.
-        """
+        """Writes the files of a model, or of its adapter (PEFT), into `target` or a folder that becomes it."""
         if is_main_process and not self._saves_peft_adapter():
             body: Any = self.base_model
             config = self.config
@@ -321,9 +308,7 @@ class XAttnSavingMixin(Model):
         return getattr(self, "_hf_peft_config_loaded", False)
 
     def _takes_name_of_folder(self) -> bool:
-        """Whether saving names the model. Adapters (PEFT) record this name as their base; a retrofit has none before it
-        is saved.
-        """
+        """Whether saving names the model: PEFT records the name as the base, and a retrofit has none before."""
         return self.name_or_path in ("", self._saved_as) and not self._saves_peft_adapter()
 
     def _take_name(self, folder: Path) -> None:
@@ -370,9 +355,7 @@ def _refuse_bases(text_base: Any, vision_base: Any) -> None:
 
 
 def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
-    """Weights, the manifest of an adapter and code in a folder: `from_pretrained` would take some before those of a new
-    save.
-    """
+    """What an earlier save left: weights that `from_pretrained` would take first, a manifest, code."""
     suffix = "" if variant is None else f".{glob.escape(variant)}"
     for shards in ("", SHARDS):
         yield from folder.glob(f"model{suffix}{shards}.safetensors")

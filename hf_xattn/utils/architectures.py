@@ -127,9 +127,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture(model_type: str) -> Architecture:
-    """Returns the entry of a `model_type`, or the default if the table has no entry. Refused is also what needs a newer
-    transformers.
-    """
+    """Returns the entry of a `model_type`, or the default. Refused is also what needs a newer transformers."""
     entry = ARCHITECTURES.get(model_type, Architecture())
     return replace(entry, refused=needs(entry.since, "its decoder")[:-1]) if is_before(entry.since) else entry
 

@@ -314,9 +314,7 @@ def refuse_pickled(folder: Path, what: str) -> None:
 
 
 def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> None:
-    """Raises a `ValueError` for weights of integers in a checkpoint that is not quantized: they would be cast, and be
-    wrong.
-    """
+    """Raises a `ValueError` for integers in a checkpoint that is not quantized: they would be cast, and be wrong."""
     if quantized:
         return
     for name, stored in headers.items():

@@ -58,9 +58,7 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args, **kwargs) -> Any:
-        """`PreTrainedConfig.from_pretrained`. Errors name the checkpoint; the configuration does not, unless
-        `name_or_path` is given.
-        """
+        """`PreTrainedConfig.from_pretrained`. Errors name the checkpoint; the configuration keeps only a given name."""
         given = kwargs.get("name_or_path", "")
         kwargs.setdefault("name_or_path", os.fspath(pretrained_model_name_or_path))
         made = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

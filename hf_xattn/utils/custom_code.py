@@ -139,9 +139,7 @@ def _code_of(config: Any, auto_class: str) -> str | None:
 
 
 def _is_registered_by_user(auto_class: Any, config: PreTrainedConfig) -> bool:
-    """Whether the Auto class knows a class for this configuration that is not transformers' own; it comes first there
-    too.
-    """
+    """Whether a class is registered that is not transformers' own. Such a class comes first there too."""
     if type(config) not in auto_class._model_mapping:
         return False
     known = auto_class._model_mapping[type(config)]

@@ -59,9 +59,7 @@ class NotesWhatIsMissing:
     _lacking: Lacking | None = None
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        """Called at the end of loading. Decoders and towers let some weights be missing in published checkpoints; a
-        saved folder has all.
-        """
+        """Called at the end of loading. Notes all missing weights, also those that a class lets be missing."""
         missing = set(loading_info.missing_keys)
         noted: Any = super()
         noted._adjust_missing_and_unexpected_keys(loading_info)

@@ -7,9 +7,7 @@ from torch import nn
 
 
 def is_quantized(weight: torch.Tensor) -> bool:
-    """Whether a weight is stored in 8 bit or less: as integers (bitsandbytes), 8-bit floats, or a tensor of torchao's
-    classes.
-    """
+    """Whether a weight is stored in 8 bit or less: integers, 8-bit floats, or a tensor of torchao's classes."""
     if hasattr(weight, "_local_tensor"):  # sharded
         weight = weight._local_tensor
     return not weight.is_floating_point() or weight.dtype.itemsize == 1 or hasattr(weight, "__tensor_flatten__")
@@ -45,9 +43,7 @@ def untrainable(part: str, name: str, weight: torch.Tensor, remedy: str) -> Valu
 
 
 def plain_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a weight consists of: several where it is of a class of torchao's, and otherwise the weight
-    itself.
-    """
+    """The tensors that a weight consists of: several for classes of torchao's, otherwise the weight itself."""
     if type(weight) in (torch.Tensor, nn.Parameter) or not hasattr(weight, "__tensor_flatten__"):
         return [weight]
     names, _ = weight.__tensor_flatten__()
@@ -55,8 +51,6 @@ def plain_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 def shape_before(weight: torch.Tensor) -> torch.Size:
-    """The shape of a weight before it was quantized. bitsandbytes packs two 4-bit values into a byte, in one long
-    column.
-    """
+    """The shape of a weight before it was quantized. bitsandbytes packs 4-bit values into one long column."""
     state = getattr(weight, "quant_state", None)
     return weight.shape if state is None else torch.Size(state.shape)

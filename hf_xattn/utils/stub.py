@@ -183,9 +183,7 @@ def is_own_file(path: Path) -> bool:
 
 
 def code_modules() -> list[str]:
-    """Names of the modules that the classes of a checkpoint import at their top, and of their folders. What a function
-    imports needs the package.
-    """
+    """The modules that a checkpoint's classes import at their top, and folders. What a function imports stays out."""
     found: set[str] = set()
     asked = {*ENTRIES, LOADER}
     while asked:

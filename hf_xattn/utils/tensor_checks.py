@@ -30,9 +30,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether values can be read here to decide on shapes: not in code that is compiled, exported, traced or captured
-    for later calls.
-    """
+    """Whether values can be read here: not in code that is compiled, exported, traced or captured."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta or is_fake(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -156,9 +156,7 @@ def is_blank_card(text: str) -> bool:
 
 
 def empty_dynamic_layers(cache: Cache) -> None:
-    """Empties the layers of a cache that has been reset. Before 5.18, transformers filled them with zeros and kept
-    their length.
-    """
+    """Empties the layers of a reset cache. Before 5.18, transformers kept their length, and zeros in them."""
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer) and layer.keys is not None:
             layer.keys = layer.values = None
