@@ -39,9 +39,11 @@ CLASSES = {
     "xattn_block": {"AutoConfig": "CrossAttentionConfig", "AutoModel": "GatedCrossAttentionBlock"},
 }
 
-NOTICE = """\
-# Copyright 2026 The hf_xattn developers. Licensed under the Apache License, Version 2.0
-# (http://www.apache.org/licenses/LICENSE-2.0), without warranties or conditions of any kind."""
+# Of a file that was written here: see `is_own_file`.
+NOTICE = (
+    "# Copyright 2026 The hf_xattn developers. Licensed under the Apache License, Version 2.0 "
+    "(http://www.apache.org/licenses/LICENSE-2.0),\n# without warranties or conditions of any kind."
+)
 
 TEMPLATE = '''\
 {notice}
