@@ -306,17 +306,19 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
     progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
     decided = mask is not None and mask.decides(call.length, layout.num_tokens)
     samples = None if decided else call.samples
+    masked = mask is not None or progress.held is not None or progress.coming is not None
+    if config.image_visibility == "all" and not masked and samples is None:
+        # Padding alone hides image tokens. Its mask has the rows of the images, and is smaller.
+        padding = None if layout.token_mask is None else layout.token_mask[:, None]
+        return Decision(padding, progress.read_on(layout.num_tokens, call.length), True)
     markers = None
     if config.image_visibility != "all" or samples is not None:
         markers = _markers(config, call, decided, packed=samples is not None)
         if mask is None:
             _check_markers_of_images(config, call, markers, rows)
-    # Where padding alone hides images, its mask has the rows of the images, and is smaller.
-    masked = mask is not None or progress.held is not None or progress.coming is not None
-    by_image = config.image_visibility == "all" and not masked and samples is None
-    of_text = layout if rows is None or by_image else rows.layout_of_text(layout)
+    of_text = layout if rows is None else rows.layout_of_text(layout)
     sees, after = look(config.image_visibility, of_text, progress, markers, mask, call.rows, call.length, samples)
-    return Decision(sees, after, by_image)
+    return Decision(sees, after, False)
 
 
 def make_context(config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision) -> CrossAttentionContext:

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_xattn import CrossAttentionConfig, GatedCrossAttention
-from hf_xattn.layers import attention as attention_module
+from hf_xattn.layers import kernels
 from hf_xattn.layers.context import Positions
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
 from hf_xattn.layers.position_bias import relative_position_bucket
@@ -243,10 +243,8 @@ def test_single_key_is_the_value(heads, fields, repeats):
 def test_single_key_shortcut_skips_the_kernel(monkeypatch):
     """Rules out a shortcut that is never taken, or taken where a gradient, weights or a null key need the kernel."""
     calls = []
-    original = GatedCrossAttention._attention_interface
-    monkeypatch.setattr(
-        GatedCrossAttention, "_attention_interface", lambda self, *args: calls.append(1) or original(self, *args)
-    )
+    original = kernels._interface
+    monkeypatch.setattr(kernels, "_interface", lambda *args: calls.append(1) or original(*args))
     hidden, states = inputs(num_tokens=1)
     make_layer()(hidden, states)
     assert len(calls) == 1
@@ -287,7 +285,7 @@ def test_flex_attention(monkeypatch, mask, fields):
         return flex_attention(query, key, value, **kwargs)
 
     monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", uncompiled)
-    monkeypatch.setattr(attention_module, "_flex_reads_masks", lambda device: True)
+    monkeypatch.setattr(kernels, "_flex_reads_masks", lambda device: True)
     hidden, states = inputs()
     with torch.no_grad():
         expected = make_layer("eager", num_key_value_heads=2, **fields)(hidden, states, make_mask(mask))[0]

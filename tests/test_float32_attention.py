@@ -5,13 +5,13 @@ import torch
 from tiny_models import make_model, pixels, token_ids
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_xattn.layers import attention, float32_attention
-from hf_xattn.layers.float32_attention import attend_in_float32, attends_in_float32
+from hf_xattn.layers import kernels
+from hf_xattn.layers.kernels import attend_in_float32, attends_in_float32
 
 
 @pytest.fixture(params=[False, True], ids=["without float16 arithmetic", "with it"])
 def native(request, monkeypatch):
-    monkeypatch.setattr(float32_attention, "multiplies_natively", lambda dtype: request.param)
+    monkeypatch.setattr(kernels, "multiplies_natively", lambda dtype: request.param)
     return request.param
 
 
@@ -60,11 +60,11 @@ def test_in_a_model(native, monkeypatch, long, masked):
         images["cross_attention_mask"] = torch.ones(1, ids.shape[1], 32, dtype=torch.bool)
         images["cross_attention_mask"][:, : ids.shape[1] // 2, 16:] = False
     calls = []
-    original = attention.attend_in_float32
-    monkeypatch.setattr(attention, "attend_in_float32", lambda *args: calls.append(1) or original(*args))
+    original = kernels.attend_in_float32
+    monkeypatch.setattr(kernels, "attend_in_float32", lambda *args: calls.append(1) or original(*args))
     output = model(ids, **images).logits
     assert len(calls) == (0 if native else 2), "one for each of two blocks"
-    monkeypatch.setattr(attention, "attends_in_float32", lambda *_: False)
+    monkeypatch.setattr(kernels, "attends_in_float32", lambda *_: False)
     fused = model(ids, **images).logits
     assert (output - fused).abs().max() < 0.01 * fused.abs().max()
     assert not torch.equal(fused, model(ids).logits), "images count"

@@ -16,7 +16,7 @@ from attention_inputs import (
     make_mask,
 )
 
-from hf_xattn.layers import attention as attention_module
+from hf_xattn.layers import kernels
 from hf_xattn.layers.context import Positions
 from hf_xattn.layers.folded_mask import fold_mask
 from hf_xattn.layers.position_bias import token_positions
@@ -70,9 +70,9 @@ def test_keys_and_values_are_never_repeated(monkeypatch, heads, repeats):
 
     def kernel(module, query, key, value, mask, **kwargs):
         seen.append((query, key, value, kwargs))
-        return attention_module.eager_attention_forward(module, query, key, value, mask, scaling=kwargs["scaling"])
+        return kernels.eager_attention_forward(module, query, key, value, mask, scaling=kwargs["scaling"])
 
-    monkeypatch.setitem(attention_module.ALL_ATTENTION_FUNCTIONS, "sdpa", kernel)
+    monkeypatch.setitem(kernels.ALL_ATTENTION_FUNCTIONS, "sdpa", kernel)
     hidden = torch.randn(BATCH * repeats, TEXT_LEN, HIDDEN)
 
     context = cached(key, value)

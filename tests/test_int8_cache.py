@@ -14,9 +14,9 @@ from hf_xattn.cache import int8_cache
 from hf_xattn.cache.cross_cache import CrossAttentionLayer, CrossCache
 from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.cache.int8_cache import Int8States, quantize
-from hf_xattn.layers.attention import eager_attention_forward
 from hf_xattn.layers.context import CrossAttentionContext, Recorder
 from hf_xattn.layers.folded_mask import EVERYTHING, fold_mask
+from hf_xattn.layers.kernels import eager_attention_forward
 
 
 HALVES = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # relative error of a value
@@ -98,7 +98,7 @@ def answer(layer, hidden, pairs, mask=None, repeats=1, output_attentions=False):
 @pytest.mark.parametrize("fields", FIELDS)
 def test_layer_equals_one_that_reads_rounded_floats(fields, way, monkeypatch):
     """A scale at the wrong token, head or side of a product; masked tokens, null keys and biases that the products in int8 forget."""
-    monkeypatch.setattr("hf_xattn.layers.attention.multiplies_few", lambda query: way == "attend")
+    monkeypatch.setattr("hf_xattn.layers.kernels.multiplies_few", lambda query: way == "attend")
     for implementation, repeats, text_len, wants in itertools.product(
         ("sdpa", "eager"), (1, 2), (1, TEXT_LEN), (None, True)
     ):
@@ -167,7 +167,7 @@ def test_conversion_in_parts(monkeypatch):
 def test_which_calls_multiply_in_int8(monkeypatch):
     """Kernels that a user chose and that are not asked; scores of a long text that take more memory than keys and values."""
     calls, kernels = [], []
-    monkeypatch.setattr("hf_xattn.layers.attention.attend", lambda *args: calls.append(1) or int8_cache.attend(*args))
+    monkeypatch.setattr("hf_xattn.layers.kernels.attend", lambda *args: calls.append(1) or int8_cache.attend(*args))
     hidden, states = inputs()
 
     def users_kernel(module, query, key, value, *args, **kwargs):

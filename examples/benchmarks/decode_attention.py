@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from hf_xattn.layers.float32_attention import attend_in_float32, attends_in_float32
+from hf_xattn.layers.kernels import attend_in_float32, attends_in_float32
 
 
 GROUP, KV_HEADS, HEAD_DIM = 4, 8, 128

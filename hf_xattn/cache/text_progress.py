@@ -258,6 +258,13 @@ class TextProgress:
             history = history.add(counted, covered, num_image_tokens, text_len)
         return TextProgress(counts if counts is not None else self.counts, held, coming, history)
 
+    def read_on(self, num_image_tokens: int, text_len: int) -> TextProgress:
+        """Returns the progress after `text_len` more tokens that see all images: no marker and no mask decides."""
+        history = self.history
+        if history is not None and not history.is_lost:
+            history = history.add(None, None, num_image_tokens, text_len)
+        return TextProgress(self.counts, None, None, history)
+
     def take(self, indices: torch.Tensor, batch_size: int) -> TextProgress:
         """Selects the text rows `indices` (of `batch_size`)."""
         return TextProgress(

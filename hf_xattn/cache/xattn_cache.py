@@ -107,9 +107,10 @@ class XAttnCache(EncoderDecoderCache):
         """Raises a `ValueError` if an earlier call broke the cache, or its rows do not fit those of the new text."""
         if self.broken:
             raise ValueError(BROKEN)
-        if self.text_rows is not None and batch_size != self.text_rows:
+        text_rows = self.text_rows
+        if text_rows is not None and batch_size != text_rows:
             raise ValueError(
-                f"Expected text of batch {self.text_rows}, as in `past_key_values`, got {batch_size}. To continue with other rows, "
+                f"Expected text of batch {text_rows}, as in `past_key_values`, got {batch_size}. To continue with other rows, "
                 "call `batch_select_indices` or `batch_repeat_interleave` of the cache."
             )
         image_rows = self.cross_attention_cache.rows

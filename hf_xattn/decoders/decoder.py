@@ -266,7 +266,8 @@ class DecoderInterface(NamedTuple):
 
         The context goes in as a keyword argument, or through the channel if the decoder does not pass keywords to its layers.
         """
-        arguments = {name: value for name, value in arguments.items() if self._passes(name, value)}
+        left_out = {"position_ids", "logits_to_keep"} - self.arguments  # `generate` gives them to all decoders
+        arguments = {name: value for name, value in arguments.items() if value is not None and name not in left_out}
         text = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
         mask = arguments.get("attention_mask")
         if self.only_states and isinstance(mask, torch.Tensor) and mask.dim() == 2:
@@ -280,10 +281,6 @@ class DecoderInterface(NamedTuple):
             beside = carrying(context)
         with beside:
             return runner(**arguments, **{self.cache_argument: cache}, use_cache=use_cache, return_dict=True)
-
-    def _passes(self, name: str, value: Any) -> bool:
-        """Whether an argument goes to the decoder. `generate` makes some arguments that not every decoder takes."""
-        return value is not None and (name in self.arguments or name not in ("position_ids", "logits_to_keep"))
 
 
 def _cache_layers(text_model: PreTrainedModel) -> list[Any]:

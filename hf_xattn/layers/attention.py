@@ -15,30 +15,24 @@ heads for each K/V head, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import logging
 
 from ..cache.cross_cache import KeyValue, append
 from ..cache.image_layout import rows_to
-from ..cache.int8_cache import Int8States, States, as_stored, attend, dense, multiplies_few
+from ..cache.int8_cache import States, as_stored, dense
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.distributed import is_distributed, is_split
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.tensor_checks import check_floating, check_states, check_tensor
-from .context import CrossAttentionContext, Ragged, check_context, plain_context
-from .float32_attention import attend_in_float32, attends_in_float32
-from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm, at_least_float32
+from .context import CrossAttentionContext, Ragged, no_context, plain_context
+from .kernels import run_kernel
+from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm
 from .position_bias import relative_position_bucket
 from .row_groups import attend_by_group
-
-
-logger = logging.get_logger(__name__)
 
 
 def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
@@ -53,29 +47,6 @@ def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init:
         if bias:
             nn.init.zeros_(linear.bias)
     return linear
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    position_bias: torch.Tensor | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention in the folded layout. Takes and returns what transformers' attention interface does, with weights."""
-    scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
-    scores = scores.to(at_least_float32(scores.dtype))
-    if position_bias is not None:
-        scores = scores + position_bias
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(dim=-1).to(query.dtype)
-    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(dropped, value).transpose(1, 2), weights
 
 
 class GatedCrossAttention(nn.Module):
@@ -152,8 +123,8 @@ class GatedCrossAttention(nn.Module):
             cross_attention = plain_context(
                 hidden_states, cross_attention_states, cross_attention_mask, self.config, output_attentions
             )
-        else:
-            check_context(cross_attention)
+        elif not isinstance(cross_attention, CrossAttentionContext):
+            raise no_context(cross_attention)
         key, value = self._keys_values(cross_attention)
         if hidden_states is None:
             return (key, value), None  # FSDP reads a module's outputs to know when its weights are needed again
@@ -227,76 +198,53 @@ class GatedCrossAttention(nn.Module):
         """
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads = key.shape[:2]
-        num_tokens = key.shape[2] - self.quiet_softmax
-        slots, places = context.slots or (None, None)
+        slots = None if context.slots is None else context.slots.slots
         repeats = (text_rows if slots is None else slots.shape[0]) // rows
-        mask, visible = context.mask, context.visible
-        if mask is not None:
-            mask = self._mask_of_rank(mask, repeats * text_len)
         output_attentions = context.recorder is not None and context.recorder.wants_weights
         dropout = self.attention_dropout if self.training else 0.0
-        one_key = num_tokens == 1 and not (
-            self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled()
-        )
-        # FSDP may gather the weights of the norms, which other processes use if their images have more tokens.
-        if one_key and (self.q_norm is None or not is_distributed()):
-            # The softmax over one key is 1, so the output is the value, whatever the query.
-            heads = dense(value).repeat_interleave(self.num_groups, dim=1)
-            output = (
-                heads.reshape(rows, 1, 1, -1).expand(-1, repeats, text_len, -1).reshape(rows * repeats, text_len, -1)
-            )
-            output = _rows_at(output, places)
-            if visible is not None:
-                output = torch.where(visible, output, 0)
-            return self.o_proj(output), None
-
-        query = self.q_proj(to_dtype_of(self.q_proj, hidden_states)).view(text_rows, text_len, -1, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            query = self.k_norm(self.q_norm(query.to(at_least_float32(query.dtype)))).to(query.dtype)
+        num_tokens = key.shape[2] - self.quiet_softmax
+        if num_tokens == 1 and self._needs_no_scores(output_attentions, dropout):
+            heads = dense(value).repeat_interleave(self.num_groups, dim=1).reshape(rows, 1, 1, -1)
+            output = heads.expand(-1, repeats, text_len, -1).reshape(rows * repeats, text_len, -1)
+            return self.o_proj(_of_text(output, context)), None
+        query = self._queries(hidden_states)
         num_heads = query.shape[2]
         group = num_heads // kv_heads
-        query = fold_queries(_rows_at(query, slots), rows, kv_heads)
-
+        query = fold_queries(query if slots is None else query[slots], rows, kv_heads)
+        mask = context.mask
+        if mask is not None:
+            mask = self._mask_of_rank(mask, repeats * text_len)
         position_bias = None
         if self.relative_attention_bias is not None:
-            position_bias = self._position_bias(context, text_rows, text_len, num_tokens, key.device)
-            position_bias = _rows_at(position_bias, slots)
-            # (R * r, K * G, T, N) -> (R, K, r * T * G, N)
-            position_bias = position_bias.view(rows, repeats, kv_heads, group, text_len, num_tokens)
-            position_bias = position_bias.permute(0, 2, 1, 4, 3, 5).reshape(rows, kv_heads, -1, num_tokens)
-            position_bias = position_bias.to(query.dtype)
-            if self.quiet_softmax:
-                position_bias = nn.functional.pad(position_bias, (1, 0))
-
+            position_bias = self._folded_bias(context, text_rows, text_len, key).to(query.dtype)
+        kernel = partial(run_kernel, self, group=group, dropout=dropout, output_attentions=output_attentions)
         groups = None if context.ragged is None else context.ragged.groups
         # Compiled code reads all rows whole: it would be compiled anew for every batch.
         if groups is None or output_attentions or torch.compiler.is_compiling():
-            output, weights = self._call_kernel(
-                query, key, value, mask, position_bias, group, dropout, output_attentions
-            )
+            output, weights = kernel(query, key, value, mask, position_bias)
         else:
-            weights = None
-            output = attend_by_group(
-                partial(self._call_kernel, group=group, dropout=dropout, output_attentions=False),
-                groups,
-                query,
-                key,
-                value,
-                mask,
-                position_bias,
-            )
-        output = _rows_at(unfold_output(output, repeats, text_len), places)
-        if visible is not None:
-            output = torch.where(visible, output, 0)
-        output = self.o_proj(output)
+            output, weights = attend_by_group(kernel, groups, query, key, value, mask, position_bias), None
+        output = self.o_proj(_of_text(unfold_output(output, repeats, text_len), context))
         if weights is None:
             return output, None
         weights = weights.view(rows, kv_heads, repeats, text_len, group, -1)[..., -num_tokens:]
         weights = weights.permute(0, 2, 1, 4, 3, 5).reshape(rows * repeats, num_heads, text_len, num_tokens)
-        weights = _rows_at(weights, places)
-        if visible is not None:
-            weights = torch.where(visible[:, None], weights, 0)
-        return output, weights
+        return output, _of_text(weights, context)
+
+    def _needs_no_scores(self, output_attentions: bool, dropout: float) -> bool:
+        """Whether the output for a single key is its value: the softmax over one key is 1, whatever the query."""
+        if self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled():
+            return False
+        # FSDP may gather the weights of the norms, which other processes use if their images have more tokens.
+        return self.q_norm is None or not is_distributed()
+
+    def _queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns the queries `(B, T, num_attention_heads, head_dim)`."""
+        query = self.q_proj(to_dtype_of(self.q_proj, hidden_states))
+        query = query.view(*hidden_states.shape[:2], -1, self.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            return query
+        return self.k_norm(self.q_norm(query.to(torch.promote_types(query.dtype, torch.float32)))).to(query.dtype)
 
     def _mask_of_rank(self, mask: torch.Tensor, positions: int) -> torch.Tensor:
         """Takes the entries of this rank's heads from a mask `(R, 1, r * T * G, N)`. All heads of a text position see the same."""
@@ -305,118 +253,15 @@ class GatedCrossAttention(nn.Module):
             return mask
         return mask.unflatten(2, (positions, group))[:, :, :, : self.num_groups].flatten(2, 3)
 
-    def _call_kernel(
-        self,
-        query: torch.Tensor,
-        key: States,
-        value: States,
-        mask: torch.Tensor | None,
-        position_bias: torch.Tensor | None,
-        group: int,
-        dropout: float,
-        output_attentions: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Folded attention of `(R, K, r * T * G, D)` over `(R, K, N, D)`. Returns `(R, r * T * G, K, D)`, and weights on request."""
-        if isinstance(key, Int8States) and isinstance(value, Int8States) and self._multiplies_int8(query, dropout):
-            if mask is not None and mask.shape[2] not in (1, query.shape[2]):
-                mask = mask.repeat_interleave(group, dim=2)
-            output, weights = attend(query, key, value, mask, self.scaling, position_bias)
-            return output, weights if output_attentions else None
-        key, value = dense(key), dense(value)
-        attention_interface, mask, name = self._attention_interface(mask, query, key, position_bias, output_attentions)
-        shared_mask = mask is not None and mask.shape[2] not in (1, query.shape[2])
-        if shared_mask and name == "sdpa" and position_bias is None:
-            return self._attend_with_shared_mask(query.to(key.dtype), key, value, mask, group, dropout), None
-        if name == "sdpa" and position_bias is None and attends_in_float32(key, dropout):
-            output = attend_in_float32(query.to(key.dtype), key, value, mask, self.scaling)
-            return output.transpose(1, 2), None
-        if shared_mask and mask is not None:
-            mask = mask.repeat_interleave(group, dim=2)
-        output, weights = attention_interface(
-            self,
-            query.to(key.dtype),
-            key,
-            value,
-            mask,
-            dropout=dropout,
-            scaling=self.scaling,
-            is_causal=False,
-            **({} if position_bias is None else {"position_bias": position_bias}),
-        )
-        return output, weights if output_attentions else None
-
-    def _multiplies_int8(self, query: torch.Tensor, dropout: float) -> bool:
-        """Whether keys and values in int8 are multiplied as they are. Kernels of another name get them dequantised."""
-        return (
-            (self.config._attn_implementation or "sdpa") in ("sdpa", "eager") and not dropout and multiplies_few(query)
-        )
-
-    def _attend_with_shared_mask(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        group: int,
-        dropout: float,
-    ) -> torch.Tensor:
-        """The same for a mask `(R, 1, r * T, N)` that the heads of a group share. Takes the heads apart again, so that the mask need
-        not be repeated."""
-        rows, kv_heads, _, head_dim = query.shape
-        query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
-        if attends_in_float32(key, dropout):
-            output = attend_in_float32(query, key, value, mask, self.scaling)
-        else:
-            output = nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=dropout, scale=self.scaling, enable_gqa=group > 1
-            )
-        output = output.view(rows, kv_heads, group, -1, head_dim).transpose(2, 3).flatten(2, 3)
-        return output.transpose(1, 2)
-
-    def _attention_interface(
-        self,
-        mask: torch.Tensor | None,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        position_bias: torch.Tensor | None,
-        output_attentions: bool,
-    ) -> tuple[Callable[..., Any], torch.Tensor | None, str]:
-        """Returns the kernel, the mask in the form that the kernel takes, and the kernel's name."""
-        name = self.config._attn_implementation or "sdpa"
-        if output_attentions or name == "eager":
-            return eager_attention_forward, mask, "eager"
-        if "flash" in name and (mask is not None or position_bias is not None or key.dtype == torch.float32):
-            logger.warning_once(
-                f"`{name}` supports no cross-attention mask, no position bias and no float32. Calls that need one of them use `sdpa`."
-            )
-            name = "sdpa"
-        if name == "flex_attention" and mask is not None and not _flex_reads_masks(query.device):
-            logger.warning_once(
-                "`flex_attention` supports no cross-attention mask on CPU. Calls with a mask use `sdpa`."
-            )
-            name = "sdpa"
-        if name == "flex_attention" and mask is not None:
-            # transformers adds the mask to the scores of flex attention, and reads it at every position.
-            if mask.shape[2] not in (1, query.shape[2]):
-                mask = mask.repeat_interleave(query.shape[2] // mask.shape[2], dim=2)
-            mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
-            mask = mask.expand(-1, -1, query.shape[2], -1)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), mask, name
-
-    def _position_bias(
-        self,
-        context: CrossAttentionContext,
-        text_rows: int,
-        text_len: int,
-        num_tokens: int,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """Returns T5's bias for each query and image token, `(text_rows, num_heads, text_len, num_image_tokens)`."""
+    def _folded_bias(self, context: CrossAttentionContext, text_rows: int, text_len: int, key: States) -> torch.Tensor:
+        """Returns T5's bias for each query and image token, `(R, K, r * T * G, N)`, with 0 for the null key."""
+        rows, kv_heads = key.shape[:2]
+        num_tokens = key.shape[2] - self.quiet_softmax
         query_positions, key_positions = context.positions or (None, None)
         if query_positions is None:
-            query_positions = torch.arange(text_len, device=device)[None]
+            query_positions = torch.arange(text_len, device=key.device)[None]
         if key_positions is None:
-            key_positions = torch.arange(num_tokens, device=device)[None]
+            key_positions = torch.arange(num_tokens, device=key.device)[None]
         else:
             key_positions = rows_to(key_positions, text_rows)
         distance = key_positions[:, None, :] - query_positions[:, :, None]
@@ -424,7 +269,12 @@ class GatedCrossAttention(nn.Module):
         buckets = relative_position_bucket(
             distance, self.config.position_bias_num_buckets, self.config.position_bias_max_distance
         )
-        return self.relative_attention_bias(buckets).permute(0, 3, 1, 2).expand(text_rows, -1, -1, -1).contiguous()
+        bias = self.relative_attention_bias(buckets).expand(text_rows, -1, -1, -1)  # (B, T, N, K * G)
+        if context.slots is not None:
+            bias = bias[context.slots.slots]
+        bias = bias.view(rows, -1, text_len, num_tokens, kv_heads, bias.shape[-1] // kv_heads)
+        bias = bias.permute(0, 4, 1, 2, 5, 3).reshape(rows, kv_heads, -1, num_tokens)
+        return nn.functional.pad(bias, (1, 0)) if self.quiet_softmax else bias
 
 
 def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
@@ -437,14 +287,13 @@ def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
     return torch.cat([states.new_zeros(rows, heads, 1, width), states], dim=2)
 
 
-def _rows_at(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """The rows of a tensor at `rows`; the same tensor for None."""
-    return tensor if rows is None else tensor[rows]
-
-
-def _flex_reads_masks(device: torch.device) -> bool:
-    """Whether flex attention takes a mask tensor. With one, torch's compiled CPU kernel crashes the process (seen in torch 2.13)."""
-    return device.type != "cpu"
+def _of_text(tensor: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
+    """Puts output or weights back in the order of the text rows, and makes them zero for text that sees nothing."""
+    if context.slots is not None:
+        tensor = tensor[context.slots.places]
+    if context.visible is None:
+        return tensor
+    return torch.where(context.visible if tensor.dim() == 3 else context.visible[:, None], tensor, 0)
 
 
 def fold_queries(query: torch.Tensor, rows: int, kv_heads: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..utils.projection import to_dtype_of
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
-from .context import CrossAttentionContext, check_context, plain_context
+from .context import CrossAttentionContext, no_context, plain_context
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 
 
@@ -171,8 +171,8 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
                 )
             check_text_and_states(hidden_states, cross_attention_states, self.config)
             cross_attention = plain_context(hidden_states, cross_attention_states, cross_attention_mask, self.config)
-        else:
-            check_context(cross_attention)
+        elif not isinstance(cross_attention, CrossAttentionContext):
+            raise no_context(cross_attention)
         attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
         if cross_attention.recorder is not None and not (weights is None and torch.compiler.is_compiling()):
             # In compiled code only if needed: `torch.compile` takes no checkpointed layer with a side effect into its graph.

@@ -160,13 +160,12 @@ def image_fields(
     return {"cross_attention_states": states, "ragged": None if groups is None else Ragged(None, groups)}
 
 
-def check_context(context: Any) -> None:
-    """Raises a `TypeError` for anything but a [`CrossAttentionContext`]."""
-    if not isinstance(context, CrossAttentionContext):
-        raise TypeError(
-            f"Expected `cross_attention` to be a CrossAttentionContext, which only a model makes, got {type_name(context)}. Pass "
-            "`cross_attention_states` and `cross_attention_mask` instead."
-        )
+def no_context(given: Any) -> TypeError:
+    """The error for anything but a [`CrossAttentionContext`]."""
+    return TypeError(
+        f"Expected `cross_attention` to be a CrossAttentionContext, which only a model makes, got {type_name(given)}. Pass "
+        "`cross_attention_states` and `cross_attention_mask` instead."
+    )
 
 
 def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: int, num_tokens: int) -> None:

@@ -18,7 +18,7 @@ class CrossAttentionRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = at_least_float32(hidden_states.dtype)
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         normed = nn.functional.rms_norm(hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
         return normed.to(hidden_states.dtype)
 
@@ -35,7 +35,7 @@ class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
 
     def normalize(self, key: torch.Tensor) -> torch.Tensor:
         """Returns the normalized keys, not yet multiplied by the weight."""
-        dtype = at_least_float32(key.dtype)
+        dtype = torch.promote_types(key.dtype, torch.float32)
         return nn.functional.rms_norm(key.to(dtype), self.weight.shape, eps=self.eps).to(key.dtype)
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class CrossAttentionLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = at_least_float32(hidden_states.dtype)
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         normed = nn.functional.layer_norm(
             hidden_states.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps
         )
@@ -71,8 +71,4 @@ NORMS: dict[str, type[CrossAttentionRMSNorm] | type[CrossAttentionLayerNorm]] = 
 
 def _norm_dtype() -> torch.dtype:
     """Returns float32, or float64 if that is torch's default dtype (gradient checks)."""
-    return at_least_float32(torch.get_default_dtype())
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)

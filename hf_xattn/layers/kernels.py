@@ -1,0 +1,198 @@
+"""The kernels of attention, for queries in the folded layout (see `layers/attention.py`).
+
+- transformers' attention interface: SDPA, flash and flex attention, or a user's own kernel. `eager` is here, because the folded layout
+  needs no repeated keys.
+- Keys and values in int8 are multiplied as they are (`cache/int8_cache.py`).
+- float16 on a CPU that does not compute in it. torch's fused kernel converts number by number, again for each query. Here a few heads
+  at a time are copied to float32. It is 1.3 to 4 times as fast, and rounds only the result
+  (`examples/benchmarks/decode_attention.py`). bfloat16 gains nothing: its conversion is a shift, which the fused kernel does as it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from ..cache.int8_cache import Int8States, States, attend, dense, multiplies_few
+from ..utils.projection import multiplies_natively
+
+
+logger = logging.get_logger(__name__)
+
+HEADS_AT_ONCE = 2  # the float32 copies of two heads stay in a processor's cache
+
+
+def run_kernel(
+    module: Any,
+    query: torch.Tensor,
+    key: States,
+    value: States,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    *,
+    group: int,
+    dropout: float = 0.0,
+    output_attentions: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attends with the kernel that the configuration names, or with one that computes the same and fits the call better.
+
+    Args:
+        module ([`GatedCrossAttention`]): the layer: its `config` names the kernel, its `scaling` is the factor of the scores.
+        query (`torch.Tensor`): `(R, K, r * T * G, D)`.
+        key, value (`torch.Tensor` or [`Int8States`]): `(R, K, N, D)`.
+        mask (`torch.BoolTensor`, *optional*): True = attend; `(R, 1, 1, N)`, `(R, 1, r * T, N)` or `(R, 1, r * T * G, N)`.
+        position_bias (`torch.Tensor`, *optional*): `(R, K, r * T * G, N)`.
+        group (`int`): G.
+
+    Returns:
+        `(output, weights)`: `(R, r * T * G, K, D)`, and `(R, K, r * T * G, N)` if `output_attentions`, else None.
+    """
+    shared_mask = mask is not None and mask.shape[2] not in (1, query.shape[2])
+    if isinstance(key, Int8States) and isinstance(value, Int8States):
+        name = module.config._attn_implementation or "sdpa"
+        if name in ("sdpa", "eager") and not dropout and multiplies_few(query):
+            if shared_mask and mask is not None:
+                mask = mask.repeat_interleave(group, dim=2)
+            output, weights = attend(query, key, value, mask, module.scaling, position_bias)
+            return output, weights if output_attentions else None
+        key, value = dense(key), dense(value)
+    assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    interface, mask, name = _interface(module.config, mask, query, key, position_bias, output_attentions)
+    query = query.to(key.dtype)
+    if name == "sdpa" and position_bias is None and shared_mask and mask is not None:
+        return _attend_with_shared_mask(query, key, value, mask, group, dropout, module.scaling), None
+    if name == "sdpa" and position_bias is None and attends_in_float32(key, dropout):
+        return attend_in_float32(query, key, value, mask, module.scaling).transpose(1, 2), None
+    if mask is not None and mask.shape[2] not in (1, query.shape[2]):
+        mask = mask.repeat_interleave(group, dim=2)
+    bias = {} if position_bias is None else {"position_bias": position_bias}
+    output, weights = interface(
+        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, is_causal=False, **bias
+    )
+    return output, weights if output_attentions else None
+
+
+def _interface(
+    config: Any,
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    position_bias: torch.Tensor | None,
+    output_attentions: bool,
+) -> tuple[Callable[..., Any], torch.Tensor | None, str]:
+    """Returns the kernel, the mask in the form that the kernel takes, and the kernel's name."""
+    name = config._attn_implementation or "sdpa"
+    if output_attentions or name == "eager":
+        return eager_attention_forward, mask, "eager"
+    if "flash" in name and (mask is not None or position_bias is not None or key.dtype == torch.float32):
+        logger.warning_once(
+            f"`{name}` supports no cross-attention mask, no position bias and no float32. Calls that need one of them use `sdpa`."
+        )
+        name = "sdpa"
+    if name == "flex_attention" and mask is not None and not _flex_reads_masks(query.device):
+        logger.warning_once("`flex_attention` supports no cross-attention mask on CPU. Calls with a mask use `sdpa`.")
+        name = "sdpa"
+    if name == "flex_attention" and mask is not None:
+        # transformers adds the mask to the scores of flex attention, and reads it at every position.
+        if mask.shape[2] not in (1, query.shape[2]):
+            mask = mask.repeat_interleave(query.shape[2] // mask.shape[2], dim=2)
+        mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+        mask = mask.expand(-1, -1, query.shape[2], -1)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), mask, name
+
+
+def _flex_reads_masks(device: torch.device) -> bool:
+    """Whether flex attention takes a mask tensor. With one, torch's compiled CPU kernel crashes the process (seen in torch 2.13)."""
+    return device.type != "cpu"
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain attention in the folded layout. Takes and returns what transformers' attention interface does, with weights."""
+    scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1).to(query.dtype)
+    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(dropped, value).transpose(1, 2), weights
+
+
+def _attend_with_shared_mask(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    group: int,
+    dropout: float,
+    scaling: float,
+) -> torch.Tensor:
+    """SDPA for a mask `(R, 1, r * T, N)` that the heads of a group share. Unfolds the heads, so that the mask need not be repeated."""
+    rows, kv_heads, _, head_dim = query.shape
+    query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
+    if attends_in_float32(key, dropout):
+        output = attend_in_float32(query, key, value, mask, scaling)
+    else:
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=group > 1
+        )
+    output = output.view(rows, kv_heads, group, -1, head_dim).transpose(2, 3).flatten(2, 3)
+    return output.transpose(1, 2)
+
+
+def attends_in_float32(query: torch.Tensor, dropout: float) -> bool:
+    """Whether [`attend_in_float32`] is the way to attend. Training keeps the fused kernel, which saves no copies for backward."""
+    return (
+        query.dtype == torch.float16
+        and query.device.type == "cpu"
+        and not (dropout or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        and not multiplies_natively(torch.float16)
+    )
+
+
+def attend_in_float32(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` on float32 copies of a few heads at a time.
+
+    Args:
+        query (`torch.Tensor`): `(rows, heads, queries, head_dim)`; consecutive heads may share a K/V head.
+        key, value (`torch.Tensor`): `(rows, kv_heads, tokens, head_dim)`.
+        mask (`torch.BoolTensor`, *optional*): True = attend; `(rows, 1, queries or 1, tokens)`. No row is all False.
+        scaling (`float`): factor of the scores.
+
+    Returns:
+        `torch.Tensor`: shape and dtype of `query`.
+    """
+    output = torch.empty_like(query)
+    group = query.shape[1] // key.shape[1]
+    for row in range(key.shape[0]):
+        seen = None if mask is None else mask[row : row + 1]
+        for head in range(0, key.shape[1], HEADS_AT_ONCE):
+            heads = slice(head, head + HEADS_AT_ONCE)
+            queries = slice(head * group, (head + HEADS_AT_ONCE) * group)
+            output[row : row + 1, queries] = nn.functional.scaled_dot_product_attention(
+                query[row : row + 1, queries].float(),
+                key[row : row + 1, heads].float(),
+                value[row : row + 1, heads].float(),
+                attn_mask=seen,
+                scale=scaling,
+                enable_gqa=group > 1,
+            )
+    return output
