@@ -295,8 +295,7 @@ def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]
 def _load(
     name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Loads a base, if its configuration and its weights are of one size. Otherwise transformers would take memory for
-    the difference.
+    """Loads a base. Before, its configuration and its weights are compared: they must be of one size.
 
     Returns:
         `tuple`: the base, and the names of weights that its checkpoint lacks.

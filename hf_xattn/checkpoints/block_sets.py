@@ -140,8 +140,7 @@ class XAttnSetsMixin:
         self.set_cross_attention(name)
 
     def set_cross_attention(self, name: str | None) -> None:
-        """Activates a set of blocks. With None no set is active: the model gives the logits of its base, and takes text
-        alone.
+        """Activates a set of blocks. With None no set is active: the model gives its base's logits for text.
 
         Raises:
             ValueError: for an unknown name, and for a model with LoRA layers.

@@ -43,8 +43,7 @@ def is_gguf_path(source: Any) -> bool:
 
 
 def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Turns the path of a GGUF file into a folder and the keyword `gguf_file`, as transformers takes them. Other
-    sources stay.
+    """Turns the path of a GGUF file into a folder and `gguf_file`, as transformers takes them.
 
     Args:
         name (`str`): the argument that the source came in.

@@ -134,8 +134,7 @@ def check_size(
 
 
 def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> None:
-    """Checks a model that has shapes and no values yet against the weights that it is to get. Called by
-    `_load_pretrained_model`.
+    """Checks a model without values against the weights that it is to get.
 
     Raises:
         ValueError: for files of other kinds, files that are not whole, weights that are not numbers, a model that is

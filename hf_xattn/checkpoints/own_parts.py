@@ -36,8 +36,7 @@ COMPILED = "_orig_mod"
 
 
 def refuse_own_parts(model: Any) -> None:
-    """Raises a `ValueError` for a model with a part of another class than loading would build, or with a part that was
-    compiled.
+    """Raises a `ValueError` for a part that was compiled, or that loading would build of another class.
 
     A model with layers of an adapter (PEFT) is left to the checks for those.
     """

@@ -143,8 +143,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         allow_missing_weights: bool = False,
         **kwargs,
     ) -> Any:
-        """`PreTrainedModel.from_pretrained`. With `trust_remote_code=True` it runs the code of a custom decoder or
-        vision tower.
+        """As in transformers. `trust_remote_code=True` runs the code of a custom decoder or vision tower, too.
 
         A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names. A warning
         names a base that has changed since. A text model that was quantized is quantized again.

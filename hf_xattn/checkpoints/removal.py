@@ -108,8 +108,7 @@ def recorded(text_model: PreTrainedModel, was_given: bool = True) -> Iterator[In
 
 
 def remove_blocks(model: Any) -> PreTrainedModel:
-    """Takes the blocks out of a text model again. It is what it was before [`retrofit`], bit for bit, and may be
-    retrofitted again.
+    """Takes the blocks out of a text model. It is then what it was before [`retrofit`], bit for bit.
 
     Added tokens are taken out, too. What was trained, frozen, cast or moved meanwhile stays so. The model around the
     text model cannot be called or saved any more.

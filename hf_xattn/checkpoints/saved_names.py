@@ -73,8 +73,7 @@ class _Unsharded:
 
 
 def rules_of_parts(model: PreTrainedModel) -> list[WeightTransform]:
-    """How loading makes the names that weights have in memory. transformers reverses these rules when it saves the
-    model.
+    """How loading makes the names that weights have in memory. Saving reverses these rules.
 
     A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse would add the
         prefix.
@@ -96,9 +95,7 @@ class _Rules:
         self._of_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def place(self, name: str) -> tuple[str, WeightConverter | None, str]:
-        """The weight of the model that a weight on disk is, or is a piece of; then the rule that joins pieces, and its
-        pattern.
-        """
+        """The weight that a weight on disk is, or is a piece of; the rule that joins pieces; its pattern."""
         target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.own)
         if target not in self.own:
             return name, None, name
@@ -110,8 +107,7 @@ class _Rules:
 
 
 def pieces_missing(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
-    """Weights that a checkpoint lacks beside others of the same tensor, such as single experts; and those that have no
-    place in the model.
+    """Weights that are missing beside others of the same tensor, such as single experts; weights without a place.
 
     Args:
         model ([`XAttnPreTrainedModel`]): has shapes.

@@ -239,8 +239,7 @@ def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> di
 
 
 def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored]:
-    """Returns the tensors of files that several processes have written (`distributed_checkpoint=True`), by name. Reads
-    no weights.
+    """Returns the tensors of files that several processes have written, by name. Reads no weights.
 
     Raises:
         ValueError: for a file that is no whole safetensors file, and for parts that are no whole tensor: a file is

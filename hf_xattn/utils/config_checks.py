@@ -224,8 +224,7 @@ def every_nth_layer(every: int, num_layers: int) -> list[int]:
 
 
 def check_layers(layers: Any, num_layers: int) -> list[int]:
-    """Checks layer indices and returns them sorted. An index that is repeated stands for several blocks in front of
-    that layer.
+    """Checks layer indices and returns them sorted. A repeated index stands for several blocks at one layer.
 
     Raises:
         ValueError: for an empty list, too many indices, or indices outside `[0, num_layers]`.

@@ -46,8 +46,7 @@ def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
 
 
 def read_config(config: Any) -> Any:
-    """The configuration of a part: itself, but of custom code an [`UnreadConfig`], or, where its code may be run, one
-    of its class.
+    """The configuration of a part. For custom code it is an [`UnreadConfig`], until that code may be run.
 
     Args:
         config (`dict` or `PreTrainedConfig`): as in a file, or read already.

@@ -77,13 +77,12 @@ def compute_device(weight: torch.Tensor) -> torch.device:
 
 
 def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
-    """The whole weights of a model that is sharded (FSDP2, tensor parallelism), on the CPU of the first process; empty
-    on the others.
+    """The whole weights of a sharded model (FSDP2, tensor parallelism), on the CPU of the first process.
 
     All processes must call this.
 
     Returns:
-        `dict`, or None for a model whose weights are whole.
+        `dict`, empty on the other processes. None for a model whose weights are whole.
 
     Raises:
         ValueError: for a model in FSDP's wrapper (`FullyShardedDataParallel`), which alone can gather them.

@@ -11,7 +11,7 @@ something else. So the models of this package are loaded whole, by the class tha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.overrides import TorchFunctionMode
 from transformers.utils import logging
@@ -41,34 +41,22 @@ class ValuesComeLater(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class Lacking(NamedTuple):
-    """What a model did not get when it was loaded.
-
-    Attributes:
-        missing (`set[str]`): names of weights of the model.
-        unexpected (`set[str]`): names of weights that the checkpoint has, and the model does not.
-    """
-
-    missing: set[str] = set()
-    unexpected: set[str] = set()
-
-
 class NotesWhatIsMissing:
     """Part of models that are loaded whole or not at all."""
 
-    _lacking: Lacking | None = None
+    # Names of weights of the model that a checkpoint lacked, and of weights of the checkpoint that have no place.
+    _lacking: tuple[set[str], set[str]] | None = None
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
         """Called at the end of loading. Notes all missing weights, also those that a class lets be missing."""
         missing = set(loading_info.missing_keys)
         noted: Any = super()
         noted._adjust_missing_and_unexpected_keys(loading_info)
-        self._lacking = Lacking(missing, set(loading_info.unexpected_keys))
+        self._lacking = missing, set(loading_info.unexpected_keys)
 
 
 def check_class(model_class: type, architectures: Any, source: Any, ours: Iterable[str]) -> None:
-    """Raises a `ValueError` for a checkpoint that a class of the caller's own has saved, and that another class would
-    open.
+    """Raises a `ValueError` for a checkpoint of a class of the caller's own that another class would open.
 
     Args:
         model_class (`type`): the class that loads.
@@ -95,10 +83,10 @@ def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
         source: the checkpoint.
         allowed (`bool`): the caller's `allow_missing_weights`: warn in place of the error.
     """
-    lacking = vars(model).pop("_lacking", Lacking())
-    if not lacking.missing:
+    missing, unexpected = vars(model).pop("_lacking", (set(), set()))
+    if not missing:
         return
-    what = incomplete(source, lacking.missing, lacking.unexpected)
+    what = incomplete(source, missing, unexpected)
     if not allowed:
         raise ValueError(
             f"{what} Copy it again. With `allow_missing_weights=True`, `from_pretrained` gives these weights first "

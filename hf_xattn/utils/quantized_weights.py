@@ -24,8 +24,7 @@ def first_quantized(module: nn.Module) -> str | None:
 
 
 def check_trainable(part: str, module: nn.Module, remedy: str) -> None:
-    """Raises a `ValueError` for a part with quantized weights that shall be trained. torch only says that integers have
-    no gradient.
+    """Raises a `ValueError` for a part with quantized weights that shall be trained.
 
     Args:
         part (`str`): name of the part in the message.

@@ -115,8 +115,7 @@ class NamesItsStub:
         registered.register_for_auto_class(*(() if auto_class is None else (auto_class,)))
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        """The times of files before a save. `save_pretrained` uploads the files that changed, or that are not named
-        here.
+        """The times of files before a save, which uploads the files that changed or are not named here.
 
         Code is written before these times are read. So it is left out, and is uploaded too.
         """
