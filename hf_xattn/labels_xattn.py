@@ -24,9 +24,11 @@ class XAttnLabelsMixin:
         return LabelMask(self.config.image_token_id, vocab_size)
 
     def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns labels with -100 in place of image markers and of ids without a row in the head. The loss ignores these.
+        """Returns labels with -100 in place of image markers and of ids without a row in the head. The loss ignores
+        these.
 
-        `forward` also does this. In your own training loop, call it before you count the labels for `num_items_in_batch`.
+        `forward` also does this. In your own training loop, call it before you count the labels for
+        `num_items_in_batch`.
 
         Args:
             labels (`torch.LongTensor`): of any shape. The tensor is not changed.
@@ -40,6 +42,8 @@ class XAttnLabelsMixin:
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """True: `forward` takes `num_items_in_batch`. `Trainer` reads this when it is created, so this also corrects its counting."""
+        """True: `forward` takes `num_items_in_batch`. `Trainer` reads this when it is created, so this also corrects
+        its counting.
+        """
         mask_labels_in_trainer()
         return True
