@@ -81,8 +81,7 @@ class CrossAttentionConfig(CheckedConfig):
             nothing (E. Miller, "Attention Is Off By One", 2023).
         position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias. Use it for a context with an
             order (audio, video), not for images. It counts no padding. What a mask hides from some text only is none.
-        position_bias_num_buckets (`int`, defaults to 32), position_bias_max_distance (`int`, defaults to 128):
-            as in T5 (bidirectional buckets).
+        position_bias_num_buckets, position_bias_max_distance (`int`, default to 32 and 128): as in T5 (bidirectional).
         initializer_range (`float`, defaults to 0.02): standard deviation of the random initial weights.
 
     Raises:
