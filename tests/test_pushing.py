@@ -67,7 +67,13 @@ def test_adapter_only(model, uploaded):
     model, cache = model
     model.push_to_hub("somebody/added", adapter_only=True, with_code=True)
     files = {path.name for path in uploaded.iterdir()}
-    assert {"cross_attention.json", "cross_attention.safetensors", "config.json", "xattn_stub.py", "xattn_code.py"} <= files
+    assert {
+        "cross_attention.json",
+        "cross_attention.safetensors",
+        "config.json",
+        "xattn_stub.py",
+        "xattn_code.py",
+    } <= files
     assert not any(name.startswith("model") and name.endswith(".safetensors") for name in files)
     assert "## What was added" in (uploaded / "README.md").read_text()
     loaded = AutoModelForImageTextToText.from_pretrained(uploaded, cache_dir=cache)
