@@ -7,7 +7,6 @@ these functions return whole names. Each of them means one module.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -16,6 +15,7 @@ from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..utils.quantized_weights import is_packed
+from .freezing import body_of
 
 
 PLACES = ("text", "blocks", "both", "vision")
@@ -38,7 +38,7 @@ def lora_targets(
         TypeError: for a model without blocks.
         ValueError: for an unknown place, a vision tower that the model does not have, or a projection that no layer there has.
     """
-    body = _body("model", model)
+    body = body_of(model)
     if where not in PLACES:
         raise ValueError(f"`where` must be one of {list(PLACES)}, got {where!r}.")
     if isinstance(projections, str) or not (
@@ -81,24 +81,13 @@ def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str
     Raises:
         TypeError: for a model without blocks.
     """
-    body = _body("model", model)
+    body = body_of(model)
     _, layers = find_decoder(body.text_model)
     added = [child for layer in layers for name, child in layer.named_children() if name in BLOCKS]
     if body.connector is not None and any(True for _ in body.connector.parameters()):
         added.append(body.connector)
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(module)] for module in added]
-
-
-def _body(name: str, model: Any) -> XAttnModel:
-    if isinstance(model, XAttnForConditionalGeneration):
-        return model.model
-    if isinstance(model, XAttnModel):
-        return model
-    raise TypeError(
-        f"Expected `{name}` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. For a model "
-        "inside PEFT's wrapper, pass `get_base_model()`."
-    )
 
 
 def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:

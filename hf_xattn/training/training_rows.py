@@ -6,13 +6,16 @@ in order. If no message has an image part, the images come in front of the first
 
 from __future__ import annotations
 
+import difflib
 import io
+import mimetypes
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..processing.chat_messages import IMAGES, SOURCES, TEXTS
+from ..processing.image_reading import is_array, is_pil
+from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
-from .row_checks import check_columns, check_message, misnamed_images
 
 
 # Keys under which a part may hold its image. The processor loads the image.
@@ -20,6 +23,19 @@ IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
 # Columns that would change the prompt. They are not supported, so a row with one of them is refused.
 NOT_READ = ("tools", "chat_template_kwargs")
+COLUMNS = ("messages", "prompt", "completion", "images", "image", "tools", "chat_template_kwargs")
+# Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ROLES_ELSEWHERE = {
+    "model": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "human": "user",
+}
+# A column whose name is close to one of these is probably meant as `images`.
+NAMES_OF_IMAGES = ("images", "image", "imgs", "img", "pictures", "picture", "photos", "photo", "pixel_values")
+NEAR = 0.82  # similarity for `difflib`. `image_id` and `image_ids` stay below it: they hold no images
 
 
 class Conversation(NamedTuple):
@@ -53,7 +69,7 @@ def read_row(row: Any) -> Conversation:
                 f"Expected a row without the column `{name}`, which would change the prompt and is not supported. Remove the column."
             )
     messages, first_answer = _messages(given, row)
-    check_columns(given)
+    _check_columns(given)
     images = _images(given)
     messages = _with_images(messages, images) if images else messages
     bare = sum(_is_bare(part) for message in messages for part in _parts(message))
@@ -109,7 +125,7 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
             " The rows are already tokenized. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
             "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`"
         )
-        similar = misnamed_images(row)
+        similar = next((name for name in row if name not in COLUMNS and _is_near_images(name)), None)
         hint += f", not `{similar}`." if similar else "."
     elif set(row) <= {"images", "image"}:
         hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
@@ -131,7 +147,7 @@ def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
             raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {type_name(message)}.")
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where} needs a `role` ('user', 'assistant', ...), got {message.get('role')!r}.")
-        check_message(where, message)
+        _check_message(where, message)
         message = {key: value for key, value in message.items() if value is not None}
         content = message.get("content", "")
         if isinstance(content, Sequence) and not isinstance(content, str):
@@ -222,3 +238,78 @@ def _is_image(part: Mapping[str, Any]) -> bool:
 
 def _is_bare(part: Mapping[str, Any]) -> bool:
     return _is_image(part) and not any(name in part for name in IMAGE_SOURCES)
+
+
+def _check_columns(row: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for a column that is not read, but holds images or has nearly the name `images`."""
+    for name, value in row.items():
+        if name in COLUMNS or value is None:
+            continue
+        if _holds_images(value):
+            raise ValueError(
+                f"Expected images in the column `images`, got the column `{name}` with images, which is not read. Rename it to "
+                "`images`, or remove it."
+            )
+        if _is_near_images(name) and not _holds_numbers(value):
+            raise ValueError(
+                f"Expected images in the column `images`, got the column `{name}`, which is not read. Did you mean `images`? Rename "
+                "the column, or remove it."
+            )
+
+
+def _check_message(where: str, message: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for an unknown role, and for a key of a message, other than `content`, that holds images."""
+    role = message["role"]
+    if role not in ROLES:
+        meant = ROLES_ELSEWHERE.get(role.lower())
+        hint = f" Did you mean `{meant}`?" if meant else suggestion(role.lower(), ROLES)
+        raise ValueError(f"Expected the `role` of {where} to be one of {ROLES}, got {role!r}.{hint}")
+    for name, value in message.items():
+        if name in ("role", "content") or value is None:
+            continue
+        if _holds_images(value) or (_is_near_images(name) and not _holds_numbers(value)):
+            raise ValueError(
+                f"Expected the images of {where} in its `content`, got `{name}` beside it, which is not read. Put them into "
+                "`content` as image parts, or into the column `images`."
+            )
+
+
+def _is_near_images(name: Any) -> bool:
+    """Returns whether a name is nearly `images` or one of its usual variants, in upper or lower case."""
+    return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), NAMES_OF_IMAGES, n=1, cutoff=NEAR))
+
+
+def _holds_images(value: Any) -> bool:
+    """Returns whether a value is an image or holds one: PIL, an array of rank 3 or more, or the dict of `datasets`."""
+    if isinstance(value, (str, int, float)):
+        return False
+    if isinstance(value, bytes):
+        return _is_picture(value)
+    if isinstance(value, Mapping):  # `datasets` keeps sound in such a dict too, so the content decides
+        content, path = value.get("bytes"), value.get("path")
+        if isinstance(content, bytes):
+            return _is_picture(content)
+        return set(value) <= {"bytes", "path"} and isinstance(path, str) and _is_picture_path(path)
+    if isinstance(value, Sequence):
+        return any(_holds_images(each) for each in value)
+    return value.ndim >= 3 if is_array(value) else is_pil(value)
+
+
+def _is_picture(content: bytes) -> bool:
+    from PIL import Image
+
+    try:
+        Image.open(io.BytesIO(content)).close()  # reads the header only
+    except Exception:  # Pillow raises errors of many kinds
+        return False
+    return True
+
+
+def _is_picture_path(path: str) -> bool:
+    return (mimetypes.guess_type(path)[0] or "").startswith("image/")
+
+
+def _holds_numbers(value: Any) -> bool:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return bool(value) and all(isinstance(each, (int, float)) for each in value)
+    return isinstance(value, (int, float))
