@@ -1,4 +1,4 @@
-"""Gradients where most of a model is frozen: of a loss that no block has part in, and of the inputs of checkpointed layers."""
+"""Gradients where most of a model is frozen: of a loss without a block, and of the inputs of checkpointed layers."""
 
 from __future__ import annotations
 

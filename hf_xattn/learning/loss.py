@@ -20,8 +20,7 @@ IGNORED = -100
 UNCLEAR = (
     "Expected `labels` with -100 in place of image markers, got image markers (or ids without a row in the head), and "
     "a `num_items_in_batch` over several batches or processes. If it counts markers, the loss is too small. Mask the "
-    "labels in the collator, before they are counted: `labels = model.mask_labels(labels)`. `XAttnDataCollator` does "
-    "so."
+    "labels in the collator, before they are counted: `labels = model.mask_labels(labels)`. `XAttnDataCollator` does."
 )
 
 

@@ -1,7 +1,7 @@
 """Names of modules for PEFT.
 
-A `LoraConfig` finds its layers by the end of their names. `"q_proj"` is a layer of the decoder, of the blocks and of most vision towers. So
-these functions return whole names. Each of them means one module.
+A `LoraConfig` finds its layers by the end of their names. `"q_proj"` is a layer of the decoder, of the blocks and of
+most vision towers. So these functions return whole names. Each of them means one module.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ def lora_targets(
     """Returns names of linear layers for `LoraConfig(target_modules=...)`.
 
     Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter. It may be quantized, or have
-            adapters already.
-        where (`str`, defaults to `"text"`): `"text"`: the decoder's own layers, without its head; `"blocks"`: the cross-attention
-            blocks; `"both"`; `"vision"`: the vision tower, which no other choice contains.
-        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. By default all
-            linear layers. Experts that a decoder keeps in one tensor are not linear layers: PEFT's `target_parameters` takes them.
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter. It may be
+            quantized, or have adapters already.
+        where (`str`, defaults to `"text"`): `"text"`: the decoder's own layers, without its head; `"blocks"`: the
+            cross-attention blocks; `"both"`; `"vision"`: the vision tower, which no other choice contains.
+        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. By default
+            all linear layers. Experts that a decoder keeps in one tensor are not linear layers: PEFT's
+            `target_parameters` takes them.
 
     Raises:
         TypeError: for a model without blocks.
-        ValueError: for an unknown place, a vision tower that the model does not have, or a projection that no layer there has.
+        ValueError: for an unknown place, a vision tower that the model does not have, or a projection that no layer
+            there has.
     """
     body = body_of(model)
     if where not in PLACES:
@@ -73,7 +75,7 @@ def lora_targets(
 
 
 def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str]:
-    """Returns the names of the blocks and the connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
+    """Returns the names of blocks and connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter.

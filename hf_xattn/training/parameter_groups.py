@@ -24,26 +24,30 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Returns groups for an optimizer of torch: `torch.optim.AdamW(parameter_groups(model, 1e-4, 0.1))`.
 
-    Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not towards one.
+    Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not
+    towards one.
 
-    Warns if a learning rate is so small that AdamW does not move weights in half precision (see `learning/lost_updates.py`).
+    Warns if a learning rate is so small that AdamW does not move weights in half precision (see
+    `learning/lost_updates.py`).
 
     Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of the text model
-            belong to the part `text`, copies of `modules_to_save` to the part they stand for.
-        learning_rate (`float` or `dict[str, float]`): of all parts, or of each: `text`, `vision`, `connector`, `blocks`.
-        weight_decay (`float` or `dict[str, float]`, defaults to 0.0): likewise. Parts that a `dict` does not name have none.
-        include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a [`FreezeSchedule`] that thaws them
-            later. An optimizer passes over them until they have gradients, and needs no memory for them. Quantized weights are left
-            out.
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of
+            the text model belong to the part `text`, copies of `modules_to_save` to the part they stand for.
+        learning_rate (`float` or `dict[str, float]`): of all parts, or of each: `text`, `vision`, `connector`,
+            `blocks`.
+        weight_decay (`float` or `dict[str, float]`, defaults to 0.0): of all parts, or of each. A part that a `dict`
+            does not name has none.
+        include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a [`FreezeSchedule`] that
+            thaws them later. An optimizer passes over them until they have gradients, and needs no memory for them.
+            Quantized weights are left out.
 
     Returns:
         `list[dict]`: groups with `params`, `lr`, `weight_decay` and `name`. No group is empty.
 
     Raises:
         TypeError: for a model without blocks, or a rate that is no number.
-        ValueError: for a negative or infinite rate, an unknown part, a part that trains without a learning rate, a weight that trains in
-            no part (the prompts of PEFT's prompt tuning), or if nothing trains.
+        ValueError: for a negative or infinite rate, an unknown part, a part that trains without a learning rate, a
+            weight that trains in no part (the prompts of PEFT's prompt tuning), or if nothing trains.
     """
     rates, decays = _by_part("learning_rate", learning_rate), _by_part("weight_decay", weight_decay)
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {
@@ -56,8 +60,8 @@ def parameter_groups(
     others = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in known]
     if others:
         raise ValueError(
-            f"Expected each weight that trains to be in one of the parts {list(PARTS)}, got {others[0]} of PEFT's wrapper. Make groups "
-            "without `parameter_groups`."
+            f"Expected each weight that trains to be in one of the parts {list(PARTS)}, got {others[0]} of PEFT's "
+            "wrapper. Make groups without `parameter_groups`."
         )
     if not any(groups.values()):
         raise ValueError("`model` has no parameter that trains. Call `hf_xattn.freeze(model, ...)` first.")
@@ -80,7 +84,7 @@ def parameter_groups(
 
 
 def _decays(name: str, weight: nn.Parameter, owner: nn.Module) -> bool:
-    """Whether weight decay is for a parameter. Gates, norms and most biases are vectors; experts have a matrix of biases."""
+    """Whether a parameter decays. Gates, norms and most biases are vectors; experts have a matrix of biases."""
     return weight.ndim > 1 and not name.endswith("bias") and "norm" not in type(owner).__name__.lower()
 
 
@@ -98,14 +102,15 @@ def _by_part(argument: str, given: Any) -> dict[str, float]:
 
 
 def train_in_float32(model: Any) -> Any:
-    """Converts the weights that train from half precision to float32. Frozen weights keep their dtype, and so their memory.
+    """Converts the weights that train from half precision to float32. Frozen weights keep their dtype and memory.
 
-    In half precision small updates are lost (see `learning/lost_updates.py`). Blocks and connector then work as they are, beside a frozen text
-    model and tower in half precision. Text models and towers that train in part need autocast, because their layers do not convert
-    what they pass on: `bf16=True` of `TrainingArguments`, or `torch.autocast`.
+    In half precision small updates are lost (see `learning/lost_updates.py`). Blocks and connector then work as they
+    are, beside a frozen text model and tower in half precision. Text models and towers that train in part need
+    autocast, because their layers do not convert what they pass on: `bf16=True` of `TrainingArguments`, or
+    `torch.autocast`.
 
-    Call it after `freeze` or `get_peft_model`, and before the first step of an optimizer and before the model is sharded. A saved model
-    is loaded in the dtype of its text model; gates and norms stay float32.
+    Call it after `freeze` or `get_peft_model`, and before the first step of an optimizer and before the model is
+    sharded. A saved model is loaded in the dtype of its text model; gates and norms stay float32.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place, also inside PEFT's wrapper.
@@ -122,7 +127,8 @@ def train_in_float32(model: Any) -> Any:
         raise ValueError("`model` has no parameter that trains. Call `hf_xattn.freeze(model, ...)` first.")
     if any(hasattr(weight, "_local_tensor") or hasattr(weight, "_is_fsdp_flattened") for weight in learning):
         raise ValueError(
-            "Expected `model` with whole weights, got sharded ones. Call `train_in_float32` before the model is sharded."
+            "Expected `model` with whole weights, got sharded ones. Call `train_in_float32` before the model is "
+            "sharded."
         )
     for weight in learning:
         if weight.dtype in HALF:
@@ -141,14 +147,16 @@ def sharding_units(model: Any) -> list[nn.Module]:
     fully_shard(model)  # the rest: embeddings and head
     ```
 
-    These are the decoder's layers, each with its block, the layers of the vision tower, the tower and the connector. In half precision,
-    gates and norms are float32, and FSDP2 wants one dtype in a unit: then the projections of a block are units of their own, too.
+    These are the decoder's layers, each with its block, the layers of the vision tower, the tower and the connector. In
+    half precision, gates and norms are float32, and FSDP2 wants one dtype in a unit: then the projections of a block
+    are units of their own, too.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper.
 
     Returns:
-        `list[nn.Module]`: modules of `model`, those inside others first. Of a layer in a checkpoint wrapper, the wrapper.
+        `list[nn.Module]`: modules of `model`, those inside others first. Of a layer in a checkpoint wrapper, the
+        wrapper.
 
     Raises:
         TypeError: for a model of another kind.
