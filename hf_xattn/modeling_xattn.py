@@ -39,14 +39,14 @@ from .images.image_inputs import ImageInputs
 from .images.tower import check_tower_class
 from .images.vision import build_tower, is_tiled
 from .images_xattn import XAttnImagesMixin
-from .labels_xattn import XAttnLabelsMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
 from .learning.frozen_modes import keep_frozen_in_eval
 from .learning.gradients import give_gradient
-from .learning.loss import IGNORED, LossInputs, loss_over_all_logits
+from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
+from .utils.tensor_checks import check_integers, check_tensor
 
 
 class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
@@ -323,9 +323,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return result if return_dict else result.to_tuple()
 
 
-class XAttnForConditionalGeneration(
-    XAttnPreTrainedModel, XAttnDelegationMixin, XAttnLabelsMixin, XAttnGenerationMixin, GenerationMixin
-):
+class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, XAttnGenerationMixin, GenerationMixin):
     """[`XAttnModel`] with the decoder's head, a loss and `generate`.
 
     Args:
@@ -370,6 +368,22 @@ class XAttnForConditionalGeneration(
         """The decoder's head. transformers' exporters look for this name."""
         return self.get_output_embeddings()
 
+    def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Returns labels with -100 in place of image markers and of ids without a row in the head: the loss ignores both.
+
+        Call it in your own collator or training loop, before labels are counted for `num_items_in_batch`. With label
+        smoothing, `Trainer` computes the loss itself and leaves out -100 only.
+
+        Args:
+            labels (`torch.LongTensor`): of any shape. The tensor is not changed.
+
+        Raises:
+            TypeError: for anything but a tensor of 64-bit integers.
+        """
+        check_tensor("labels", labels)
+        check_integers("labels", labels, (torch.int64,))
+        return mask_labels(self, labels)
+
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -402,7 +416,8 @@ class XAttnForConditionalGeneration(
                 place of `labels`.
             num_items_in_batch (`int` or `torch.Tensor`, *optional*): for gradient accumulation: the number of labels
                 in all micro-batches that are not ignored (see [`~XAttnForConditionalGeneration.mask_labels`]). The
-                loss is the sum over the labels divided by this number. By default the loss is the mean.
+                loss is the sum over the labels divided by this number. By default the loss is the mean. Labels with
+                image markers are refused, unless the number is that of all labels of this call, markers included.
             logits_to_keep (`int` or `torch.Tensor`): number of last positions, or indices of positions, whose logits
                 are computed; 0 = all.
             others: as in [`XAttnModel.forward`].
@@ -427,7 +442,7 @@ class XAttnForConditionalGeneration(
             if given is not None:
                 ignored = kwargs.get("ignore_index", IGNORED)
                 check_labels(name, given, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
-        targets = LossInputs.take_from(self._label_mask(), labels, kwargs)
+        targets = LossInputs.take_from(self, labels, kwargs)
         # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` without `labels`.
         own_loss = targets.has_labels and (self.config.additional_vocab_in_head or labels is None)
         outputs, cache, cross_attentions = self.model._run(

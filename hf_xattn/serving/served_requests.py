@@ -13,7 +13,7 @@ from fastapi import HTTPException
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from ..processing.image_reading import is_pil
-from ..training.row_checks import ROLES
+from ..training.training_rows import ROLES
 from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
 
