@@ -1,4 +1,6 @@
-"""`python -m hf_xattn` is the command `hf-xattn`, for launchers that start a module: `accelerate launch -m hf_xattn train ...`."""
+"""`python -m hf_xattn` is the command `hf-xattn`, for launchers that start a module: `accelerate launch -m hf_xattn
+train ...`.
+"""
 
 import sys
 

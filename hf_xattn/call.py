@@ -50,7 +50,8 @@ logger = logging.get_logger(__name__)
 # Reasons why a forward must not write into a cache.
 RECOMPUTES = "Gradient checkpointing runs layers twice"
 SKIPS_LAYERS = "LayerDrop skips layers in training"
-# A value of `output_attentions` that asks only the blocks for weights: those of a long text to itself take a lot of memory.
+# A value of `output_attentions` that asks only the blocks for weights: those of a long text to itself take a lot of
+# memory.
 OF_BLOCKS = "blocks"
 
 
@@ -62,8 +63,8 @@ class Call:
         text (`dict`): the decoder's own arguments.
         rows, length (`int`): of the text.
         device (`torch.device`): of the text.
-        images ([`ImageInputs`] or [`PreparedImages`]): the image arguments. `generate` without a cache has already encoded
-            them.
+        images ([`ImageInputs`] or [`PreparedImages`]): the image arguments. `generate` without a cache has already
+            encoded them.
         cache ([`XAttnCache`], *optional*): None if nothing is cached, or if the caller's cache cannot hold images.
         cross ([`CrossCache`], *optional*): the image half of `cache`.
         text_cache (`Cache`, *optional*): the cache that the decoder gets.
@@ -251,8 +252,8 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     if cross is not None and cross.layers:
         if call.uncached is not None and images.new is not None:
             raise ValueError(
-                f"{call.uncached}, so no images can be added to `past_key_values`, which already holds images. Pass all "
-                "images in one call, or encode them before with `encode_images`."
+                f"{call.uncached}, so no images can be added to `past_key_values`, which already holds images. Pass "
+                "all images in one call, or encode them before with `encode_images`."
             )
         if call.trains:
             _warn_of_constant_images(cross, encoder)
@@ -423,13 +424,15 @@ def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> to
     if packed:
         missing = "`input_ids`" if call.text.get("input_ids") is None else "`image_token_id` in the configuration"
         raise ValueError(
-            "Expected packed rows (`position_ids` that start again or leave some out) with image markers, which tell the sample of each "
-            f"image, got no {missing}. Pass a `cross_attention_mask` of shape (batch, text_len, num_image_tokens) in place of markers."
+            "Expected packed rows (`position_ids` that start again or leave some out) with image markers, which tell "
+            f"the sample of each image, got no {missing}. Pass a `cross_attention_mask` of shape (batch, text_len, "
+            "num_image_tokens) in place of markers."
         )
     if not decided:
         raise ValueError(
-            f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got `inputs_embeds`. Pass "
-            "`input_ids`, or a `cross_attention_mask` of shape (batch, text_len, num_image_tokens)."
+            f"`image_visibility={config.image_visibility!r}` depends on the image markers in `input_ids`, got "
+            "`inputs_embeds`. Pass `input_ids`, or a `cross_attention_mask` of shape (batch, text_len, "
+            "num_image_tokens)."
         )
     return torch.zeros(call.rows, call.length, dtype=torch.bool, device=call.device)
 
@@ -463,8 +466,8 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
     if config.image_visibility != "all" and bool((found < total).any()):
         raise ValueError(
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image, because of "
-            f"`image_visibility={config.image_visibility!r}`: {total.tolist()} images a row, got {found.tolist()} markers. If the rest of the "
-            "text follows in another call, pass `use_cache=True`."
+            f"`image_visibility={config.image_visibility!r}`: {total.tolist()} images a row, got {found.tolist()} "
+            "markers. If the rest of the text follows in another call, pass `use_cache=True`."
         )
 
 
@@ -472,9 +475,10 @@ def _warn_of_constant_images(cross: CrossCache, encoder: ImageEncoder) -> None:
     """Warns if weights should learn, but the cached keys and values were computed without gradients."""
     if not cross.layers[0].keys.requires_grad and encoder.learns():
         logger.warning_once(
-            "The images in `past_key_values` were encoded without gradients, so key and value projections, connector and vision tower do "
-            "not learn from this text. Call `encode_images` outside of `torch.no_grad()`, or pass the images instead of a cache. To train "
-            "only the other weights, call `requires_grad_(False)` on these parts."
+            "The images in `past_key_values` were encoded without gradients, so key and value projections, connector "
+            "and vision tower do not learn from this text. Call `encode_images` outside of `torch.no_grad()`, or pass "
+            "the images instead of a cache. To train only the other weights, call `requires_grad_(False)` on these "
+            "parts."
         )
 
 

@@ -1,7 +1,7 @@
 """Configurations of the cross-attention block, the perceiver resampler and the whole model.
 
-This file checks every constraint between fields, so that a wrong value fails before weights are allocated. The model code
-does not check the values again.
+This file checks every constraint between fields, so that a wrong value fails before weights are allocated. The model
+code does not check the values again.
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ CONNECTOR_TYPES = ("identity", "linear", "mlp", "perceiver")
 FEATURE_STRATEGIES = ("full", "default")
 IMAGE_VISIBILITIES = ("all", "previous", "latest", "latest_group")
 
-# Default of a field that `__post_init__` fills in. Such a field has two declarations. transformers reads the type that a caller
-# may give, for example None or a `dict`. Type checkers read the type that the field has after `__post_init__`.
+# Default of a field that `__post_init__` fills in. transformers reads the type that a caller may give (None, a `dict`),
+# type checkers the type after `__post_init__`.
 TO_BE_FILLED_IN: Any = None
 
 
-def _is_left_out(value: object) -> bool:
-    return (
-        value is None
-    )  # a function, because type checkers would take an inline check as always false and skip the branch
+def _is_left_out(value: object) -> bool:  # for type checkers, an inline check would always be false
+    return value is None
 
 
 class CrossAttentionConfig(CheckedConfig):
@@ -63,8 +61,8 @@ class CrossAttentionConfig(CheckedConfig):
         num_attention_heads (`int`, defaults to 12): number of query heads.
         num_key_value_heads (`int`, *optional*): number of K/V heads: 1 for MQA, `num_attention_heads` (the default) for
             MHA, any other divisor of `num_attention_heads` for GQA.
-        head_dim (`int`, *optional*): width of one head; defaults to `hidden_size // num_attention_heads`. The product of
-            `head_dim` and `num_attention_heads` may differ from `hidden_size`.
+        head_dim (`int`, *optional*): width of one head; defaults to `hidden_size // num_attention_heads`. The product
+            of `head_dim` and `num_attention_heads` may differ from `hidden_size`.
         intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
         hidden_act (`str`, defaults to `"silu"`): any activation of transformers.
         mlp_type (`"gated"` or `"plain"`, defaults to `"gated"`): `down(act(gate(x)) * up(x))` (SwiGLU with `silu`),
@@ -80,17 +78,16 @@ class CrossAttentionConfig(CheckedConfig):
         zero_init (`bool`, defaults to `True`): initialise `o_proj` and the MLP's `down_proj` to zero.
         qk_norm (`bool`, defaults to `False`): RMSNorm over `head_dim` on queries and keys.
         qk_norm_eps (`float`, *optional*): epsilon of these two norms; defaults to `norm_eps`.
-        quiet_softmax (`bool`, defaults to `False`): use `exp(x) / (1 + sum(exp(x)))`, which lets a head attend to nothing
-            (E. Miller, "Attention Is Off By One", 2023).
+        quiet_softmax (`bool`, defaults to `False`): use `exp(x) / (1 + sum(exp(x)))`, which lets a head attend to
+            nothing (E. Miller, "Attention Is Off By One", 2023).
         position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias. Use it for a context with an
             order (audio, video), not for images. It counts no padding. What a mask hides from some text only is none.
-        position_bias_num_buckets (`int`, defaults to 32), position_bias_max_distance (`int`, defaults to 128):
-            as in T5 (bidirectional buckets).
+        position_bias_num_buckets, position_bias_max_distance (`int`, default to 32 and 128): as in T5 (bidirectional).
         initializer_range (`float`, defaults to 0.02): standard deviation of the random initial weights.
 
     Raises:
-        ValueError: if a field is outside its range, if `num_key_value_heads` does not divide `num_attention_heads`, or if
-            gate and projection both start at zero. Each gradient is proportional to the other factor, so neither learns.
+        ValueError: if a field is outside its range, if `num_key_value_heads` does not divide `num_attention_heads`, or
+            if gate and projection both start at zero (neither would learn).
     """
 
     model_type = "xattn_block"
@@ -193,8 +190,8 @@ class CrossAttentionConfig(CheckedConfig):
         if self.gate == "tanh" and self.gate_init == 0.0 and self.zero_init:
             raise ValueError(
                 "`gate_init=0.0` together with `zero_init=True` starts both factors of each branch at zero. The "
-                "gradient of each factor is proportional to the other, so neither would learn. Set `zero_init=False` (as in "
-                "Flamingo), a non-zero `gate_init`, or `gate='none'`."
+                "gradient of each factor is proportional to the other, so neither would learn. Set `zero_init=False` "
+                "(as in Flamingo), a non-zero `gate_init`, or `gate='none'`."
             )
 
     @property
@@ -210,9 +207,9 @@ class PerceiverConfig(CheckedConfig):
         hidden_size (`int`, *optional*): width of latents and image tokens. Inside an [`XAttnConfig`] it defaults to the
             vision tower's width.
         num_latents (`int`, defaults to 64): number of tokens that the resampler makes of an image.
-        num_image_positions (`int`, defaults to 0): learned positions, one for each image of a row (of a packed row: of a
-            sample), which are added to the image's tokens (flamingo-pytorch's `media_pos_emb`). A row has at most so many
-            images. 0 = no positions: the images of a row are encoded alike, whatever their order.
+        num_image_positions (`int`, defaults to 0): learned positions, one for each image of a row (of a packed row: of
+            a sample), which are added to the image's tokens (flamingo-pytorch's `media_pos_emb`). A row has at most so
+            many images. 0 = no positions: the images of a row are encoded alike, whatever their order.
         num_hidden_layers (`int`, defaults to 6).
         num_attention_heads (`int`, defaults to 8), head_dim (`int`, defaults to 64).
         intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
@@ -270,23 +267,23 @@ class XAttnConfig(CheckedConfig):
         vision_config (`PreTrainedConfig` or `dict`, *optional*): configuration of a vision model of transformers whose
             output has `last_hidden_state`. Without `vision_config` the model has no vision tower and takes
             `cross_attention_states` instead of pixels.
-        cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
-            `dict` leaves out follow the text configuration.
-        cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in front.
-            An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers
-            places a block after the last layer. Defaults to every 4th layer: 3, 7, 11, ...
+        cross_attention_config ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes
+            that a `dict` leaves out follow the text configuration.
+        cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in
+            front. An index that is repeated puts several blocks there, one after the other. An index equal to the
+            number of layers places a block after the last layer. Defaults to every 4th layer: 3, 7, 11, ...
         image_token_id (`int`, *optional*): id of the image marker, the token that marks an image's place in the text.
-        image_visibility (`"all"`, `"previous"`, `"latest"` or `"latest_group"`, defaults to `"all"`): which images a text
-            token sees. `"all"`: every image of the token's row. `"previous"`: the images whose markers stand before the
-            token. `"latest"`: the last of the previous images (Flamingo, Idefics). `"latest_group"`: the last of the
-            previous images and the images whose markers directly precede the last marker (Mllama).
+        image_visibility (`"all"`, `"previous"`, `"latest"` or `"latest_group"`, defaults to `"all"`): which images a
+            text token sees. `"all"`: every image of the token's row. `"previous"`: the images whose markers stand
+            before the token. `"latest"`: the last of the previous images (Flamingo, Idefics). `"latest_group"`: the
+            last of the previous images and the images whose markers directly precede the last marker (Mllama).
         additional_vocab_size (`int`, defaults to 0): number of tokens added behind the decoder's vocabulary.
         additional_vocab_in_head (`bool`, defaults to `False`): whether the model can also generate the added tokens.
         source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
-        connector_type (`"identity"`, `"linear"`, `"mlp"` or `"perceiver"`, defaults to `"mlp"`): the module that maps vision
-            features to the width of the image tokens.
-        vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): use all tokens of the vision tower
-            (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
+        connector_type (`"identity"`, `"linear"`, `"mlp"` or `"perceiver"`, defaults to `"mlp"`): the module that maps
+            vision features to the width of the image tokens.
+        vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): use all tokens of the vision
+            tower (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
         perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): configuration of the `"perceiver"` connector.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` connector.
         connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors.
@@ -328,8 +325,8 @@ class XAttnConfig(CheckedConfig):
 
     def __post_init__(self, **kwargs):
         check_names(type(self), kwargs)
-        # Keep the attention and experts implementations of sub-configs that are objects already. The parent's setter resets
-        # them to None, and with None some decoders silently lose their causal mask.
+        # Keep the attention and experts implementations of sub-configs that are objects already. The parent's setter
+        # resets them to None, and with None some decoders silently lose their causal mask.
         live = {
             name: (config, config._attn_implementation, config._experts_implementation)
             for name in self.sub_configs
@@ -380,7 +377,9 @@ class XAttnConfig(CheckedConfig):
             self._check_fields()
 
     def to_dict(self) -> dict[str, Any]:
-        """`PreTrainedConfig.to_dict`. A quantization stands in this configuration alone: that of the text model has other names."""
+        """`PreTrainedConfig.to_dict`. A quantization stands in this configuration alone: that of the text model has
+        other names.
+        """
         fields = super().to_dict()
         (fields["text_config"] or {}).pop("quantization_config", None)
         return fields
@@ -459,7 +458,8 @@ def _block_config(given: dict | PreTrainedConfig | None, text_config: PreTrained
         return given
     if given is not None and not isinstance(given, dict):
         raise ValueError(
-            f"`cross_attention_config` must be a CrossAttentionConfig or a dict of its fields, got {type(given).__name__}."
+            "`cross_attention_config` must be a CrossAttentionConfig or a dict of its fields, got "
+            f"{type(given).__name__}."
         )
     return complete_cross_attention_config(given, text_config)
 

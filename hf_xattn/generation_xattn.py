@@ -1,11 +1,11 @@
 """Overrides of `generate`: images are encoded once, before the first step, and never repeated.
 
-With a cache, the cross half holds the keys and values of the images before the first step, and the mask of the caller for the text to come.
-No decoding method handles images. So beams and return sequences share images, and assisted decoding and chunked prefill need no special
-case. Without a cache, every step gets the encoded images as one value.
+With a cache, the cross half holds the keys and values of the images before the first step, and the mask of the caller
+for the text to come. No decoding method handles images. So beams and return sequences share images, and assisted
+decoding and chunked prefill need no special case. Without a cache, every step gets the encoded images as one value.
 
-transformers collects what every step returns in its own outputs, which have no `cross_attentions` for decoder-only models. Those are
-collected here, after each step and only on request.
+transformers collects what every step returns in its own outputs, which have no `cross_attentions` for decoder-only
+models. Those are collected here, after each step and only on request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ IMAGES = "image_inputs"
 
 @dataclass(frozen=True)
 class _ImagesOfGenerate:
-    """Images of one `generate` and the text that they belong to, on their way to the cache; and what is collected meanwhile."""
+    """Images of one `generate` and the text that they belong to, on their way to the cache; and what is collected
+    meanwhile.
+    """
 
     inputs: ImageInputs
     text: TextOfCall
@@ -60,14 +62,14 @@ class XAttnGenerationMixin:
     def generate(self, inputs: torch.Tensor | None = None, *args, **kwargs):
         """`GenerationMixin.generate`, after a check that text, images, masks and cache belong together.
 
-        With `return_dict_in_generate=True` it returns [`XAttnGenerateOutput`] or [`XAttnGenerateBeamOutput`]: transformers' outputs
-        with `cross_attentions`, which `output_attentions=True` fills.
+        With `return_dict_in_generate=True` it returns [`XAttnGenerateOutput`] or [`XAttnGenerateBeamOutput`]:
+        transformers' outputs with `cross_attentions`, which `output_attentions=True` fills.
 
         Raises:
             TypeError: for text or an `attention_mask` that is no tensor, or text of a wrong dtype.
-            ValueError: for text of a wrong rank, if the text has image markers but there are no images, if the numbers of markers and
-                images differ (with `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks and cache
-                do not fit together.
+            ValueError: for text of a wrong rank, if the text has image markers but there are no images, if the numbers
+                of markers and images differ (with `image_visibility` other than `"all"`), or if batches or lengths of
+                text, images, masks and cache do not fit together.
         """
         images = ImageInputs.take_from(self.config, kwargs)
         if images.image_rows is not None:
@@ -157,13 +159,15 @@ class XAttnGenerationMixin:
     def _choose_chunk(
         self, generation_config: Any, request: _ImagesOfGenerate, model_kwargs: dict[str, Any], given: Cache | None
     ) -> None:
-        """How many tokens of the prompt each forward reads: as asked, but one by one after cached text if the decoder would forget that."""
+        """How many tokens of the prompt each forward reads: as asked, but one by one after cached text if the decoder
+        would forget that.
+        """
         text, decoder = request.text, self.model._interface
         chunk = getattr(generation_config, "prefill_chunk_size", None)
         if decoder.forgets and chunk not in (None, 1) and (text.cached or chunk < text.new):
             raise ValueError(
-                f"Expected `prefill_chunk_size` to be None or 1, got {chunk}: {decoder.name} drops its state when it reads several tokens "
-                "after cached text."
+                f"Expected `prefill_chunk_size` to be None or 1, got {chunk}: {decoder.name} drops its state when it "
+                "reads several tokens after cached text."
             )
         if decoder.forgets and text.cached and text.new > 1:
             if model_kwargs.get("inputs_embeds") is not None:
@@ -201,8 +205,9 @@ class XAttnGenerationMixin:
         if images.images is None and not cached:
             if markers.any():
                 raise ValueError(
-                    f"`input_ids` holds image markers (token {marker}; {markers.tolist()} a row), but no images were given: "
-                    "pass `pixel_values`, `vision_features`, `cross_attention_states` or a cache of `encode_images`."
+                    f"`input_ids` holds image markers (token {marker}; {markers.tolist()} a row), but no images were "
+                    "given: pass `pixel_values`, `vision_features`, `cross_attention_states` or a cache of "
+                    "`encode_images`."
                 )
             return
         if self.config.image_visibility == "all" or cached or images.images is None or images.text_mask is not None:
@@ -211,8 +216,9 @@ class XAttnGenerationMixin:
         counts = torch.full(images.images.shape[:1], images.images.shape[1]) if real is None else real.sum(dim=-1).cpu()
         if counts.shape == markers.shape and not torch.equal(markers.cpu(), counts):
             raise ValueError(
-                f"`input_ids` holds {markers.tolist()} image markers (token {marker}) a row, but {counts.tolist()} images "
-                f"were given: with `image_visibility={self.config.image_visibility!r}` each image needs its marker."
+                f"`input_ids` holds {markers.tolist()} image markers (token {marker}) a row, but {counts.tolist()} "
+                f"images were given: with `image_visibility={self.config.image_visibility!r}` each image needs its "
+                "marker."
             )
 
     def prepare_inputs_for_generation(
@@ -225,7 +231,9 @@ class XAttnGenerationMixin:
         is_first_iteration: bool | None = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then none."""
+        """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then
+        none.
+        """
         for name in NOT_FOR_FORWARD:
             kwargs.pop(name, None)
         if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
@@ -242,7 +250,9 @@ class XAttnGenerationMixin:
         )
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict[str, Any], *args, **kwargs):
-        """transformers' own, which runs after every step; and collects the cross-attentions of the step where they are asked for."""
+        """transformers' own, which runs after every step; and collects the cross-attentions of the step where they are
+        asked for.
+        """
         attentions: StepAttentions | None = model_kwargs.get(STEP_ATTENTIONS)
         if attentions is not None:
             accepted = kwargs.get("num_new_tokens")  # from assisted decoding alone
@@ -260,7 +270,9 @@ class XAttnGenerationMixin:
         return base._get_candidate_generator(*args, **kwargs)
 
     def create_masks_for_generate(self, config, past_key_values: Cache | None = None, **kwargs):
-        """The decoder's own masks, over the self-attention half. One of state-space layers alone takes the mask as it is."""
+        """The decoder's own masks, over the self-attention half. One of state-space layers alone takes the mask as it
+        is.
+        """
         if isinstance(past_key_values, EncoderDecoderCache):
             if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful():
                 return kwargs.get("attention_mask")
@@ -291,7 +303,7 @@ def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache
         return TextOfCall(rows, length, cached)
     if cached and length <= cached:
         raise ValueError(
-            f"Expected `input_ids` with the text in `past_key_values` ({cached} tokens) and new text, got {length} tokens. Pass the "
-            "whole text, or only the new one with an `attention_mask` for all of it."
+            f"Expected `input_ids` with the text in `past_key_values` ({cached} tokens) and new text, got {length} "
+            "tokens. Pass the whole text, or only the new one with an `attention_mask` for all of it."
         )
     return TextOfCall(rows, length - cached, cached)

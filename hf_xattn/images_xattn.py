@@ -1,6 +1,7 @@
 """The image side of the model: pixels to features, images to keys and values of every block, into a cache.
 
-Everything here runs without a text. `encode_images` is what users call; `generate` and `encode_images` fill caches the same way.
+Everything here runs without a text. `encode_images` is what users call; `generate` and `encode_images` fill caches the
+same way.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
         return self.blocks[0].attn.k_proj.weight
 
     def image_identity(self) -> str:
-        """Identity of configuration and weights that images pass on their way to keys and values, see `checkpoints/model_identity.py`."""
+        """Identity of configuration and weights that images pass on their way to keys and values, see
+        `checkpoints/model_identity.py`.
+        """
         return self._identity.current(self._image_parts())
 
     def _image_parts(self) -> dict[str, nn.Module]:
@@ -83,22 +86,25 @@ class XAttnImagesMixin(XAttnSetsMixin):
     def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
         """Keeps encoded images by content: `generate` and `encode_images` encode an image once, ever. Off by default.
 
-        Images are stored one by one, so a call may bring some that are stored and some that are not, in any rows and places. What
-        they give is equal to what they give without a store, up to the rounding of a batch of another size. Features
-        (`cross_attention_states`) without an axis of images are one image a row.
+        Images are stored one by one, so a call may bring some that are stored and some that are not, in any rows and
+        places. What they give is equal to what they give without a store, up to the rounding of a batch of another
+        size. Features (`cross_attention_states`) without an axis of images are one image a row.
 
-        The store is left aside in training mode, where gradients are recorded (`encode_images` outside of `torch.no_grad()`), without
-        a cache (`use_cache=False`), in compiled code and in a run of several processes, whose collectives must match.
+        The store is left aside in training mode, where gradients are recorded (`encode_images` outside of
+        `torch.no_grad()`), without a cache (`use_cache=False`), in compiled code and in a run of several processes,
+        whose collectives must match.
 
-        The first call after a change of weights, adapters, dtype or devices drops all images. Such a change is noticed as
-        `checkpoints/model_identity.py` tells. After anything else that changes what images become, call `model.image_store.clear()`: a write to a
-        weight through `.data` or a NumPy view, a hook on the vision tower, the connector or a K/V projection.
+        The first call after a change of weights, adapters, dtype or devices drops all images. Such a change is noticed
+        as `checkpoints/model_identity.py` tells. After anything else that changes what images become, call
+        `model.image_store.clear()`: a write to a weight through `.data` or a NumPy view, a hook on the vision tower,
+        the connector or a K/V projection.
 
         Args:
-            max_bytes (`int`): bytes that keys and values may take. A store that exists keeps its images, as far as they fit.
-            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `cache/int8_cache.py`): about half as many bytes as in bfloat16. New
-                caches of calls that use the store are in int8, too. None: the dtype that the model computes in. A store that exists
-                drops all images if its dtype changes.
+            max_bytes (`int`): bytes that keys and values may take. A store that exists keeps its images, as far as
+                they fit.
+            dtype (`str`, *optional*): `"int8"` stores images in int8 (see `cache/int8_cache.py`): about half as many
+                bytes as in bfloat16. New caches of calls that use the store are in int8, too. None: the dtype that the
+                model computes in. A store that exists drops all images if its dtype changes.
 
         Raises:
             TypeError: for a `max_bytes` that is no integer, or a `dtype` that is no text.
@@ -115,7 +121,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
     @property
     def image_store(self) -> ImageStore | None:
-        """The [`ImageStore`] of [`enable_image_store`], with `nbytes`, `hits` and `misses`; None where there is none."""
+        """The [`ImageStore`] of [`enable_image_store`], with `nbytes`, `hits` and `misses`; None if it is off."""
         return self._image_store
 
     def get_image_features(
@@ -132,19 +138,20 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
         Args:
             pixel_values, aspect_ratio_ids, aspect_ratio_mask: as in `forward`.
-            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here; with `num_image_positions`, padding
-                images take no position. Positions are those of the row: packed rows need `pixel_values` or `vision_features`.
-            output_hidden_states, output_attentions (`bool`, *optional*): return those of the vision tower, where it has them; attentions
-                need its eager implementation. None: as in `config`.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, only checked here; with
+                `num_image_positions`, padding images take no position. Positions are those of the row: packed rows
+                need `pixel_values` or `vision_features`.
+            output_hidden_states, output_attentions (`bool`, *optional*): return those of the vision tower, where it
+                has them; attentions need its eager implementation. None: as in `config`.
             return_dict (`bool`, *optional*): False = a tuple. None: as in `config.return_dict`.
 
         Returns:
             [`~transformers.modeling_outputs.BaseModelOutputWithPooling`]: `pooler_output` holds the features that
-            `cross_attention_states` takes, `(batch, num_images, tokens an image, context_size)`, or `(batch, tokens an image,
-            context_size)` where `pixel_values` have no axis of images. `last_hidden_state`, `hidden_states`
-            and `attentions` are the vision tower's own, with one row an image: `(batch * num_images, tokens, hidden_size)`, or
-            `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower. `vision_features` takes a `last_hidden_state`
-            with the images on axis 1.
+            `cross_attention_states` takes, `(batch, num_images, tokens an image, context_size)`, or `(batch, tokens an
+            image, context_size)` where `pixel_values` have no axis of images. `last_hidden_state`, `hidden_states`
+            and `attentions` are the vision tower's own, with one row an image: `(batch * num_images, tokens,
+            hidden_size)`, or `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower.
+            `vision_features` takes a `last_hidden_state` with the images on axis 1.
 
         Raises:
             TypeError: for pixels that are not floating point.
@@ -196,27 +203,28 @@ class XAttnImagesMixin(XAttnSetsMixin):
     ) -> XAttnCache:
         """Runs the vision tower and every block's K/V projection once, for any number of questions.
 
-        Gradients follow the caller's mode: under `torch.no_grad()` the cache is a constant, otherwise keys and values keep the graph
-        that made them, so that a loss over the questions reaches projections, connector and tower.
+        Gradients follow the caller's mode: under `torch.no_grad()` the cache is a constant, otherwise keys and values
+        keep the graph that made them, so that a loss over the questions reaches projections, connector and tower.
 
         With [`enable_image_store`] and under `torch.no_grad()`, images that are stored are not encoded again.
 
         Args:
             pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask,
                 vision_features: as in `forward`.
-            past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that it holds
-                already are not encoded again: see `forward`.
-            cache_dtype (`str`, *optional*): `"int8"` keeps keys and values in int8, each token and head with a scale of its own (see
-                `cache/int8_cache.py`): about half as many bytes as in bfloat16. For inference, so under `torch.no_grad()` only. None: the dtype
-                that the model computes in; or that of the images in `past_key_values`, or of the image store.
+            past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that
+                it holds already are not encoded again: see `forward`.
+            cache_dtype (`str`, *optional*): `"int8"` keeps keys and values in int8, each token and head with a scale
+                of its own (see `cache/int8_cache.py`): about half as many bytes as in bfloat16. For inference, so
+                under `torch.no_grad()` only. None: the dtype that the model computes in; or that of the images in
+                `past_key_values`, or of the image store.
 
         Returns:
             [`ImageCache`]: an `EncoderDecoderCache` whose cross half is filled; or `past_key_values`.
 
         Raises:
             TypeError: for a `cache_dtype` that is no text.
-            ValueError: without images, where their shapes do not fit, for another `cache_dtype` or one that `past_key_values` does not
-                have, and for images in int8 while gradients are recorded.
+            ValueError: without images, where their shapes do not fit, for another `cache_dtype` or one that
+                `past_key_values` does not have, and for images in int8 while gradients are recorded.
         """
         cache_dtype = check_cache_dtype("cache_dtype", cache_dtype)
         inputs = ImageInputs.of(
@@ -233,8 +241,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
             raise ValueError("`encode_images` needs `pixel_values`, `vision_features` or `cross_attention_states`.")
         if inputs.text_mask is not None:
             raise ValueError(
-                "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token sees "
-                "what is decided with the text."
+                "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token "
+                "sees what is decided with the text."
             )
         cache: XAttnCache
         if past_key_values is None:
@@ -244,7 +252,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
         cross = cache.cross_attention_cache
         if cache_dtype is not None and cross.layers and cross.cache_dtype != cache_dtype:
             raise ValueError(
-                f'Expected `cache_dtype` to be None, because the images in `past_key_values` are not in {cache_dtype}, got "{cache_dtype}". '
+                f"Expected `cache_dtype` to be None, because the images in `past_key_values` are not in {cache_dtype}, "
+                f'got "{cache_dtype}". '
                 "All images of a cache have one dtype."
             )
         self.add_images(cache, inputs, TextOfCall(None, 0), made_by=self.image_identity(), cache_dtype=cache_dtype)
@@ -258,10 +267,12 @@ class XAttnImagesMixin(XAttnSetsMixin):
         made_by: str | None = None,
         cache_dtype: str | None = None,
     ) -> ImagesOfCall:
-        """Projects the new images of a call to keys and values in every block, and puts them into a cache: all, or none.
+        """Projects the new images of a call to keys and values in every block, and puts them into a cache: all, or
+        none.
 
         Args:
-            cache ([`XAttnCache`]), inputs ([`ImageInputs`]), text ([`TextOfCall`]): where the images go, and what comes with them.
+            cache ([`XAttnCache`]), inputs ([`ImageInputs`]), text ([`TextOfCall`]): where the images go, and what
+                comes with them.
             made_by (`str`, *optional*): this model's identity, for a cache that outlives the call without a text.
             cache_dtype (`str`, *optional*): of a cache that holds no images yet. None: that of the store.
 
@@ -334,7 +345,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
         )
 
     def _project(self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None) -> list[KeyValue]:
-        """Every block's keys and values: of the images in a cache and of new ones behind them, which `layout` describes."""
+        """Every block's keys and values: of the images in a cache and of new ones behind them, which `layout`
+        describes.
+        """
         recorder = Recorder(keys_values=True)
         context = CrossAttentionContext(
             cache=cross,
@@ -363,6 +376,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
         current = self.image_identity()
         if cross.made_by != current:
             raise ValueError(
-                "`past_key_values` holds images that another model encoded, or this one with other weights: their identity is "
-                f"{cross.made_by[:12]}, this model's is {current[:12]}. Encode the images again."
+                "`past_key_values` holds images that another model encoded, or this one with other weights: their "
+                f"identity is {cross.made_by[:12]}, this model's is {current[:12]}. Encode the images again."
             )

@@ -1,8 +1,8 @@
 """A text decoder with gated cross-attention blocks, and optionally a vision tower.
 
-Vision-language models of transformers build their own decoder. These models contain any causal language model of transformers, unchanged.
-Its layers contain the blocks (see `decoders/insertion.py`), its head computes the logits, and its cache is the self-attention half of an
-`EncoderDecoderCache`.
+Vision-language models of transformers build their own decoder. These models contain any causal language model of
+transformers, unchanged. Its layers contain the blocks (see `decoders/insertion.py`), its head computes the logits, and
+its cache is the self-attention half of an `EncoderDecoderCache`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .images.image_inputs import ImageInputs
 from .images.tower import check_tower_class
 from .images.vision import build_tower, is_tiled
 from .images_xattn import XAttnImagesMixin
-from .labels_xattn import XAttnLabelsMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
 from .learning.frozen_modes import keep_frozen_in_eval
 from .learning.gradients import give_gradient
-from .learning.loss import IGNORED, LossInputs, loss_over_all_logits
+from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
 from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
+from .utils.tensor_checks import check_integers, check_tensor
 
 
 class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
@@ -54,10 +54,10 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
 
     Args:
         config ([`XAttnConfig`]): configuration of the parts, and the layers that get a block.
-        text_model (`PreTrainedModel`, *optional*): a causal language model. It is not copied: the blocks are inserted into its
-            layers. By default a model with random weights is built from `config.text_config`.
-        vision_tower (`PreTrainedModel`, *optional*): a vision model. By default a model with random weights is built from
-            `config.vision_config`.
+        text_model (`PreTrainedModel`, *optional*): a causal language model. It is not copied: the blocks are inserted
+            into its layers. By default a model with random weights is built from `config.text_config`.
+        vision_tower (`PreTrainedModel`, *optional*): a vision model. By default a model with random weights is built
+            from `config.vision_config`.
     """
 
     def __init__(
@@ -126,10 +126,12 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return find_decoder(self.text_model)[0]
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """`PreTrainedModel.get_encoder`, except for a decoder that does not take the images as an argument (see `decoders/channel.py`).
+        """`PreTrainedModel.get_encoder`, except for a decoder that does not take the images as an argument (see
+        `decoders/channel.py`).
 
-        If a model has an encoder and a decoder, transformers' exporters export them separately. Such a decoder would silently be
-        exported without images. So for such a decoder this method returns the whole model, and the exporters export it as one.
+        If a model has an encoder and a decoder, transformers' exporters export them separately. Such a decoder would
+        silently be exported without images. So for such a decoder this method returns the whole model, and the
+        exporters export it as one.
         """
         return super().get_encoder(modality) if self._interface.receives_keywords else self
 
@@ -167,7 +169,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return outputs, (cache if call.use_cache else None), weights
 
     def _check_cache(self, call: Call) -> None:
-        """Raises a `ValueError` for images that other weights or another set of blocks have encoded, or that no block could read."""
+        """Raises a `ValueError` for images that other weights or another set of blocks have encoded, or that no block
+        could read.
+        """
         images, cache = call.images, call.cache
         brings = not isinstance(images, ImageInputs) or images.images is not None
         if isinstance(images, ImageInputs):
@@ -226,48 +230,51 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         """
         Args:
             input_ids (`torch.LongTensor`): `(batch, text_len)`.
-            pixel_values (`torch.Tensor`, *optional*): `(batch, num_images, channels, height, width)`; `(batch, channels,
-                height, width)` means one image for each row.
-            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True = a real image. Padding in a cache stays padding:
-                no later mask may show it, and the same picture as a real image is a new one.
+            pixel_values (`torch.Tensor`, *optional*): `(batch, num_images, channels, height, width)`; `(batch,
+                channels, height, width)` means one image for each row.
+            image_mask (`torch.BoolTensor`, *optional*): `(batch, num_images)`, True = a real image. Padding in a cache
+                stays padding: no later mask may show it, and the same picture as a real image is a new one.
             cross_attention_states (`torch.Tensor`, *optional*): `(batch, num_image_tokens, context_size)`, or `(batch,
                 num_images, tokens, context_size)`; used instead of the vision tower.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)`, `(batch,
                 text_len, num_image_tokens)` for a decision for each text token, or `(batch, text_len, num_images,
-                max_num_tiles)` with a tiled vision tower. Text after such a mask sees what its last row allows, until the next
-                image marker. The mask covers the images of the call, or all images: those of the cache, then those of the call.
-            aspect_ratio_ids, aspect_ratio_mask (`torch.Tensor`, *optional*): `(batch, num_images)` and `(batch, num_images,
-                max_num_tiles)`, required with a tiled vision tower (Mllama's). Its `pixel_values` are `(batch, num_images,
-                max_num_tiles, channels, height, width)`.
+                max_num_tiles)` with a tiled vision tower. Text after such a mask sees what its last row allows, until
+                the next image marker. The mask covers the images of the call, or all images: those of the cache, then
+                those of the call.
+            aspect_ratio_ids, aspect_ratio_mask (`torch.Tensor`, *optional*): `(batch, num_images)` and `(batch,
+                num_images, max_num_tiles)`, required with a tiled vision tower (Mllama's). Its `pixel_values` are
+                `(batch, num_images, max_num_tiles, channels, height, width)`.
             image_attention_mask (`torch.Tensor`, *optional*): `(batch, text_len, num_images)`, Idefics' form of
                 `cross_attention_mask`.
             vision_features (`torch.Tensor`, *optional*): what the vision tower has returned for these images, its
-                `last_hidden_state`, in place of `pixel_values`: `(batch, num_images, tokens, width)`, or `(batch, tokens, width)` for
-                one image in each row; `(batch, num_images, max_num_tiles, tokens, width)` with a tiled tower; `(batch, num_images,
-                width, height, width)` with a convolutional one. The tower does not run, the connector does. A tower with trainable
-                weights is refused in training.
+                `last_hidden_state`, in place of `pixel_values`: `(batch, num_images, tokens, width)`, or `(batch,
+                tokens, width)` for one image in each row; `(batch, num_images, max_num_tiles, tokens, width)` with a
+                tiled tower; `(batch, num_images, width, height, width)` with a convolutional one. The tower does not
+                run, the connector does. A tower with trainable weights is refused in training.
             attention_mask (`torch.Tensor`, *optional*): `(batch, text_len)`, mask of the text.
-            position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed samples: each
-                sees its own text and images only (see `decoders/packed_rows.py`), without `attention_mask` and without a cache. In such a call
-                positions that leave some out begin a sample, too.
-            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds images,
-                pass no images, only new images, or all images in their order and then new ones. Anything else is refused.
-                Images are compared by content, row by row.
+            position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed
+                samples: each sees its own text and images only (see `decoders/packed_rows.py`), without
+                `attention_mask` and without a cache. In such a call positions that leave some out begin a sample, too.
+            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds
+                images, pass no images, only new images, or all images in their order and then new ones. Anything else
+                is refused. Images are compared by content, row by row.
             inputs_embeds (`torch.Tensor`, *optional*): `(batch, text_len, hidden_size)`, in place of `input_ids`.
             use_cache (`bool`, *optional*): whether to return a cache.
-            output_attentions (`bool`, *optional*): return `cross_attentions`, the weights `(batch, num_attention_heads,
-                text_len, num_image_tokens)` of each block, and `attentions`, those of the decoder's layers if its attention
-                implementation returns them. None: as in `config.output_attentions`.
+            output_attentions (`bool`, *optional*): return `cross_attentions`, the weights `(batch,
+                num_attention_heads, text_len, num_image_tokens)` of each block, and `attentions`, those of the
+                decoder's layers if its attention implementation returns them. None: as in `config.output_attentions`.
             return_dict (`bool`, *optional*): False = return a tuple. None: as in `config.return_dict`.
-            image_inputs (`PreparedImages`, *optional*): images that `generate` has encoded, in place of all image arguments.
-            image_rows (`torch.LongTensor`, *optional*): `(batch,)`, the row of the images that each text row looks at, -1 for none. The
-                images, `image_mask` and a mask of their tokens then have a batch of their own. For training, without a cache.
+            image_inputs (`PreparedImages`, *optional*): images that `generate` has encoded, in place of all image
+                arguments.
+            image_rows (`torch.LongTensor`, *optional*): `(batch,)`, the row of the images that each text row looks at,
+                -1 for none. The images, `image_mask` and a mask of their tokens then have a batch of their own. For
+                training, without a cache.
 
         Raises:
-            TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and pixels
-                that are not floating point.
-            ValueError: for wrong shapes, an empty text, ids outside the vocabulary (checked only on a CPU, because a GPU would have
-                to wait for the check), pixels without a vision tower, or contradictory arguments.
+            TypeError: for unknown keywords, arguments that are not tensors, masks that are not boolean, or states and
+                pixels that are not floating point.
+            ValueError: for wrong shapes, an empty text, ids outside the vocabulary (checked only on a CPU, because a
+                GPU would have to wait for the check), pixels without a vision tower, or contradictory arguments.
         """
         if kwargs:
             self._interface.check_keywords(self.forward, kwargs, body=True)
@@ -316,9 +323,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return result if return_dict else result.to_tuple()
 
 
-class XAttnForConditionalGeneration(
-    XAttnPreTrainedModel, XAttnDelegationMixin, XAttnLabelsMixin, XAttnGenerationMixin, GenerationMixin
-):
+class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, XAttnGenerationMixin, GenerationMixin):
     """[`XAttnModel`] with the decoder's head, a loss and `generate`.
 
     Args:
@@ -363,6 +368,22 @@ class XAttnForConditionalGeneration(
         """The decoder's head. transformers' exporters look for this name."""
         return self.get_output_embeddings()
 
+    def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Returns labels with -100 in place of image markers and of ids without a row in the head: the loss ignores both.
+
+        Call it in your own collator or training loop, before labels are counted for `num_items_in_batch`. With label
+        smoothing, `Trainer` computes the loss itself and leaves out -100 only.
+
+        Args:
+            labels (`torch.LongTensor`): of any shape. The tensor is not changed.
+
+        Raises:
+            TypeError: for anything but a tensor of 64-bit integers.
+        """
+        check_tensor("labels", labels)
+        check_integers("labels", labels, (torch.int64,))
+        return mask_labels(self, labels)
+
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -391,13 +412,14 @@ class XAttnForConditionalGeneration(
         Args:
             labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, ids to predict; -100 = ignored. Image markers
                 are also ignored, so they need no row in the head.
-            shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are already shifted, in place of
-                `labels`.
-            num_items_in_batch (`int` or `torch.Tensor`, *optional*): for gradient accumulation: the number of labels in all
-                micro-batches that are not ignored (see [`~XAttnForConditionalGeneration.mask_labels`]). The loss is the sum over
-                the labels divided by this number. By default the loss is the mean.
-            logits_to_keep (`int` or `torch.Tensor`): number of last positions, or indices of positions, whose logits are
-                computed; 0 = all.
+            shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are already shifted, in
+                place of `labels`.
+            num_items_in_batch (`int` or `torch.Tensor`, *optional*): for gradient accumulation: the number of labels
+                in all micro-batches that are not ignored (see [`~XAttnForConditionalGeneration.mask_labels`]). The
+                loss is the sum over the labels divided by this number. By default the loss is the mean. Labels with
+                image markers are refused, unless the number is that of all labels of this call, markers included.
+            logits_to_keep (`int` or `torch.Tensor`): number of last positions, or indices of positions, whose logits
+                are computed; 0 = all.
             others: as in [`XAttnModel.forward`].
         """
         if kwargs:
@@ -420,7 +442,7 @@ class XAttnForConditionalGeneration(
             if given is not None:
                 ignored = kwargs.get("ignore_index", IGNORED)
                 check_labels(name, given, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
-        targets = LossInputs.take_from(self._label_mask(), labels, kwargs)
+        targets = LossInputs.take_from(self, labels, kwargs)
         # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` without `labels`.
         own_loss = targets.has_labels and (self.config.additional_vocab_in_head or labels is None)
         outputs, cache, cross_attentions = self.model._run(

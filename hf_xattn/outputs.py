@@ -42,9 +42,9 @@ class XAttnGenerateOutput(GenerateDecoderOnlyOutput):
     """[`GenerateDecoderOnlyOutput`] with the attention of text to images.
 
     Attributes:
-        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): with `output_attentions=True`, one entry a generated token, each
-            with one tensor a block: `(batch, num_attention_heads, text_len of the step, num_image_tokens)`. The first step reads the
-            prompt. None where there are no images.
+        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): with `output_attentions=True`, one entry a
+            generated token, each with one tensor a block: `(batch, num_attention_heads, text_len of the step,
+            num_image_tokens)`. The first step reads the prompt. None where there are no images.
     """
 
     cross_attentions: tuple[tuple[torch.Tensor, ...], ...] | None = None
@@ -55,8 +55,8 @@ class XAttnGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
     """[`GenerateBeamDecoderOnlyOutput`] with the attention of text to images.
 
     Attributes:
-        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): as in [`XAttnGenerateOutput`], with `batch * num_beams` rows.
-            `beam_indices` tells which row of a step belongs to a sequence.
+        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): as in [`XAttnGenerateOutput`], with `batch *
+            num_beams` rows. `beam_indices` tells which row of a step belongs to a sequence.
     """
 
     cross_attentions: tuple[tuple[torch.Tensor, ...], ...] | None = None
@@ -78,8 +78,8 @@ class StepAttentions:
 
         Args:
             outputs (`ModelOutput`): of the forward.
-            accepted (`int`, *optional*): of assisted decoding, which reads candidates too: how many tokens it keeps. The first of them
-                follows the last token of known text.
+            accepted (`int`, *optional*): of assisted decoding, which reads candidates too: how many tokens it keeps.
+                The first of them follows the last token of known text.
         """
         weights = outputs.cross_attentions
         if weights is None:

@@ -35,8 +35,9 @@ NESTED = ("text_kwargs", "images_kwargs", "videos_kwargs", "common_kwargs")
 class XAttnProcessor(NamesItsStub, ProcessorMixin):
     r"""Combines any tokenizer with any image processor.
 
-    The place of an image in the batch decides to which text it belongs, so the text needs no markers. If the model follows markers
-    (`image_visibility` other than `"all"`), each image needs one: `image_token`, which must be in the vocabulary.
+    The place of an image in the batch decides to which text it belongs, so the text needs no markers. If the model
+    follows markers (`image_visibility` other than `"all"`), each image needs one: `image_token`, which must be in the
+    vocabulary.
 
     Args:
         image_processor: an image processor of transformers.
@@ -90,7 +91,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
         """`ProcessorMixin.from_pretrained`. Refuses a folder in which a save was cut off.
 
-        A model that was saved with `adapter_only=True`, without a processor, gets one of its bases' tokenizer and image processor.
+        A model that was saved with `adapter_only=True`, without a processor, gets one of its bases' tokenizer and
+        image processor.
         """
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
@@ -122,21 +124,24 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     ) -> BatchFeature:
         """
         Args:
-            images (*optional*): for one text, an image or a list of images. For a list of texts, a list with one entry for each
-                text: an image, a list of images (possibly empty) or None. An image is a PIL image, an array or tensor, a path,
-                a URL, a data URL or base64. Images are read as upright RGB images; transparent areas become white.
+            images (*optional*): for one text, an image or a list of images. For a list of texts, a list with one entry
+                for each text: an image, a list of images (possibly empty) or None. An image is a PIL image, an array
+                or tensor, a path, a URL, a data URL or base64. Images are read as upright RGB images; transparent
+                areas become white.
             text (`str` or `list[str]`): one text or a batch.
-            videos (*optional*): as `images`, with a video in place of an image: an array `(frames, height, width, channels)` or
-                `(frames, channels, height, width)`, a list of images, or a video file, which needs a decoder (PyAV). The
-                frames follow the images of the text. `num_frames` is the number of frames to take, evenly spaced.
-            return_tensors (`str`, *optional*, defaults to `"pt"`): `"pt"`, `"np"`, or None: token ids are lists, and images are
-                tensors.
-            kwargs: for the tokenizer (`padding`, `truncation`, ...) and the image processor (`do_rescale`, `size`, ...), flat or as
-                `text_kwargs`, `images_kwargs` and `videos_kwargs`. A batch is padded by default. Texts that start with the BOS
-                token, as rendered chats may, get no second one.
+            videos (*optional*): as `images`, with a video in place of an image: an array `(frames, height, width,
+                channels)` or `(frames, channels, height, width)`, a list of images, or a video file, which needs a
+                decoder (PyAV). The frames follow the images of the text. `num_frames` is the number of frames to take,
+                evenly spaced.
+            return_tensors (`str`, *optional*, defaults to `"pt"`): `"pt"`, `"np"`, or None: token ids are lists, and
+                images are tensors.
+            kwargs: for the tokenizer (`padding`, `truncation`, ...) and the image processor (`do_rescale`, `size`,
+                ...), flat or as `text_kwargs`, `images_kwargs` and `videos_kwargs`. A batch is padded by default.
+                Texts that start with the BOS token, as rendered chats may, get no second one.
 
         Returns:
-            `BatchFeature`: `input_ids` and `attention_mask` `(batch, text_len)`; with images also `pixel_values` `(batch,
+            `BatchFeature`: `input_ids` and `attention_mask` `(batch, text_len)`; with images also `pixel_values`
+                `(batch,
             num_images, channels, height, width)`, and, if texts have different numbers of images, `image_mask`
             `(batch, num_images)`. An image processor that cuts images into tiles (Mllama's) gives `(batch, num_images,
             max_num_tiles, channels, height, width)`, `aspect_ratio_ids` and `aspect_ratio_mask`.
@@ -185,26 +190,29 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     ) -> Any:
         """Renders one chat or several chats with the template of the text model, and reads their images.
 
-        A template that does not support lists of parts gets plain texts. They have `image_token` in the place of each image, or no
-        marker if the processor has no `image_token`. The parts of a message are joined without spaces. A template that writes
-        `image_token` itself gets the lists of parts.
+        A template that does not support lists of parts gets plain texts. They have `image_token` in the place of each
+        image, or no marker if the processor has no `image_token`. The parts of a message are joined without spaces. A
+        template that writes `image_token` itself gets the lists of parts.
 
         Args:
-            conversation (`list`): messages with `role` and `content`, or a list of such lists. The content is a text or a list of
-                parts: `{"type": "text", "text": ...}`, `{"type": "image", "image" | "url" | "path" | "base64": ...}`,
-                `{"type": "image_url", "image_url": {"url": ...}}` or `{"type": "video", "video": frames}`, whose frames become
-                images. A part `{"type": "image"}` without a source takes the next image of `images` in `processor_kwargs`.
-            chat_template (`str`, *optional*): a template or the name of one. Default: the processor's, else the tokenizer's, else
-                `chat_templates.DEFAULT_CHAT_TEMPLATE`.
-            tools, documents, add_generation_prompt, continue_final_message, return_assistant_tokens_mask, tokenize, return_dict:
-                as in transformers.
-            return_tensors (`str`, *optional*): as in a call of the processor. `"auto"` is the default of that call, `"pt"`.
+            conversation (`list`): messages with `role` and `content`, or a list of such lists. The content is a text
+                or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image" | "url" | "path" |
+                "base64": ...}`, `{"type": "image_url", "image_url": {"url": ...}}` or `{"type": "video", "video":
+                frames}`, whose frames become images. A part `{"type": "image"}` without a source takes the next image
+                of `images` in `processor_kwargs`.
+            chat_template (`str`, *optional*): a template or the name of one. Default: the processor's, else the
+                tokenizer's, else `chat_templates.DEFAULT_CHAT_TEMPLATE`.
+            tools, documents, add_generation_prompt, continue_final_message, return_assistant_tokens_mask, tokenize,
+                return_dict: as in transformers.
+            return_tensors (`str`, *optional*): as in a call of the processor. `"auto"` is the default of that call,
+                `"pt"`.
             load_audio_from_video (`bool`): has no effect, because the processor reads no sound.
-            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default no special tokens are added to
-                the rendered text, as in the tokenizer's own `apply_chat_template`; `add_special_tokens` changes that. With
-                `add_generation_prompt` or `continue_final_message` a batch is padded on the left by default; `padding_side` changes
-                that.
-            sanitize_control_tokens (`bool`): as in transformers. The markers of image parts still count as image tokens.
+            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default no special
+                tokens are added to the rendered text, as in the tokenizer's own `apply_chat_template`;
+                `add_special_tokens` changes that. With `add_generation_prompt` or `continue_final_message` a batch is
+                padded on the left by default; `padding_side` changes that.
+            sanitize_control_tokens (`bool`): as in transformers. The markers of image parts still count as image
+                tokens.
             kwargs: variables of the template. Other names go to the processor.
 
         Raises:
@@ -219,8 +227,9 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             raise ValueError(needs("_mark_chat_inputs", "`sanitize_control_tokens=True`"))
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
             raise ValueError(
-                "Expected `continue_final_message` without `add_generation_prompt` and `return_assistant_tokens_mask`, got "
-                f"`add_generation_prompt={add_generation_prompt}` and `return_assistant_tokens_mask={return_assistant_tokens_mask}`."
+                "Expected `continue_final_message` without `add_generation_prompt` and `return_assistant_tokens_mask`, "
+                f"got `add_generation_prompt={add_generation_prompt}` and "
+                f"`return_assistant_tokens_mask={return_assistant_tokens_mask}`."
             )
         if return_assistant_tokens_mask and not self.tokenizer.is_fast:
             raise ValueError(
@@ -290,7 +299,9 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def _encoded_chats(
         self, prompts: list[str], images: list[list[Any]], call: dict[str, Any], answers: Any, left: bool
     ) -> BatchFeature:
-        """Calls the processor on rendered chats. `answers`: the ranges of characters that the assistant says, for its masks."""
+        """Calls the processor on rendered chats. `answers`: the ranges of characters that the assistant says, for its
+        masks.
+        """
         defaults: dict[str, Any] = {"add_special_tokens": False}
         if left:
             defaults["padding_side"] = "left"  # `generate` continues at the right end
@@ -326,14 +337,15 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
                 return own
             if "default" not in own:
                 raise ValueError(
-                    "Expected `chat_template` to name one of the processor's templates, because none of them is called 'default': "
-                    f"{sorted(own)}; got None."
+                    "Expected `chat_template` to name one of the processor's templates, because none of them is called "
+                    f"'default': {sorted(own)}; got None."
                 )
             return own["default"]
         return own[chat_template] if isinstance(own, dict) and chat_template in own else chat_template
 
     def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments for the tokenizer, the image processor and the frames of videos, merged as in transformers.
+        """Returns the arguments for the tokenizer, the image processor and the frames of videos, merged as in
+        transformers.
 
         Raises:
             TypeError: for unknown names, and for values of a wrong type.
@@ -363,7 +375,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             raise TypeError(str(error)) from error
 
     def _known_kwargs(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-        """Returns the names that the tokenizer takes, that the image processor takes, and all names that a call takes."""
+        """Returns the names that the tokenizer takes, that the image processor takes, and that a call takes."""
         of_image_processor = getattr(getattr(self.image_processor, "valid_kwargs", None), "__annotations__", {})
         text = frozenset(TextKwargs.__annotations__)
         images = frozenset({*ImagesKwargs.__annotations__, *of_image_processor})
@@ -386,8 +398,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         made = dict(self.tokenizer(texts, **for_tokenizer))
         if len(made["input_ids"]) != len(texts):
             raise ValueError(
-                f"Expected one row for each of {len(texts)} texts, got {len(made['input_ids'])} rows. `return_overflowing_tokens` "
-                "splits long texts, but does not repeat their images: truncate without it."
+                f"Expected one row for each of {len(texts)} texts, got {len(made['input_ids'])} rows. "
+                "`return_overflowing_tokens` splits long texts, but does not repeat their images: truncate without it."
             )
         self._check_markers(texts, made["input_ids"], samples)
         if with_types:
@@ -409,8 +421,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         pixels = made["pixel_values"]
         if not isinstance(pixels, torch.Tensor) or pixels.dim() != (6 if tiled else 4) or len(pixels) != len(flat):
             raise ValueError(
-                "Expected the image processor to return one (channels, height, width) tensor for each image, all of the same size. "
-                "Set its `do_resize` or `size`."
+                "Expected the image processor to return one (channels, height, width) tensor for each image, all of "
+                "the same size. Set its `do_resize` or `size`."
             )
         names = ("pixel_values", *(TILE_INPUTS if tiled else ()))
         return lay_out({name: made[name][:, 0] if tiled else made[name] for name in names}, samples)
@@ -435,7 +447,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return pictures
 
     def _check_markers(self, texts: list[str], input_ids: Any, samples: list[list[Any]] | None) -> None:
-        """Raises a `ValueError` if a text does not have one marker for each image. Counts token ids, as the model does."""
+        """Raises a `ValueError` if a text lacks one marker for each image. Counts token ids, as the model does."""
         if self.image_token is None:
             return
         for row, text in enumerate(texts):
@@ -444,8 +456,9 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             if markers != images:
                 cut = " Truncation cut markers off." if text.count(self.image_token) == images else ""
                 raise ValueError(
-                    f"Expected one image marker ({self.image_token!r}) for each image of text {row}, got {markers} markers and {images} "
-                    f"images.{cut} For a model that needs no markers, create the processor without `image_token`."
+                    f"Expected one image marker ({self.image_token!r}) for each image of text {row}, got {markers} "
+                    f"markers and {images} images.{cut} For a model that needs no markers, create the processor "
+                    "without `image_token`."
                 )
 
     @property
@@ -460,7 +473,8 @@ def _check_unit_range(image: Any) -> None:
         return
     raise ValueError(
         "Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got "
-        f"{f'an array of {image.dtype}' if is_array(image) else type_name(image)}, whose values go up to 255. Remove `do_rescale=False`."
+        f"{f'an array of {image.dtype}' if is_array(image) else type_name(image)}, whose values go up to 255. Remove "
+        "`do_rescale=False`."
     )
 
 

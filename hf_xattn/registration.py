@@ -15,7 +15,9 @@ from .processing_xattn import XAttnProcessor
 
 
 def register_classes() -> None:
-    """Registers the classes with the Auto classes. Code that came with a checkpoint does not: another checkpoint brings its own."""
+    """Registers the classes with the Auto classes. Code that came with a checkpoint does not: another checkpoint
+    brings its own.
+    """
     transformers.AutoConfig.register(XAttnConfig.model_type, XAttnConfig)
     transformers.AutoConfig.register(CrossAttentionConfig.model_type, CrossAttentionConfig)
     transformers.AutoModel.register(XAttnConfig, XAttnModel)

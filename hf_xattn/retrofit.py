@@ -49,34 +49,37 @@ def retrofit(
 ) -> XAttnForConditionalGeneration:
     """Puts gated cross-attention blocks into a text-only causal language model.
 
-    The decoder's weights keep their values and their names, and a fresh model gives the base's logits bit for bit. A loaded
-    model is not copied: it contains the blocks afterwards. It still works for text-only calls, and its own `save_pretrained` saves what it
-    saved before. [`remove_blocks`] gives it back as it was.
+    The decoder's weights keep their values and their names, and a fresh model gives the base's logits bit for bit. A
+    loaded model is not copied: it contains the blocks afterwards. It still works for text-only calls, and its own
+    `save_pretrained` saves what it saved before. [`remove_blocks`] gives it back as it was.
 
     Args:
-        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, a path that ends in `.gguf`, or a loaded causal
-            language model. From a larger model (a vision-language model with a `text_config`) only the text half is used.
+        text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, a path that ends in `.gguf`, or a loaded
+            causal language model. From a larger model (a vision-language model with a `text_config`) only the text
+            half is used.
         vision (`str`, `Path` or `PreTrainedModel`, *optional*): likewise, a vision model whose output has
             `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
-        cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in front.
-            An index that is repeated puts several blocks there, one after the other.
+        cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in
+            front. An index that is repeated puts several blocks there, one after the other.
         layers (`list[int]`, *optional*): the same as `cross_attention_layers`.
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
-        cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a `dict`
-            leaves out follow the decoder's.
-        image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type, connector_hidden_act,
-            connector_bias, vision_feature_select_strategy, perceiver_config: fields of [`XAttnConfig`].
-        load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`, `trust_remote_code`, ...
-            Only allowed if there is a checkpoint to load. `gguf_file` is the name of a GGUF file in the folder or repository
-            `text`. Its weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with one entry for each part:
-            `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`. A `quantization_config` is for the text
-            model: blocks, connector and vision tower stay in high precision, on the device of the text model.
+        cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
+            `dict` leaves out follow the decoder's.
+        image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type,
+            connector_hidden_act, connector_bias, vision_feature_select_strategy, perceiver_config: fields of
+            [`XAttnConfig`]. load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`,
+            `revision`, `trust_remote_code`, ... Only allowed if there is a checkpoint to load. `gguf_file` is the name
+            of a GGUF file in the folder or repository `text`. Its weights are unpacked, in float32 unless `dtype` says
+            otherwise. `attn_implementation` may be a `dict` with one entry for each part: `{"text_config": ...,
+            "vision_config": ..., "cross_attention_config": ...}`. A `quantization_config` is for the text model:
+            blocks, connector and vision tower stay in high precision, on the device of the text model.
 
     Raises:
         ImportError: for a GGUF file, where transformers needs the package `gguf` and does not find it.
         TypeError: for an unknown keyword, or if `text` or `vision` is neither a model nor a checkpoint.
-        ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a decoder or already has blocks, a wrong layer, or
-            contradictory options. If the configuration is enough to find the error, it is raised before weights are loaded.
+        ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a
+            decoder or already has blocks, a wrong layer, or contradictory options. If the configuration is enough to
+            find the error, it is raised before weights are loaded.
     """
     _refuse_fields(load_kwargs)
     check_load_kwargs(retrofit, load_kwargs, text, vision)
@@ -93,8 +96,8 @@ def retrofit(
     if isinstance(text, PreTrainedModel):
         if "quantization_config" in load_kwargs:
             raise ValueError(
-                "`quantization_config` quantizes the text model, but `text` is loaded already. Pass `quantization_config` to its "
-                "`from_pretrained`, or pass its folder to `retrofit`."
+                "`quantization_config` quantizes the text model, but `text` is loaded already. Pass "
+                "`quantization_config` to its `from_pretrained`, or pass its folder to `retrofit`."
             )
         text = text_half(text)
     text_config = text_config_of(text, load_kwargs)
@@ -112,7 +115,8 @@ def retrofit(
         cross_attention = complete_cross_attention_config(cross_attention, text_config)
     if not cross_attention.starts_at_identity:
         logger.warning(
-            "`cross_attention` starts with a non-zero gate and non-zero projections, so the logits of the fresh model differ from its base."
+            "`cross_attention` starts with a non-zero gate and non-zero projections, so the logits of the fresh model "
+            "differ from its base."
         )
     options: dict[str, Any] = {
         "cross_attention_config": cross_attention,

@@ -1,17 +1,14 @@
 """The loss is the mean over the labels that count, in `forward` and through `Trainer`."""
 
-import logging
-
 import pytest
 import torch
 from marked_models import MARKER
-from tiny_models import VOCAB_SIZE, make_model, make_text, pixels, token_ids
+from tiny_models import VOCAB_SIZE, make_model, pixels, token_ids
 from torch.nn.functional import cross_entropy
 from training_runs import arguments
-from transformers import Trainer
+from transformers import Trainer, default_data_collator
 
 from hf_xattn import freeze_base
-from hf_xattn.learning import loss as room
 
 
 class Marked(torch.utils.data.Dataset):
@@ -49,12 +46,21 @@ def mean_by_hand(model, data, rows):
     return torch.cat(losses).mean()
 
 
-def train(model, data, folder, **options):
+def masking(model):
+    """A collator of one's own, as the error of `forward` advises."""
+
+    def collate(rows):
+        batch = default_data_collator(rows)
+        return batch | {"labels": model.mask_labels(batch["labels"])}
+
+    return collate
+
+
+def train(model, data, folder, collate=None, **options):
     options = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4, "max_steps": 1} | options
     options |= {"learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    trainer = Trainer(
-        model, arguments(folder, train_sampling_strategy="sequential", **options), train_dataset=data, eval_dataset=data
-    )
+    given = arguments(folder, train_sampling_strategy="sequential", **options)
+    trainer = Trainer(model, given, collate, train_dataset=data, eval_dataset=data)
     trainer.train()
     return trainer, next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
 
@@ -70,7 +76,7 @@ def test_gradient_accumulation(tmp_path, steps, smoothing):
 
     model = freeze_base(make_model(image_token_id=MARKER))
     options = {"gradient_accumulation_steps": steps, "label_smoothing_factor": smoothing}
-    trainer, found = train(model, data, tmp_path, **options)
+    trainer, found = train(model, data, tmp_path, masking(model), **options)
     assert found == pytest.approx(expected.item(), abs=1e-4)
     for (name, weight), start in zip(model.named_parameters(), twin.parameters()):
         moved = 0.0 if start.grad is None else 0.1 * start.grad
@@ -80,14 +86,16 @@ def test_gradient_accumulation(tmp_path, steps, smoothing):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_other_models_are_left_alone(tmp_path):
-    """A text model whose id for a marker is a word like any other."""
-    data, model = Marked(with_images=False), make_text()
-    Trainer(make_model(image_token_id=MARKER), arguments(tmp_path))
-    labels = data.batch(0)["labels"]
-    expected = model(data.batch(0)["input_ids"], labels=labels).loss.item()
-    _, found = train(model, data, tmp_path)
-    assert found == pytest.approx(expected, abs=1e-4) and (labels == MARKER).any()
+def test_markers_that_trainer_counts(tmp_path):
+    """A collator that leaves markers in the labels: a loss that is too small without a word, in training or evaluation."""
+    data, model = Marked(), freeze_base(make_model(image_token_id=MARKER))
+    expected = mean_by_hand(model, data, [0]).item()
+    trainer, found = train(model, data, tmp_path)
+    assert found == pytest.approx(expected, abs=1e-4)
+    expected = mean_by_hand(model.eval(), data, range(4)).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(ValueError, match=r"in the collator.*`labels = model.mask_labels\(labels\)`"):
+        train(model, data, tmp_path, gradient_accumulation_steps=2)
 
 
 def test_labels_of_the_data_set_are_not_changed(tmp_path):
@@ -136,10 +144,13 @@ def test_every_argument_of_the_loss(options):
         ({"labels": labels, "shift_labels": other}, other),
         ({"shift_labels": other}, other),
     ):
-        for items in (None, 40, torch.tensor(40), torch.tensor([40.0])):
-            more = {} if items is None else {"num_items_in_batch": items}
-            found = model(ids, pixel_values=pixels(), **given, **more).loss
+        assert torch.allclose(model(ids, pixel_values=pixels(), **given).loss, expected(used), atol=1e-5)
+        masked = {name: model.mask_labels(value) for name, value in given.items()}
+        for items in (40, torch.tensor(40), torch.tensor([40.0])):
+            found = model(ids, pixel_values=pixels(), **masked, num_items_in_batch=items).loss
             assert torch.allclose(found, expected(used, items), atol=1e-5)
+            with pytest.raises(ValueError, match="Expected `labels` with -100 in place of image markers"):
+                model(ids, pixel_values=pixels(), **given, num_items_in_batch=items)
         # Counted as `Trainer` counts, with the markers.
         items = used.ne(-100).sum()
         found = model(ids, pixel_values=pixels(), **given, num_items_in_batch=items).loss
@@ -187,15 +198,24 @@ def test_balancing_loss_of_experts_stays():
     assert torch.allclose(outputs.loss, plain + 0.001 * outputs.aux_loss, atol=1e-6) and outputs.aux_loss > 0
 
 
-def test_a_count_with_markers_is_told(caplog, monkeypatch):
-    """A training loop that counts markers of several micro-batches: its loss is too small, which no micro-batch can tell."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    room.logger.warning_once.cache_clear()
+def test_compiled_losses_refuse_markers_too():
+    """Compiled code, which cannot raise by itself: a loss that is too small."""
     model, data = make_model(image_token_id=MARKER), Marked()
-    items = data.labels[:2, 1:].ne(-100).sum()
-    masked = data.batch(0) | {"labels": model.mask_labels(data.batch(0)["labels"])}
-    model(**masked, num_items_in_batch=items)
-    model(**data.batch(0), num_items_in_batch=data.batch(0)["labels"][:, 1:].ne(-100).sum())
-    assert "num_items_in_batch" not in caplog.text
-    model(**data.batch(0), num_items_in_batch=items)
-    assert "`labels = model.mask_labels(labels)`" in caplog.text
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    batch = data.batch(0) | {"use_cache": False}
+    own = batch["labels"][:, 1:].ne(-100).sum()
+    expected = model(**batch).loss
+    assert torch.allclose(compiled(**batch, num_items_in_batch=own).loss, expected, atol=1e-5)
+    with pytest.raises(RuntimeError, match="in place of image markers"):
+        compiled(**batch, num_items_in_batch=own + 3)
+
+
+def test_processes_count_together(monkeypatch):
+    """The average number of labels of several processes, which happens to be the number of this one's, markers included."""
+    monkeypatch.setattr("hf_xattn.learning.loss.is_distributed", lambda: True)
+    model, batch = make_model(image_token_id=MARKER), Marked().batch(0)
+    items = batch["labels"][:, 1:].ne(-100).sum()
+    with pytest.raises(ValueError, match="several batches or processes"):
+        model(**batch, num_items_in_batch=items)
+    masked = batch | {"labels": model.mask_labels(batch["labels"])}
+    assert model(**masked, num_items_in_batch=items).loss < model(**masked).loss

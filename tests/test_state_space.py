@@ -9,7 +9,7 @@ import torch
 from marked_models import close, generate, state_space
 from tiny_architectures import tiny_config
 from tiny_decoders import CONTEXT_SIZE, SERVED, make_tiny, retrofitted
-from tiny_models import make_model, pixels, randomize, strengthen, token_ids
+from tiny_models import make_model, needs_part, pixels, randomize, strengthen, token_ids
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
 from hf_xattn.cache.image_cache import combine_images, select_images
@@ -19,7 +19,12 @@ from hf_xattn.utils.architectures import architecture
 from hf_xattn.utils.transformers_api import has
 
 
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "mamba2"])
+ONE_BY_ONE = needs_part("prefill_chunk_size")  # after cached text
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("mamba", marks=ONE_BY_ONE), pytest.param("falcon_mamba", marks=ONE_BY_ONE), "mamba2"]
+)
 def test_state_space_decoders_with_a_callers_cache(name):
     """A cache whose layers do not know how much text there was."""
     model, ids, images = state_space(name), token_ids(2, 6), pixels()

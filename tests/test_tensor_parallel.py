@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkout import HELPERS
 from gradient_checks import without_dropout
-from tiny_models import make_text, pixels, randomize, vision_config
+from tiny_models import make_text, needs_part, pixels, randomize, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
@@ -16,6 +16,7 @@ from hf_xattn import CrossAttentionConfig, retrofit
 from hf_xattn.learning.tensor_parallel import block_plan
 
 
+pytestmark = needs_part("_resolve_parallel_plans")
 RANKS = HELPERS / "tensor_parallel_ranks.py"
 CASES = {
     "split": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True, "attention_bias": True},

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
-from hf_xattn.training.row_checks import ROLES
 from hf_xattn.training.training_data import FORMS, read_folder
+from hf_xattn.training.training_rows import ROLES
 from hf_xattn.training.training_run import OPTIONS_FILE
 
 

@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 import hf_xattn
+from hf_xattn import XAttnForConditionalGeneration
 from hf_xattn.utils import transformers_api
 from hf_xattn.utils.transformers_api import END, OLDEST, PRIVATE, warn_of_version
 
@@ -111,6 +112,13 @@ def test_import_warns_once():
         "assert sum('hf_xattn supports transformers' in str(w.message) for w in told) == 1, told"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_splitting_over_ranks_is_refused_in_an_old_version(monkeypatch, tmp_path):
+    """Blocks that no rank splits, so that every rank adds their whole output."""
+    monkeypatch.setattr(transformers_api.transformers, "__version__", "5.22.2")
+    with pytest.raises(ValueError, match="`tp_plan` needs transformers 5.23.0 or newer, got 5.22.2"):
+        XAttnForConditionalGeneration.from_pretrained(tmp_path, tp_plan="auto")
 
 
 def test_parts_without_declarations():

@@ -1,12 +1,13 @@
 """The cross-attention half of an `EncoderDecoderCache`: keys and values of images, projected once.
 
-A row of this cache is an image row, not a text row. Beams, return sequences and many questions about one image share an image row,
-and attention folds them into one query axis. The length of this cache is the number of image tokens. It depends neither on the length
-of the text nor on a sliding window of the decoder.
+A row of this cache is an image row, not a text row. Beams, return sequences and many questions about one image share
+an image row, and attention folds them into one query axis. The length of this cache is the number of image tokens. It
+depends neither on the length of the text nor on a sliding window of the decoder.
 
-The cache holds keys and values for all blocks and their layout, or nothing. Only [`CrossCache.fill`] adds images, for all blocks at
-once. Tensors are replaced and never written into, so several caches can share the keys and values of an image. Keys and values are in
-the dtype that the model computed them in, or in int8 with scales (see `cache/int8_cache.py`).
+The cache holds keys and values for all blocks and their layout, or nothing. Only [`CrossCache.fill`] adds images, for
+all blocks at once. Tensors are replaced and never written into, so several caches can share the keys and values of an
+image. Keys and values are in the dtype that the model computed them in, or in int8 with scales (see
+`cache/int8_cache.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class CrossAttentionLayer(DynamicLayer):
     """Keys and values of one block.
 
     Attributes:
-        keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With `quiet_softmax` the null
-            key is in front of the image tokens. In an int8 cache the steps of [`Int8States`].
+        keys, values (`torch.Tensor`): `(image rows, num_key_value_heads, num_image_tokens, head_dim)`. With
+            `quiet_softmax` the null key is in front of the image tokens. In an int8 cache the steps of [`Int8States`].
         key_scales, value_scales (`torch.FloatTensor`, *optional*): the scales of an int8 cache.
         dtype (`torch.dtype`): of the keys and values that attention gets.
         device (`torch.device`): where the block runs.
@@ -103,19 +104,22 @@ class CrossCache(DynamicCache):
     """Images of a batch, for all blocks.
 
     Args:
-        cache_dtype (`str`, *optional*): `"int8"` for keys and values that are kept in int8; None for the dtype that the model computes in.
+        cache_dtype (`str`, *optional*): `"int8"` for keys and values that are kept in int8; None for the dtype that
+            the model computes in.
 
     Attributes:
         layers (`list[CrossAttentionLayer]`): one for each block; empty if there are no images.
         layout ([`ImageLayout`], *optional*): describes the image tokens; None if there are no images.
-        made_by (`str`, *optional*): identity of the model and the weights that encoded the images, see `checkpoints/model_identity.py`.
-        read_by (`str`, *optional*): mark of the set of blocks that the images and the text belong to, see `checkpoints/block_sets.py`.
+        made_by (`str`, *optional*): identity of the model and the weights that encoded the images, see
+            `checkpoints/model_identity.py`.
+        read_by (`str`, *optional*): mark of the set of blocks that the images and the text belong to, see
+            `checkpoints/block_sets.py`.
     """
 
     def __init__(self, cache_dtype: str | None = None):
         super().__init__()
         self._dtype_of_first = cache_dtype
-        self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # transformers lists every kind of layer
+        self.layers: list[CrossAttentionLayer] = []  # type: ignore[assignment]  # of any kind there
         self.layout: ImageLayout | None = None
         self._maker: Note[str | None] = Note(None)
         self._reader: Note[str | None] = Note(None)
@@ -156,7 +160,8 @@ class CrossCache(DynamicCache):
 
         Args:
             layout ([`ImageLayout`]): of the new images.
-            keys_values (`list[tuple]`): one tuple for each block, in order: keys and values of all images, cached ones first.
+            keys_values (`list[tuple]`): one tuple for each block, in order: keys and values of all images, cached ones
+                first.
             made_by (`str`, *optional*): identity of the model and the weights.
         """
         layers = [CrossAttentionLayer(key, value) for key, value in keys_values]
@@ -221,7 +226,8 @@ class CrossCache(DynamicCache):
 
 def _needs_text_rows(method: str) -> RuntimeError:
     return RuntimeError(
-        f"The image half of a cache does not know which text row looks at which image row. Call `{method}` of the whole cache."
+        f"The image half of a cache does not know which text row looks at which image row. Call `{method}` of the "
+        "whole cache."
     )
 
 
@@ -246,8 +252,8 @@ def check_fits(cache: CrossCache, num_blocks: int, num_key_value_heads: int, hea
     _, heads, _, width = cache.layers[0].keys.shape
     if heads != num_key_value_heads or width != head_dim:
         raise ValueError(
-            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `past_key_values`, got {heads} of width {width}. "
-            "Another model encoded the images."
+            f"Expected {num_key_value_heads} K/V heads of width {head_dim} in `past_key_values`, got {heads} of width "
+            f"{width}. Another model encoded the images."
         )
 
 

@@ -1,14 +1,14 @@
 """Finds the images of a call that a cache already holds, by their content.
 
-A chat client passes all images again in every turn. Cached images must not be encoded twice, and a new image must not be mistaken for a
-cached one. Images are compared row by row, in their order, without padding images:
+A chat client passes all images again in every turn. Cached images must not be encoded twice, and a new image must not
+be mistaken for a cached one. Images are compared row by row, in their order, without padding images:
 
-- In every row, the images start with all cached images: these are known. The images after them are new, even if one of them has the same
-  content as a cached one.
+- In every row, the images start with all cached images: these are known. The images after them are new, even if one of
+  them has the same content as a cached one.
 - No image is among the cached images of its row: all images are new.
 - Anything else is an error, with the numbers in its message.
-- A padding image comes again if its content is the same, and `image_mask` names it again. It never becomes a real image: the same content
-  as a real image is a new one.
+- A padding image comes again if its content is the same, and `image_mask` names it again. It never becomes a real
+  image: the same content as a real image is a new one.
 
 Features without an image axis, `(batch, num_image_tokens, context_size)`, count as one image.
 """
@@ -28,7 +28,8 @@ class Digests:
     """One number for each image (pixels, or what the tower made of them) or each token (features), from [`digest`].
 
     Attributes:
-        of (`str`): name of the argument with the images, `"pixel_values"`, `"vision_features"` or `"cross_attention_states"`.
+        of (`str`): name of the argument with the images, `"pixel_values"`, `"vision_features"` or
+            `"cross_attention_states"`.
         dtype (`torch.dtype`): dtype of the content. Contents of different dtypes cannot be compared.
         values (`torch.LongTensor`): `(R, count)`.
         real (`torch.BoolTensor`, *optional*): `(R, count)`, False = padding.
@@ -81,9 +82,10 @@ class Known(NamedTuple):
 def digest(images: torch.Tensor) -> torch.Tensor:
     """Computes one number for each image.
 
-    The number is a sum over 64-bit words, modulo 2^64. Such a sum is exact in any order, so equal images have equal digests in
-    every batch. Different images have equal digests with a chance of about 2^-60. Each word is multiplied by a different odd
-    number, between two shifts that mix its high bits into the low ones. Otherwise two flipped signs could cancel.
+    The number is a sum over 64-bit words, modulo 2^64. Such a sum is exact in any order, so equal images have equal
+    digests in every batch. Different images have equal digests with a chance of about 2^-60. Each word is multiplied
+    by a different odd number, between two shifts that mix its high bits into the low ones. Otherwise two flipped signs
+    could cancel.
 
     Args:
         images (`torch.Tensor`): `(R, num_images, ...)`, pixels or features.
@@ -131,8 +133,8 @@ def digests_of(
         compute_dtype (`torch.dtype`): the dtype in which the model computes. Images that are equal in this dtype are
             equal.
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding.
-        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. The same tiles in another arrangement are another
-            image.
+        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. The same tiles in another arrangement are
+            another image.
     """
     dtype = images.dtype if images.dtype.itemsize < compute_dtype.itemsize else compute_dtype
     images = images.to(compute_dtype)
@@ -148,7 +150,9 @@ def digests_of(
 
 
 def same_padding(cached: tuple[Digests, ...] | None, given: Digests) -> torch.Tensor:
-    """Which of the first given images have the content of a cached padding image at the same place, `(R, images that were compared)`."""
+    """Which of the first given images have the content of a cached padding image at the same place, `(R, images that
+    were compared)`.
+    """
     known = next((digests for digests in cached or () if digests.of == given.of), given)
     parts = [tensor.split(known.sizes, dim=1) for tensor in (known.values, known.real_or_all())]
     same = [given.values.new_zeros(given.values.shape[0], 0, dtype=torch.bool)]
@@ -171,9 +175,9 @@ def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Kno
     """
     if cached is None or given is None:
         raise ValueError(
-            "`past_key_values` holds images whose content was not recorded (they were cached in training, or combined from "
-            "caches of different kinds), so the new images cannot be compared with them. Start from an empty cache, or from a "
-            "cache of `encode_images`."
+            "`past_key_values` holds images whose content was not recorded (they were cached in training, or combined "
+            "from caches of different kinds), so the new images cannot be compared with them. Start from an empty "
+            "cache, or from a cache of `encode_images`."
         )
     known = next((digests for digests in cached if digests.of == given.of), None)
     nothing = Known([0] * given.values.shape[0], False)
@@ -181,8 +185,8 @@ def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Kno
         return nothing
     if known.dtype != given.dtype:
         raise ValueError(
-            f"Expected `{given.of}` in {known.dtype}, the dtype of the images in `past_key_values`, got {given.dtype}. Images of "
-            "different dtypes cannot be compared."
+            f"Expected `{given.of}` in {known.dtype}, the dtype of the images in `past_key_values`, got {given.dtype}. "
+            "Images of different dtypes cannot be compared."
         )
     known_rows, given_rows = known.rows(), given.rows()
     if not any(len(row) for row in known_rows):
@@ -195,9 +199,9 @@ def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Kno
         again = again or sum(_is_part(block, given_row.tobytes()) for block in cached_blocks)
         if again:
             raise ValueError(
-                f"Expected `{given.of}` to hold all images of `past_key_values`, in their order, and then new ones, or only new "
-                f"images. Row {row}: {len(cached_blocks)} in the cache, got {len(given_blocks)}, of which {again} are cached. The order "
-                "differs, cached images are missing, or another row has only new images."
+                f"Expected `{given.of}` to hold all images of `past_key_values`, in their order, and then new ones, or "
+                f"only new images. Row {row}: {len(cached_blocks)} in the cache, got {len(given_blocks)}, of which "
+                f"{again} are cached. The order differs, cached images are missing, or another row has only new images."
             )
     return nothing
 

@@ -2,12 +2,14 @@
 
 `torch.export` exports a forward. transformers' exporters export the parts of the model that `generate` needs:
 
-    exported = DynamoExporter().export_for_generation(model, {"input_ids": ids, "pixel_values": pixels}, DynamoConfig(dynamic=True))
+    config = DynamoConfig(dynamic=True)
+    exported = DynamoExporter().export_for_generation(model, {"input_ids": ids, "pixel_values": pixels}, config)
     step = exported.runners["decode"](input_ids=ids, position_ids=positions, past_key_values=cache)
 
-`cache` is what a forward or `generate` returns, or `image_cache.fork(DynamicCache(config=model.config.text_config))`. Its images must have
-the sizes of the exported example. Pass `step.past_key_values` to the next call. This cache has lost the values that no graph reads: its
-text cannot be cropped if markers or masks decide what the text sees, and it does not know which weights encoded its images.
+`cache` is what a forward or `generate` returns, or `image_cache.fork(DynamicCache(config=model.config.text_config))`.
+Its images must have the sizes of the exported example. Pass `step.past_key_values` to the next call. This cache has
+lost the values that no graph reads: its text cannot be cropped if markers or masks decide what the text sees, and it
+does not know which weights encoded its images.
 """
 
 from __future__ import annotations

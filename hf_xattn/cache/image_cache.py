@@ -1,7 +1,8 @@
 """Encoded images that can be reused, combined, split, saved to a file and loaded.
 
-In memory and in a file, encoded images carry the identity of the model and the weights that encoded them (see `checkpoints/model_identity.py`). Keys
-and values of another model, or of this model before further training, would be noise, so they are refused.
+In memory and in a file, encoded images carry the identity of the model and the weights that encoded them (see
+`checkpoints/model_identity.py`). Keys and values of another model, or of this model before further training, would be
+noise, so they are refused.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class _Model(Protocol):
 class ImageCache(XAttnCache):
     """Encoded images: an `EncoderDecoderCache` with an empty self-attention half.
 
-    `generate(past_key_values=image_cache)` uses a fork and does not change this object, so the images can be used again.
+    `generate(past_key_values=image_cache)` uses a fork and does not change this object, so the images can be used
+    again.
     """
 
     @property
@@ -95,7 +97,8 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
 
     Raises:
         TypeError: if `caches` is not a list of caches.
-        ValueError: if the list is empty, a cache holds no images, or the caches come from different models or differ in `cache_dtype`.
+        ValueError: if the list is empty, a cache holds no images, or the caches come from different models or differ
+            in `cache_dtype`.
     """
     if not isinstance(caches, Sequence):
         raise TypeError(f"Expected `caches` to be a list of image caches, got {type_name(caches)}.")
@@ -105,7 +108,8 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     shapes = {(len(cross.layers), *cross.layers[0].keys.shape[1::2]) for cross, _ in parts}
     if len(shapes) > 1:
         raise ValueError(
-            f"Expected `caches` of one model, got caches of different models: (blocks, K/V heads, head width) are {sorted(shapes)}."
+            "Expected `caches` of one model, got caches of different models: (blocks, K/V heads, head width) are "
+            f"{sorted(shapes)}."
         )
     makers = {cross.made_by for cross, _ in parts}
     if len(makers) > 1:
@@ -116,7 +120,8 @@ def combine_images(caches: Sequence[XAttnCache]) -> ImageCache:
     dtypes = {cross.cache_dtype for cross, _ in parts}
     if len(dtypes) > 1:
         raise ValueError(
-            f"Expected `caches` of one `cache_dtype`, got {sorted(map(str, dtypes))}. Encode the images again with the same `cache_dtype`."
+            f"Expected `caches` of one `cache_dtype`, got {sorted(map(str, dtypes))}. Encode the images again with the "
+            "same `cache_dtype`."
         )
     layout = _combine_layouts([layout for _, layout in parts], [cross.rows for cross, _ in parts])
     length = max(cross.layers[0].keys.shape[2] for cross, _ in parts)
@@ -137,13 +142,14 @@ def _check_whole(model: _Model) -> None:
     heads, held = model.config.cross_attention_config.num_key_value_heads, model.blocks[0].attn.num_key_value_heads
     if held != heads:
         raise ValueError(
-            f"Expected `model` to hold all {heads} K/V heads, got {held}: it is split over ranks (tensor parallelism), and a file of a "
-            "rank's heads fits no other number of ranks. Save and load image caches with a model that is not split."
+            f"Expected `model` to hold all {heads} K/V heads, got {held}: it is split over ranks (tensor parallelism), "
+            "and a file of a rank's heads fits no other number of ranks. Save and load image caches with a model that "
+            "is not split."
         )
     if is_split(model.blocks[0].attn.k_proj.weight):
         raise ValueError(
-            "Expected `model` to hold its whole weights, got weights that are sharded over ranks (FSDP), so it cannot be told which "
-            "weights a file belongs to. Save and load image caches with a model that is not sharded."
+            "Expected `model` to hold its whole weights, got weights that are sharded over ranks (FSDP), so it cannot "
+            "be told which weights a file belongs to. Save and load image caches with a model that is not sharded."
         )
 
 
@@ -158,7 +164,8 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     Raises:
         TypeError: if an argument is not a cache, a path or a model of this package.
         ValueError: if the cache holds no images, or if another model or other weights encoded them.
-        OSError: if the file cannot be written: its folder does not exist, or the disk is full. A file at `path` is then as it was.
+        OSError: if the file cannot be written: its folder does not exist, or the disk is full. A file at `path` is
+            then as it was.
     """
     cross, layout = _filled("cache", cache)
     check_path("path", path)
@@ -167,7 +174,8 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     identity = model.image_identity()
     if cross.made_by not in (None, identity):
         raise ValueError(
-            "Expected `cache` to be encoded by `model`, but another model or other weights encoded it. Encode the images again."
+            "Expected `cache` to be encoded by `model`, but another model or other weights encoded it. Encode the "
+            "images again."
         )
     tensors = {"images.token_mask": layout.token_mask, "images.image_mask": layout.image_mask}
     facts: dict[str, Any] = {"sizes": layout.sizes, "digests": None}
@@ -217,7 +225,8 @@ def load_image_cache(path: str | Path, model: _Model) -> ImageCache:
             metadata = file.metadata() or {}
             if metadata.get("format") not in (FORMAT, FORMAT_INT8):
                 raise ValueError(
-                    f"{path} is not an image cache: its format is {metadata.get('format')!r}, not {FORMAT!r} or {FORMAT_INT8!r}."
+                    f"{path} is not an image cache: its format is {metadata.get('format')!r}, not {FORMAT!r} or "
+                    f"{FORMAT_INT8!r}."
                 )
             identity = model.image_identity()
             if metadata.get("identity") != identity:

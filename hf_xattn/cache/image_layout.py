@@ -1,8 +1,8 @@
 """Describes the image tokens of a batch: the image of each token, padding, and digests of the content.
 
-A layout never changes, because caches and conversations share it. A conversation that adds or hides images gets a new layout. What the
-text has seen of the images is in `cache/text_progress.py`. The dataclass is not frozen, because transformers' exporters set attributes to move
-the tensors of a cache to the model's device.
+A layout never changes, because caches and conversations share it. A conversation that adds or hides images gets a new
+layout. What the text has seen of the images is in `cache/text_progress.py`. The dataclass is not frozen, because
+transformers' exporters set attributes to move the tensors of a cache to the model's device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .pytrees import Note, dataclass_node
 @dataclass_node
 @dataclass(eq=False)
 class ImageLayout:
-    """The images of `R` rows. A mask may have a multiple of `R` rows, if text rows that share an image row see different images.
+    """The images of `R` rows. A mask may have a multiple of `R` rows, if text rows that share an image row see
+    different images.
 
     Attributes:
         sizes (`tuple[int, ...]`): number of tokens of each image, including padding images.

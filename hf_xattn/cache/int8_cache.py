@@ -1,13 +1,14 @@
 """Keys and values of images in int8: about half the bytes of bfloat16, a quarter of float32's.
 
-Each image token has one scale for its key and one for its value in each K/V head: `states = steps * scale`, with steps from -127 to 127 and
-`scale = max |states| / 127`. So a token is rounded by itself. The rounding does not depend on the other tokens, rows or images, and images
-can be selected, combined and appended without rounding them again.
+Each image token has one scale for its key and one for its value in each K/V head: `states = steps * scale`, with steps
+from -127 to 127 and `scale = max |states| / 127`. So a token is rounded by itself. The rounding does not depend on the
+other tokens, rows or images, and images can be selected, combined and appended without rounding them again.
 
-- The scales are float32 in a model of any dtype. In float16 the scale of a small token would lose its digits or be zero, in bfloat16 it
-  would add an error as large as that of the steps. For heads of width 128 they take 3 % of the bytes.
-- A token that is zero is exactly zero again. A token with NaN or infinity becomes NaN as a whole: the steps have no such values, and finite
-  ones would hide the fault.
+- The scales are float32 in a model of any dtype. In float16 the scale of a small token would lose its digits or be
+  zero, in bfloat16 it would add an error as large as that of the steps. For heads of width 128 they take 3 % of the
+  bytes.
+- A token that is zero is exactly zero again. A token with NaN or infinity becomes NaN as a whole: the steps have no
+  such values, and finite ones would hide the fault.
 - It is for inference: rounding has no gradient.
 
 Letters as in `layers/attention.py`: R image rows, K K/V heads, N image tokens, D head width, Q folded queries.
@@ -34,7 +35,8 @@ BYTES_AT_ONCE = 2**22  # of a copy in the dtype of the product; it should stay i
 
 @dataclass(frozen=True, eq=False)
 class Int8States:
-    """Keys or values in int8. Reads like the tensor `(R, K, N, D)` that it stands for, where only whole tokens are taken.
+    """Keys or values in int8. Reads like the tensor `(R, K, N, D)` that it stands for, where only whole tokens are
+    taken.
 
     Attributes:
         steps (`torch.CharTensor`): `(R, K, N, D)`.
@@ -105,7 +107,8 @@ def check_no_gradient(cache_dtype: str | None) -> None:
     """Raises a `ValueError` if images in int8 are to be made while gradients are recorded."""
     if cache_dtype is not None and torch.is_grad_enabled():
         raise ValueError(
-            f'Expected no gradients to be recorded, because the images are kept with `cache_dtype="{cache_dtype}"`, which is for '
+            "Expected no gradients to be recorded, because the images are kept with "
+            f'`cache_dtype="{cache_dtype}"`, which is for '
             "inference only: rounding has no gradient. Call the model under `torch.no_grad()`."
         )
 
@@ -114,8 +117,10 @@ def check_not_training(cache_dtype: str | None) -> None:
     """Raises a `ValueError` for training on images in int8."""
     if cache_dtype is not None:
         raise ValueError(
-            f'The images in `past_key_values` are kept with `cache_dtype="{cache_dtype}"`, which is for inference only. To train on '
-            "encoded images, call `encode_images` without `cache_dtype`; otherwise call `model.eval()` or use `torch.no_grad()`."
+            f'The images in `past_key_values` are kept with `cache_dtype="{cache_dtype}"`, which is for inference '
+            "only. To train on "
+            "encoded images, call `encode_images` without `cache_dtype`; otherwise call `model.eval()` or use "
+            "`torch.no_grad()`."
         )
 
 
@@ -161,11 +166,12 @@ def concatenate(parts: Sequence[States], dim: int) -> States:
 
 
 def multiplies_few(query: torch.Tensor) -> bool:
-    """Whether [`attend`] takes queries `(R, K, Q, D)`, and needs less time and memory than keys and values that are dequantised first.
+    """Whether [`attend`] takes queries `(R, K, Q, D)`, and needs less time and memory than keys and values that are
+    dequantised first.
 
-    With more queries, the products take longer than the conversion (seen at a head width of 128), and the scores more memory than
-    dequantised keys and values. With gradients, its buffer would be overwritten before the backward pass. Compiled code gets tensors of
-    floats, because the number of parts would be a guard.
+    With more queries, the products take longer than the conversion (seen at a head width of 128), and the scores more
+    memory than dequantised keys and values. With gradients, its buffer would be overwritten before the backward pass.
+    Compiled code gets tensors of floats, because the number of parts would be a guard.
     """
     few = 2 * query.shape[2] <= query.shape[3]
     return few and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -181,9 +187,11 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries over keys and values in int8, without a copy of them in another dtype.
 
-    The scales are applied outside of the products: that of a key to its score, that of a value to its probability. The steps are cast to
-    the dtype of the product, which is exact, some tokens at a time in one buffer. In bfloat16 the product rounds the scores before the
-    softmax, which a fused kernel does not: the larger the scores, the more that adds to the error of int8.
+    The scales are applied outside of the products: that of a key to its score, that of a value to its probability. The
+    steps are cast to
+    the dtype of the product, which is exact, some tokens at a time in one buffer. In bfloat16 the product rounds the
+    scores before the softmax, which a fused kernel does not: the larger the scores, the more that adds to the error of
+    int8.
 
     Args:
         query (`torch.Tensor`): `(R, K, Q, D)`.
@@ -193,7 +201,8 @@ def attend(
         position_bias (`torch.Tensor`, *optional*): `(R, K, Q, N)`.
 
     Returns:
-        two `torch.Tensor`, as from transformers' attention interface: the output `(R, Q, K, D)` and the weights `(R, K, Q, N)`.
+        two `torch.Tensor`, as from transformers' attention interface: the output `(R, Q, K, D)` and the weights `(R,
+        K, Q, N)`.
     """
     dtype = _dtype_of_product(key.dtype, query.device)
     parts = _parts_of_tokens(key.shape, dtype)

@@ -29,8 +29,8 @@ class PackedText(NamedTuple):
 
 
 def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch.Tensor, markers: torch.Tensor) -> None:
-    """Raises a `ValueError` if a packed row has not one marker for each image: images would go to the wrong sample. Compiled code ends
-    in a `RuntimeError`.
+    """Raises a `ValueError` if a packed row has not one marker for each image: images would go to the wrong sample.
+    Compiled code ends in a `RuntimeError`.
 
     Args:
         config ([`XAttnConfig`]): the model's.
@@ -45,8 +45,9 @@ def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch
         torch._assert_async(~differ.any(), said)
     elif bool(differ.any()):
         raise ValueError(
-            f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image of packed rows, because a marker "
-            f"tells the sample of its image: {images.tolist()} images a row, got {markers.tolist()} markers."
+            f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image of packed rows, "
+            f"because a marker tells the sample of its image: {images.tolist()} images a row, got {markers.tolist()} "
+            "markers."
         )
 
 
@@ -59,8 +60,8 @@ def images_of_samples(
         order (`torch.LongTensor`): `(B or 1, num_images)`, number of each image in its row from 1; 0 = padding.
         counted (`torch.BoolTensor`): `(B, T)`, the markers.
         seen (`torch.LongTensor`): `(B, T)`, number of markers up to and including each token.
-        starts (`torch.BoolTensor`): `(B, T)`, True at the first token of each sample. In a row of one sample all images belong to
-            it, also without markers.
+        starts (`torch.BoolTensor`): `(B, T)`, True at the first token of each sample. In a row of one sample all
+            images belong to it, also without markers.
 
     Returns:
         `torch.BoolTensor`: `(B, T, num_images)`.

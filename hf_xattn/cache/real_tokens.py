@@ -1,9 +1,9 @@
 """Which image tokens of a padded batch are real, read on the host: what is padding then costs nothing.
 
-Rows with fewer images than the widest, and images with fewer tiles than others, are padded, and masks tell where. The shapes of the work
-that is left depend on values of these masks. A GPU waits once for them, where images come in; a layout remembers the answer, so no decode
-step waits. Compiled, exported and captured code has no values to read: there, everything here answers None, and the padding is computed
-and masked.
+Rows with fewer images than the widest, and images with fewer tiles than others, are padded, and masks tell where. The
+shapes of the work that is left depend on values of these masks. A GPU waits once for them, where images come in; a
+layout remembers the answer, so no decode step waits. Compiled, exported and captured code has no values to read:
+there, everything here answers None, and the padding is computed and masked.
 
 Letters: R image rows, N image tokens of a row, M real image tokens of all rows.
 """
@@ -35,7 +35,9 @@ class RealTokens(NamedTuple):
         return states[rows, columns][None]
 
     def spread(self, states: torch.Tensor, null_token: bool) -> torch.Tensor:
-        """`(1, M, heads, width)` to a contiguous `(R, heads, N, width)`. Padding is zeros, and so is the null token in front, if wanted."""
+        """`(1, M, heads, width)` to a contiguous `(R, heads, N, width)`. Padding is zeros, and so is the null token in
+        front, if wanted.
+        """
         (rows, columns), (num_rows, num_tokens) = self.places.to(states.device), self.shape
         _, _, heads, width = states.shape
         padded = states.new_zeros(num_rows, heads, num_tokens + null_token, width)
@@ -50,7 +52,8 @@ class RowSpans(NamedTuple):
     """Which tokens of each image row are real.
 
     Attributes:
-        spans (`tuple`): for each row, the first token and the end of each run of real tokens; empty for a row without any.
+        spans (`tuple`): for each row, the first token and the end of each run of real tokens; empty for a row without
+            any.
         shared (`tuple[bool, ...]`): whether all text rows that look at the row have the same padding.
     """
 

@@ -1,13 +1,15 @@
 """What the text has seen of the images.
 
-Later text needs three things from earlier calls: the number of image markers, the row of a caller's mask that still applies, and the rows
-of a caller's mask for text that has not come yet. All three belong to text rows, so they follow beams, selection and repetition. A
-progress never changes: a call makes a new one, and the cache stores it when the call has succeeded.
+Later text needs three things from earlier calls: the number of image markers, the row of a caller's mask that still
+applies, and the rows of a caller's mask for text that has not come yet. All three belong to text rows, so they follow
+beams, selection and repetition. A progress never changes: a call makes a new one, and the cache stores it when the
+call has succeeded.
 
-Text can be cropped (rejected candidates of assisted decoding, a turn that is undone). The history then gives the progress at any earlier
-position.
+Text can be cropped (rejected candidates of assisted decoding, a turn that is undone). The history then gives the
+progress at any earlier position.
 
-No dataclass here is frozen, because transformers' exporters set attributes to move the tensors of a cache to the model's device.
+No dataclass here is frozen, because transformers' exporters set attributes to move the tensors of a cache to the
+model's device.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class MarkerCounts:
     """Image markers of the text so far.
 
     Attributes:
-        state (`torch.LongTensor`): `(B, 3)`: number of counted markers, number of those before the latest run of markers, and
-            whether the text ends with a counted marker.
+        state (`torch.LongTensor`): `(B, 3)`: number of counted markers, number of those before the latest run of
+            markers, and whether the text ends with a counted marker.
     """
 
     state: torch.Tensor
@@ -50,8 +52,8 @@ class MarkerCounts:
             total (`torch.LongTensor`, *optional*): `(B or 1, 1)`, number of images; None if every marker has an image.
 
         Returns:
-            three tensors `(B, T)`: the markers that count, the number of markers up to and including each token, and the number of
-            markers before the latest run of markers.
+            three tensors `(B, T)`: the markers that count, the number of markers up to and including each token, and
+            the number of markers before the latest run of markers.
         """
         counts = markers.cumsum(dim=-1) + self.state[:, :1]
         counted = markers
@@ -71,8 +73,10 @@ class CallersMask:
 
     Attributes:
         rows (`torch.BoolTensor`): `(rows, text_len, columns)`, where `rows` divides the batch.
-        first (`int`): index of the image token in the first column. Image tokens outside of the mask follow `image_visibility`.
-        over (`torch.BoolTensor`, *optional*): `(B,)`, for a row that applies to later text: whether a marker has ended it.
+        first (`int`): index of the image token in the first column. Image tokens outside of the mask follow
+            `image_visibility`.
+        over (`torch.BoolTensor`, *optional*): `(B,)`, for a row that applies to later text: whether a marker has ended
+            it.
     """
 
     rows: torch.Tensor
@@ -109,7 +113,9 @@ class CallersMask:
 
 
 class Segment(NamedTuple):
-    """Text of one call: start, end, number of image tokens at that time, and the caller's mask for the first text tokens."""
+    """Text of one call: start, end, number of image tokens at that time, and the caller's mask for the first text
+    tokens.
+    """
 
     start: int
     stop: int
@@ -159,7 +165,7 @@ class History(Unexported):
         return History(counted, segments, segment.stop)
 
     def until(self, length: int) -> History:
-        """Returns the history of the first `length` tokens. If it is shorter, text without markers and masks is added."""
+        """Returns the history of the first `length` tokens. A shorter history gets text without markers and masks."""
         if length >= self.length:
             counted = self.counted
             if counted is not None:
@@ -209,7 +215,8 @@ class TextProgress:
         counts ([`MarkerCounts`], *optional*): None if no call has looked for markers.
         held ([`CallersMask`], *optional*): the last row of a caller's mask. It applies until the next marker.
         coming ([`CallersMask`], *optional*): rows of a caller's mask for later text, from `generate`.
-        history ([`History`], *optional*): None if the text cannot be cropped; lost if an exported program has continued the text.
+        history ([`History`], *optional*): None if the text cannot be cropped; lost if an exported program has
+            continued the text.
     """
 
     counts: MarkerCounts | None = None
@@ -276,7 +283,9 @@ class TextProgress:
 
 
 def _take_shared(tensor: torch.Tensor, indices: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Selects the text rows `indices` from a tensor whose rows are shared by text rows. Returns the same tensor if nothing moves."""
+    """Selects the text rows `indices` from a tensor whose rows are shared by text rows. Returns the same tensor if
+    nothing moves.
+    """
     rows = tensor.shape[0]
     wanted = indices.to(tensor.device) // (batch_size // rows)
     count = wanted.shape[0]

@@ -1,7 +1,7 @@
 """Decides which image tokens each text token may see.
 
-The image axis has no causal order: a text token sees all tokens of an image or none, unless a caller's mask says otherwise. The decision
-needs padding (`cache/image_layout.py`), the image markers in the text, and the caller's mask.
+The image axis has no causal order: a text token sees all tokens of an image or none, unless a caller's mask says
+otherwise. The decision needs padding (`cache/image_layout.py`), the image markers in the text, and the caller's mask.
 
             image 1   image 2            "previous"            "latest"
     text    a a a     b b b              a a a  b b b          a a a  b b b
@@ -11,11 +11,11 @@ needs padding (`cache/image_layout.py`), the image markers in the text, and the 
     <image>                              x x x  x x x          . . .  x x x
     dog                                  x x x  x x x          . . .  x x x
 
-For the text and the images that a caller's mask covers, only the mask decides. Text after the mask sees what its last row allows, until
-the next image marker.
+For the text and the images that a caller's mask covers, only the mask decides. Text after the mask sees what its last
+row allows, until the next image marker.
 
-Letters: B text rows, T text tokens, N image tokens. [`look`] changes nothing. It returns what the text sees and the new progress, which
-the cache stores when the forward has succeeded.
+Letters: B text rows, T text tokens, N image tokens. [`look`] changes nothing. It returns what the text sees and the
+new progress, which the cache stores when the forward has succeeded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class View(NamedTuple):
     """What the text of a call sees, and the progress after the call.
 
     Attributes:
-        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, where `rows` divides B; None if the text sees everything.
+        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, where `rows` divides B; None if the text sees
+            everything.
         progress ([`TextProgress`]): progress after this text.
     """
 
@@ -57,11 +58,12 @@ def look(
         rule (`str`): `image_visibility`: `"all"`, `"previous"`, `"latest"` or `"latest_group"`.
         layout ([`ImageLayout`]): the images.
         progress ([`TextProgress`]): progress before this text.
-        markers (`torch.BoolTensor`, *optional*): `(B, T)`, True where the text holds an image marker. `"all"` does not use it, except
-            for packed rows.
+        markers (`torch.BoolTensor`, *optional*): `(B, T)`, True where the text holds an image marker. `"all"` does not
+            use it, except for packed rows.
         mask ([`CallersMask`], *optional*): the caller's decision for this text or its first part, and for later text.
         batch_size, text_len (`int`): B and T.
-        samples (`torch.BoolTensor`, *optional*): `(B, T)`, True where a sample of a packed row starts; None if no row is packed.
+        samples (`torch.BoolTensor`, *optional*): `(B, T)`, True where a sample of a packed row starts; None if no row
+            is packed.
     """
     if mask is None:
         mask = progress.coming
@@ -110,7 +112,9 @@ def _by_mask(
     batch_size: int,
     text_len: int,
 ) -> tuple[torch.Tensor | None, CallersMask | None]:
-    """Replaces what the rule allows by the caller's mask. Returns the result, and the mask row that applies to later text."""
+    """Replaces what the rule allows by the caller's mask. Returns the result, and the mask row that applies to later
+    text.
+    """
     held = progress.held
     first = 0
     parts = []
@@ -185,8 +189,8 @@ def visible_images(
 ) -> torch.Tensor:
     """Decides which images each text token sees, from the number of image markers up to and including the token.
 
-    As in Flamingo (Alayrac et al., 2022, section 2.3), a marker sees its own image. Extra markers, for example generated ones, are
-    ignored.
+    As in Flamingo (Alayrac et al., 2022, section 2.3), a marker sees its own image. Extra markers, for example
+    generated ones, are ignored.
 
     Args:
         order (`torch.LongTensor`): `(B or 1, num_images)`, from [`image_order`].

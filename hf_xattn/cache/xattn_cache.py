@@ -1,8 +1,9 @@
 """The cache of a conversation: text in one half, images in the other half.
 
-The cache is transformers' `EncoderDecoderCache` with three additions, because text rows and image rows differ. It knows the number of
-text rows. It keeps what the text has seen of the images (`cache/text_progress.py`). If text rows are reordered or selected, their images
-follow. A call that fails leaves the cache as it was, or marks it as broken ([`whole_or_not_at_all`]).
+The cache is transformers' `EncoderDecoderCache` with three additions, because text rows and image rows differ. It
+knows the number of text rows. It keeps what the text has seen of the images (`cache/text_progress.py`). If text rows
+are reordered or selected, their images follow. A call that fails leaves the cache as it was, or marks it as broken
+([`whole_or_not_at_all`]).
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class XAttnCache(EncoderDecoderCache):
     Attributes:
         progress ([`TextProgress`]): what the text has seen of the images.
         text_rows (`int`, *optional*): batch of the cached text; None if there is no text yet.
-        text_length (`torch.LongTensor`, *optional*): number of cached text tokens, for decoders whose cache does not know it.
-        text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many of them are padding; with `position_bias` only.
+        text_length (`torch.LongTensor`, *optional*): number of cached text tokens, for decoders whose cache does not
+            know it.
+        text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many of them are padding; with
+            `position_bias` only.
         broken (`bool`): whether a call has failed whose text cannot be removed. No other call may use the text half.
     """
 
@@ -64,9 +67,11 @@ class XAttnCache(EncoderDecoderCache):
 
     @classmethod
     def adopt(cls, cache: EncoderDecoderCache) -> XAttnCache:
-        """Turns a caller's `EncoderDecoderCache` into an [`XAttnCache`], in place, because the caller passes the same object again.
+        """Turns a caller's `EncoderDecoderCache` into an [`XAttnCache`], in place, because the caller passes the same
+        object again.
 
-        The cross half becomes a [`CrossCache`]. The caller's would follow beams, or have the length of the text or of a sliding window.
+        The cross half becomes a [`CrossCache`]. The caller's would follow beams, or have the length of the text or of
+        a sliding window.
 
         Raises:
             TypeError: for anything but an `EncoderDecoderCache`.
@@ -81,8 +86,8 @@ class XAttnCache(EncoderDecoderCache):
             )
         if type(cache) is not EncoderDecoderCache:
             raise ValueError(
-                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}. Pass "
-                "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
+                f"Expected `past_key_values` to be an `EncoderDecoderCache`, got its subclass {type(cache).__name__}. "
+                "Pass `EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
         cross = cache.cross_attention_cache
         if not is_empty(cross):
@@ -110,14 +115,14 @@ class XAttnCache(EncoderDecoderCache):
         text_rows = self.text_rows
         if text_rows is not None and batch_size != text_rows:
             raise ValueError(
-                f"Expected text of batch {text_rows}, as in `past_key_values`, got {batch_size}. To continue with other rows, "
-                "call `batch_select_indices` or `batch_repeat_interleave` of the cache."
+                f"Expected text of batch {text_rows}, as in `past_key_values`, got {batch_size}. To continue with "
+                "other rows, call `batch_select_indices` or `batch_repeat_interleave` of the cache."
             )
         image_rows = self.cross_attention_cache.rows
         if image_rows and batch_size % image_rows:
             raise ValueError(
-                f"Expected a text batch that is a multiple of {image_rows}, the number of image rows in `past_key_values`, "
-                f"got {batch_size}."
+                f"Expected a text batch that is a multiple of {image_rows}, the number of image rows in "
+                f"`past_key_values`, got {batch_size}."
             )
 
     @property
@@ -126,7 +131,9 @@ class XAttnCache(EncoderDecoderCache):
         return bool(getattr(self.self_attention_cache, "offloading", False))
 
     def is_stateful(self) -> bool:
-        """Whether the text half holds only states, as for state-space decoders. Such a cache does not know the length of the text."""
+        """Whether the text half holds only states, as for state-space decoders. Such a cache does not know the length
+        of the text.
+        """
         layers = self.self_attention_cache.layers
         return bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
@@ -136,9 +143,11 @@ class XAttnCache(EncoderDecoderCache):
         return super().get_seq_length(layer_idx)
 
     def count_text(self, text_len: int, device: torch.device, positions: torch.Tensor | None) -> None:
-        """Counts text tokens if the text half does not. The count is a tensor, because compiled code would guard on an integer.
+        """Counts text tokens if the text half does not. The count is a tensor, because compiled code would guard on an
+        integer.
 
-        Such decoders get no mask after the prompt, so its padding is remembered here, if blocks read the text's `positions`.
+        Such decoders get no mask after the prompt, so its padding is remembered here, if blocks read the text's
+        `positions`.
         """
         if not self.is_stateful():
             return
@@ -153,7 +162,9 @@ class XAttnCache(EncoderDecoderCache):
         return isinstance(self.self_attention_cache, DynamicCache) and not self.is_stateful()
 
     def current_progress(self) -> TextProgress:
-        """Returns the progress for the present length of the text half, which may be shorter than after the last call (`crop`)."""
+        """Returns the progress for the present length of the text half, which may be shorter than after the last call
+        (`crop`).
+        """
         if not self.can_be_cropped:
             return self.progress if self.progress.history is None else self.progress.without_history()
         return self.progress.at(self.get_seq_length())
@@ -218,8 +229,8 @@ class XAttnCache(EncoderDecoderCache):
         """
         if self.can_be_cropped and self.progress.known_history is None and not self.progress.is_blank:
             raise ValueError(
-                "The text in `past_key_values` cannot be cropped: the cache comes from an exported program, which does not keep what "
-                "earlier text has seen of the images. Start from an empty cache."
+                "The text in `past_key_values` cannot be cropped: the cache comes from an exported program, which does "
+                "not keep what earlier text has seen of the images. Start from an empty cache."
             )
         super().crop(tokens_to_remove)
         if self.can_be_cropped:

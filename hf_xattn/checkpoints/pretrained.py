@@ -18,7 +18,7 @@ from ..configuration_xattn import XAttnConfig
 from ..decoders.insertion import BLOCKS
 from ..decoders.quantization import finish_quantized, keep_added_precise
 from ..layers.block import GatedCrossAttentionBlock
-from ..learning.input_gradients import give_gradient_to_inputs
+from ..learning.gradients import give_gradient_to_inputs
 from ..learning.lost_updates import warn_of_half_precision
 from ..learning.no_split import XAttnUnitsMixin, fsdp_plan
 from ..learning.tensor_parallel import block_plan
@@ -101,7 +101,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             self.train()  # frozen layers that are checkpointed train, see `learning/frozen_modes.py`
 
     def enable_input_require_grads(self) -> None:
-        """As in transformers. The vision tower takes part only while it trains (see `learning/input_gradients.py`)."""
+        """As in transformers. The vision tower takes part only while it trains (see `learning/gradients.py`)."""
         self.disable_input_require_grads()
         body: Any = self.base_model
         self._input_hooks = give_gradient_to_inputs(body.text_model, body.vision_tower)

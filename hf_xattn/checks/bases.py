@@ -29,8 +29,8 @@ def load_base(model: Any, name: str, saved: torch.dtype | None = None) -> PreTra
     """Loads a base in the dtype and with the quantization of a model's text half.
 
     Args:
-        saved (`torch.dtype`, *optional*): dtype of the model's file, if it was loaded in another one. A float32 base is rounded to it
-            first, as the model was.
+        saved (`torch.dtype`, *optional*): dtype of the model's file, if it was loaded in another one. A float32 base
+            is rounded to it first, as the model was.
 
     Raises:
         ValueError: for a base of another model type, and as `retrofit`.
@@ -45,8 +45,8 @@ def load_base(model: Any, name: str, saved: torch.dtype | None = None) -> PreTra
     config = text_config_of(source, {**options, **where})
     if config.model_type != text.config.model_type:
         raise ValueError(
-            f"Expected `--base` to be a {text.config.model_type!r} model, as the text half of this model, got {name}, a "
-            f"{config.model_type!r} model."
+            f"Expected `--base` to be a {text.config.model_type!r} model, as the text half of this model, got {name}, "
+            f"a {config.model_type!r} model."
         )
     if first_quantized(text) is not None and getattr(config, "quantization_config", None) is None:
         options["quantization_config"] = quantization_of_text(model.hf_quantizer.quantization_config)
@@ -68,7 +68,7 @@ def check_weights(model: Any, base: PreTrainedModel) -> Result:
 
 
 def _compare(text: PreTrainedModel, base: PreTrainedModel) -> tuple[list[str], int, int]:
-    """Returns what differs, in words; the number of scales that are equal to rounding alone; and the number of tensors."""
+    """Returns what differs, in words; how many scales are equal but for rounding; how many tensors were compared."""
     weights = {name: tensor for name, tensor in text.state_dict().items() if not set(name.split(".")) & set(ADDED)}
     ours = {
         _without_adapter(name): tensor for name, tensor in without_ties(weights, text).items() if not _of_adapter(name)
@@ -124,7 +124,9 @@ def _scales_are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def check_text_only(model: Any, base: PreTrainedModel | None) -> Result:
-    """Text without images: the logits are those of the base, bit for bit. Without a base, of the text half without its blocks."""
+    """Text without images: the logits are those of the base, bit for bit. Without a base, of the text half without its
+    blocks.
+    """
     ids = random_text(model)
     ours = model(ids, use_cache=True).logits
     if base is not None:
@@ -158,7 +160,9 @@ def without_blocks(text: PreTrainedModel) -> Iterator[None]:
 
 
 def share_weights(base: PreTrainedModel, text: PreTrainedModel) -> None:
-    """Lets a base compute with the tensors of a model, where they are equal: kernels round by where a tensor lies in memory."""
+    """Lets a base compute with the tensors of a model, where they are equal: kernels round by where a tensor lies in
+    memory.
+    """
     ours = {_without_adapter(name): parameter for name, parameter in text.named_parameters(remove_duplicate=False)}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         mine = ours.get(name)

@@ -49,13 +49,16 @@ def check_rows_without_image(model: Any) -> Result:
     mixing = why_rows_mix(model)
     allowed = 0.0 if mixing is None else rounding_of(model) * largest(alone)
     why = "" if mixing is None else f" (rounding: {mixing})"
-    line = f"largest difference of logits {number(apart)}, allowed {number(allowed)}{why}: a row beside a row with an image{woken(awake)}"
+    line = f"largest difference of logits {number(apart)}, allowed {number(allowed)}{why}"
+    line += f": a row beside a row with an image{woken(awake)}"
     return Result("image-less-rows", HOLDS if apart <= allowed else BROKEN, line, apart, allowed)
 
 
 @torch.no_grad()
 def check_alive(model: Any) -> Result:
-    """Every block changes text that sees an image: no gate, no projection and no update is zero. A fresh block starts at zero."""
+    """Every block changes text that sees an image: no gate, no projection and no update is zero. A fresh block starts
+    at zero.
+    """
     blocks = model.blocks
     changes, seen = _changes(model)
     layers = model.config.cross_attention_layers
@@ -88,7 +91,8 @@ def check_alive(model: Any) -> Result:
 
 @contextlib.contextmanager
 def awake_blocks(model: Any) -> Iterator[int]:
-    """Inside, the blocks of a fresh model have random weights where they start at zero: else nothing of an image would be compared.
+    """Inside, the blocks of a fresh model have random weights where they start at zero: else nothing of an image would
+    be compared.
 
     Yields the number of blocks that were woken: all of a fresh model, none of any other.
     """
@@ -143,7 +147,9 @@ def _start_of(block: GatedCrossAttentionBlock) -> set[str]:
 
 
 def _changes(model: Any) -> tuple[dict[int, float], float]:
-    """Returns the largest update of each block as a share of the largest hidden state, and the largest change of a logit."""
+    """Returns the largest update of each block as a share of the largest hidden state, and the largest change of a
+    logit.
+    """
     changes: dict[int, float] = {}
 
     def note(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:

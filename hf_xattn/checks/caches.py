@@ -29,7 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    """Greedy, `STEPS` tokens, with the logits of each step; with a cache, also for a decoder whose configuration wants none."""
+    """Greedy, `STEPS` tokens, with the logits of each step; with a cache, also for a decoder whose configuration wants
+    none.
+    """
     fixed = {
         "max_new_tokens": STEPS,
         "min_new_tokens": STEPS,
@@ -64,7 +66,8 @@ def check_projections(model: Any) -> Result:
     wrong = {name: calls[name] for name in modules if calls[name] != 1}
     if wrong:
         name, count = max(wrong.items(), key=lambda item: item[1])
-        line = f"{name} ran {count} times in {STEPS} steps, expected 1 ({len(wrong)} of {len(modules)} modules did not run once)"
+        line = f"{name} ran {count} times in {STEPS} steps, expected 1"
+        line += f" ({len(wrong)} of {len(modules)} modules did not run once)"
         return Result("projected-once", BROKEN, line, count, 1)
     tower = " and the vision tower" if model.base_model.vision_tower is not None else ""
     line = f"1 call in {STEPS} steps: k_proj and v_proj of {len(model.blocks)} blocks{tower}"
@@ -125,8 +128,8 @@ class CacheChecks:
             why = "text in float8"
         words = f"{STEPS} equal tokens" if steps == STEPS else f"{steps} equal tokens of {STEPS}, then {why} decides"
         line = (
-            f"largest difference of logits {number(apart)} of the largest logit, allowed {number(allowed)} ({why}): {words}, after "
-            f"{length} of text{woken(awake)}"
+            f"largest difference of logits {number(apart)} of the largest logit, allowed {number(allowed)} ({why}): "
+            f"{words}, after {length} of text{woken(awake)}"
         )
         if apart > allowed:
             whose, of_decoder = self._whose_fault(kind, length, allowed)
@@ -150,7 +153,9 @@ class CacheChecks:
 
     @torch.no_grad()
     def _whose_fault(self, kind: str, length: int, allowed: float) -> tuple[str, bool]:
-        """Whether the text half alone, without images, differs between this cache and none, too: in words, and as a value."""
+        """Whether the text half alone, without images, differs between this cache and none, too: in words, and as a
+        value.
+        """
         text, ids = self.model.base_model.text_model, random_text(self.model, length)
         name = type(text).__name__
         try:

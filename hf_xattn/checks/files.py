@@ -46,8 +46,8 @@ def check_files(model: Any, reload: Callable[[Path], Any], adapter_only: bool) -
             return Result(
                 "save-load",
                 NOT_CHECKED,
-                f"needs {needed / 2**30:.1f} GiB, {tempfile.gettempdir()} has {free / 2**30:.1f}. Set TMPDIR, or save only what was "
-                "added: `--adapter-only`",
+                f"needs {needed / 2**30:.1f} GiB, {tempfile.gettempdir()} has {free / 2**30:.1f}. Set TMPDIR, or save "
+                "only what was added: `--adapter-only`",
             )
         folder = Path(name)
         try:

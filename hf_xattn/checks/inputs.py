@@ -1,4 +1,6 @@
-"""Random inputs of the checks: text without special tokens, and images or features of the shapes that a model reads. All are seeded."""
+"""Random inputs of the checks: text without special tokens, and images or features of the shapes that a model reads.
+All are seeded.
+"""
 
 from __future__ import annotations
 

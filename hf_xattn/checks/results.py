@@ -11,8 +11,8 @@ from torch import nn
 
 HOLDS, BROKEN, FRESH, NOT_CHECKED = "holds", "BROKEN", "note", "not checked"
 
-# Largest difference that rounding makes, as a share of the largest logit. In half precision a mixture of experts may choose other
-# experts for a token after rounding.
+# Largest difference that rounding makes, as a share of the largest logit. In half precision a mixture of experts may
+# choose other experts for a token after rounding.
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 ROUNDING_OF_EXPERTS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 0.2, torch.bfloat16: 0.2}
 
@@ -37,7 +37,9 @@ class Result:
 
 
 def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Largest difference of two tensors of one shape. Equal infinities differ by 0, and NaN differs from all by infinity."""
+    """Largest difference of two tensors of one shape. Equal infinities differ by 0, and NaN differs from all by
+    infinity.
+    """
     first, second = first.detach().double().cpu(), second.detach().double().cpu()
     differences = torch.where(first == second, 0.0, (first - second).abs())
     return float(torch.nan_to_num(differences, nan=float("inf")).max()) if differences.numel() else 0.0

@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _talk(session: ChatSession, images: list[Image]) -> int:
     """Reads lines and answers them, until the input ends.
 
-    A script cannot see that a line has failed, and must get no answer without its image. So where the lines do not come from a terminal,
-    the message after a line that failed is not answered.
+    A script cannot see that a line has failed, and must get no answer without its image. So where the lines do not
+    come from a terminal, the message after a line that failed is not answered.
 
     Returns:
         `int`: the exit status, 2 if a line of a script has failed.
@@ -131,7 +131,8 @@ def _read_image(name: str, processor: Any) -> Image:
 
 
 def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
-    """Prints the answer while it is generated. Returns whether there was one; if not, the images stay for the next message.
+    """Prints the answer while it is generated. Returns whether there was one; if not, the images stay for the next
+    message.
 
     Raises:
         ValueError: for a message that cannot be answered.

@@ -32,7 +32,8 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--base",
         metavar="TEXT",
-        help="the text-only model below the blocks: a folder, a GGUF file or a Hub id. Its weights and logits are compared",
+        help="the text-only model below the blocks: a folder, a GGUF file or a Hub id. Its weights and logits are "
+        "compared",
     )
     parser.add_argument(
         "--skip", action="append", default=[], metavar="NAME", help="leave a check out, by its name; repeat for several"
@@ -105,7 +106,9 @@ def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = N
 
 
 def _saved_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
-    """The dtype of the text half before the cast to `--dtype`, also if the folder names its base; None if there is no cast."""
+    """The dtype of the text half before the cast to `--dtype`, also if the folder names its base; None if there is no
+    cast.
+    """
     from transformers import AutoConfig
 
     from ..checkpoints.peft_adapters import find_peft

@@ -1,7 +1,7 @@
 """`hf-xattn encode`: runs the vision tower once, and saves what it gives.
 
-Of images: the keys and values of all blocks, to ask questions about them. Of a folder of training data: the outputs of the tower, to train
-connector and blocks.
+Of images: the keys and values of all blocks, to ask questions about them. Of a folder of training data: the outputs of
+the tower, to train connector and blocks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--features",
         type=Path,
         metavar="FOLDER",
-        help="run the frozen vision tower once over all pictures of this folder (that of `hf-xattn train --data`); `hf-xattn train "
-        "--features` reads what it returns. A run that was stopped goes on where it was. Several processes (accelerate launch, "
-        "torchrun) share the pictures",
+        help="run the frozen vision tower once over all pictures of this folder (that of `hf-xattn train --data`); "
+        "`hf-xattn train "
+        "--features` reads what it returns. A run that was stopped goes on where it was. Several processes (accelerate "
+        "launch, torchrun) share the pictures",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="PATH", help="a .safetensors file; with --features a folder"

@@ -74,7 +74,9 @@ def _num_images(cache: ImageCache) -> int:
 
 
 def _has_template(processor: Any) -> bool:
-    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] without a template has a default one, as in training."""
+    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] without a template has a default one, as
+    in training.
+    """
     from ..processing_xattn import XAttnProcessor
 
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -83,7 +85,8 @@ def _has_template(processor: Any) -> bool:
 
 
 def _chat(processor: Any, prompt: str, images: list[Image], num_cached: int) -> Mapping[str, torch.Tensor]:
-    """Renders a chat with one question. For `num_cached` encoded images it makes the ids of a chat with as many images, and no pixels.
+    """Renders a chat with one question. For `num_cached` encoded images it makes the ids of a chat with as many
+    images, and no pixels.
 
     Raises:
         ValueError: for a marker of an image in the prompt, because the template writes them.

@@ -58,7 +58,8 @@ def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditional
     """Builds a model from the language model of `--text` and the blocks in a file."""
     if arguments.text is None:
         raise ValueError(
-            f"{arguments.source} is a file with a state dict: --text is required, the language model that the blocks belong to."
+            f"{arguments.source} is a file with a state dict: --text is required, the language model that the blocks "
+            "belong to."
         )
     from ..checkpoints.bases import load_text, load_vision
     from ..importers.blocks import read_state_dict

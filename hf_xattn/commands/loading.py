@@ -39,7 +39,9 @@ def add_images(parser: argparse._ActionsContainer) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
-    """Adds the options that `load_model_and_images` reads, except the images. `device` is the default; "auto" prefers a GPU."""
+    """Adds the options that `load_model_and_images` reads, except the images. `device` is the default; "auto" prefers
+    a GPU.
+    """
     parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     add_device(parser, default=device)
@@ -83,14 +85,17 @@ class DamagedError(ValueError):
 
 @contextmanager
 def undamaged(what: str, source: str) -> Iterator[None]:
-    """Raises a `DamagedError` for what a damaged file makes transformers stumble over. For a missing one transformers' own error says so."""
+    """Raises a `DamagedError` for what a damaged file makes transformers stumble over. For a missing one transformers'
+    own error says so.
+    """
     try:
         yield
     except Exception as error:
         if isinstance(error, (OSError, ValueError, ImportError)) and not isinstance(error, json.JSONDecodeError):
             raise
         raise DamagedError(
-            f"The {what} of {source} is damaged, or of a kind that transformers does not read: {type(error).__name__}: {error}"
+            f"The {what} of {source} is damaged, or of a kind that transformers does not read: {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
@@ -144,12 +149,15 @@ def _config_of(name: str, **hub: Any) -> Any:
 
 
 def check_model(name: str, **hub: Any) -> None:
-    """Raises a `ValueError` for a model without blocks, and for a folder that is not there. `hub`: `hub_options`, here and elsewhere."""
+    """Raises a `ValueError` for a model without blocks, and for a folder that is not there. `hub`: `hub_options`, here
+    and elsewhere.
+    """
     from ..checkpoints.gguf_files import is_gguf_path
 
     if is_gguf_path(name):
         raise ValueError(
-            f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run `hf-xattn retrofit {name}` first."
+            f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run `hf-xattn retrofit {name}` "
+            "first."
         )
     config = _config_of(name, **hub)
     if config.model_type != "xattn":
@@ -162,7 +170,8 @@ def check_model(name: str, **hub: Any) -> None:
 def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration) -> Any:
     """Returns the processor, or for an `IdeficsProcessor` an [`XAttnProcessor`] with the same parts.
 
-    An `IdeficsProcessor` decides itself where images are in the text. An [`XAttnProcessor`] follows the markers in the prompt.
+    An `IdeficsProcessor` decides itself where images are in the text. An [`XAttnProcessor`] follows the markers in the
+    prompt.
     """
     if type(processor).__name__ != "IdeficsProcessor":
         return processor

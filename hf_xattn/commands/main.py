@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command. Without one, lists them all.
 
     Returns:
-        `int`: the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr. What is a bug is
-            raised, with its traceback.
+        `int`: the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr.
+            What is a bug is raised, with its traceback.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -59,7 +59,9 @@ def _is_message(error: Exception) -> bool:
 
 
 def _is_raised(error: Exception) -> bool:
-    """Whether a `raise` statement has raised an error, with its words. Otherwise an operation failed, such as `None + 1`."""
+    """Whether a `raise` statement has raised an error, with its words. Otherwise an operation failed, such as `None +
+    1`.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

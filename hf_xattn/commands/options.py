@@ -12,7 +12,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of every `from_pretrained`. Without the option nothing asks: code that is needed is an error."""
+    """Returns keyword arguments of every `from_pretrained`. Without the option nothing asks: code that is needed is an
+    error.
+    """
     return {"trust_remote_code": arguments.trust_remote_code}
 
 
@@ -38,7 +40,8 @@ def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a n
     if name not in ("cpu", *gpus, *(gpu.partition(":")[0] for gpu in gpus)):
         built = "" if "cuda" not in name or torch.version.cuda else f" torch {torch.__version__} is built without CUDA."
         raise ValueError(
-            f"Expected `--device` to be a device of this machine ({', '.join(['auto', 'cpu', *gpus])}), got {name!r}.{built}"
+            f"Expected `--device` to be a device of this machine ({', '.join(['auto', 'cpu', *gpus])}), got "
+            f"{name!r}.{built}"
         )
     return name
 

@@ -39,14 +39,15 @@ def read_processor(
         text (`str`), vision (`str`, *optional*): folders or Hub ids. `text` may be the path of a GGUF file.
         output (`Path`): the folder that the result goes to, for messages.
         image_token_id (`int`, *optional*): id of the token that marks an image in a text.
-        load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...; and `gguf_file`, for
-            the tokenizer.
+        load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...; and
+            `gguf_file`, for the tokenizer.
 
     Returns:
         An [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
 
     Raises:
-        ValueError: for a tokenizer or an image processor that is damaged, and the tokenizer of a GGUF file in an old transformers.
+        ValueError: for a tokenizer or an image processor that is damaged, and the tokenizer of a GGUF file in an old
+            transformers.
     """
     from transformers import AutoTokenizer
 

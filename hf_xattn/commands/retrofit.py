@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     num_layers = text_num_hidden_layers(model.config.text_config)
     if arguments.layers is None and arguments.every > num_layers:
         print(
-            f"`--every {arguments.every}` is more than the {num_layers} layers: there is one block, in front of the last."
+            f"`--every {arguments.every}` is more than the {num_layers} layers: there is one block, in front of the "
+            "last."
         )
     if (why := blindness(model)) is not None:
         print(why)

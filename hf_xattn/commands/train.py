@@ -82,7 +82,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--features",
         type=Path,
         metavar="FOLDER",
-        help="what the frozen vision tower has returned for the pictures, from `hf-xattn encode --features`: the tower does not run",
+        help="what the frozen vision tower has returned for the pictures, from `hf-xattn encode --features`: the tower "
+        "does not run",
     )
     parser.add_argument(
         "--adapter-only",
@@ -115,8 +116,8 @@ def run(arguments: argparse.Namespace) -> None:
     checked = TrainingOptions(**options)
     if ":" in device_of(arguments.device):
         raise ValueError(
-            f"Expected `--device` without a number, got {arguments.device}: a run takes all GPUs that it sees. Show it one with the "
-            "environment variable CUDA_VISIBLE_DEVICES."
+            f"Expected `--device` without a number, got {arguments.device}: a run takes all GPUs that it sees. Show it "
+            "one with the environment variable CUDA_VISIBLE_DEVICES."
         )
     check_model(arguments.model, **hub_options(arguments))
     try:
@@ -124,6 +125,7 @@ def run(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         if (arguments.output / OPTIONS_FILE).is_file():
             say(
-                f"\nStopped. Add --resume to the command to continue from the last complete checkpoint in {arguments.output}."
+                "\nStopped. Add --resume to the command to continue from the last complete checkpoint in "
+                f"{arguments.output}."
             )
         raise SystemExit(130) from None

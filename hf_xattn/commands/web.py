@@ -48,8 +48,9 @@ def run(arguments: argparse.Namespace) -> None:
     from ..serving.web.page import build_page, load_gradio
 
     load_gradio()
-    # Gradio binds the port itself, after the model is loaded. Until then this one holds it, and on Linux until Gradio has it too: there a
-    # port that nobody listens on can be bound twice by name, but is not given to others that ask for a free one.
+    # Gradio binds the port itself, after the model is loaded. Until then this one holds it, and on Linux until Gradio
+    # has it too: there a port that nobody listens on can be bound twice by name, but is not given to others that ask
+    # for a free one.
     with bind(arguments.host, arguments.port) as listener:
         print(f"Loading {arguments.model}", flush=True)
         model, processor, _ = load_model_and_images(arguments)

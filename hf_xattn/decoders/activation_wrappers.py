@@ -1,13 +1,15 @@
-"""Decoder layers in torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`), which accelerate's FSDP options put around them.
+"""Decoder layers in torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`), which accelerate's FSDP
+options put around them.
 
-A checkpoint wrapper calls the layer again in the backward pass. transformers does not know of it, so two things are done here:
+A checkpoint wrapper calls the layer again in the backward pass. transformers does not know of it, so two things are
+done here:
 
 - The layer must not write into a cache, or it would write twice. [`recomputes_layers`] tells the model.
-- Some decoders do not pass the images to their layers (see `decoders/channel.py`). The wrapper gets the images as an argument and keeps it for
-  the second call. At that time, the channel is empty.
+- Some decoders do not pass the images to their layers (see `decoders/channel.py`). The wrapper gets the images as an
+  argument and keeps it for the second call. At that time, the channel is empty.
 
-A reentrant wrapper (`CheckpointImpl.REENTRANT`) gives the images no gradients, and some of these would be missing without a word. It is
-refused.
+A reentrant wrapper (`CheckpointImpl.REENTRANT`) gives the images no gradients, and some of these would be missing
+without a word. It is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _READS = "_reads_cross_attention_context"
 
 
 def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
-    """Whether a backward pass will run the decoder's layers a second time, by transformers' checkpointing or in a wrapper.
+    """Whether a backward pass will run the decoder's layers a second time, by transformers' checkpointing or in a
+    wrapper.
 
     Args:
         model ([`XAttnModel`]): its layers in wrappers are prepared for that.
@@ -49,7 +52,8 @@ def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
     ]
     if any(getattr(getattr(layer, "checkpoint_impl", None), "name", None) == "REENTRANT" for layer in wrapped):
         raise ValueError(
-            "Expected checkpoint wrappers around the decoder's layers with `CheckpointImpl.NO_REENTRANT`, got `REENTRANT`, which gives no "
+            "Expected checkpoint wrappers around the decoder's layers with `CheckpointImpl.NO_REENTRANT`, got "
+            "`REENTRANT`, which gives no "
             'gradients to images. Or call `model.gradient_checkpointing_enable({"use_reentrant": True})`.'
         )
     if not receives_keywords:

@@ -1,7 +1,8 @@
 """The blocks at one place of a decoder: in most models one block, otherwise several that run one after the other.
 
-Several blocks are one submodule of the layer, so the layer holds the same two names however many blocks it has. A single block keeps
-its names without a number: `cross_attention_block.attn...` of one, `cross_attention_block.0.attn...` of the first of several.
+Several blocks are one submodule of the layer, so the layer holds the same two names however many blocks it has. A
+single block keeps its names without a number: `cross_attention_block.attn...` of one,
+`cross_attention_block.0.attn...` of the first of several.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ Blocks: TypeAlias = "GatedCrossAttentionBlock | BlockStack"
 
 @torch.no_grad()
 def make_blocks(config: XAttnConfig, place: int, like: torch.Tensor, computes_in: torch.dtype) -> Blocks | None:
-    """Makes the blocks in front of layer `place`, with first values, on the device and in the dtype of a layer; None if it has none.
+    """Makes the blocks in front of layer `place`, with first values, on the device and in the dtype of a layer; None
+    if it has none.
 
     In half precision, gates and norms are float32.
 

@@ -1,12 +1,12 @@
 """Brings the context to the layers of decoders that do not pass keyword arguments to their layers.
 
-The model stores the context of one forward in the channel. A layer's `__call__` reads the channel and passes the context to
-the layer's `forward` as a keyword argument, the same keyword that other decoders pass on. Activation checkpointing wraps
-`forward`, so the recomputation gets the context as an argument. By then the channel is empty: a `forward` that read the
-channel would lose the image's gradient.
+The model stores the context of one forward in the channel. A layer's `__call__` reads the channel and passes the
+context to the layer's `forward` as a keyword argument, the same keyword that other decoders pass on. Activation
+checkpointing wraps `forward`, so the recomputation gets the context as an argument. By then the channel is empty: a
+`forward` that read the channel would lose the image's gradient.
 
-The channel belongs to one thread and one call. Nothing is stored on modules, where DDP, deepcopy or a replica in another
-thread could lose the context or mix contexts up.
+The channel belongs to one thread and one call. Nothing is stored on modules, where DDP, deepcopy or a replica in
+another thread could lose the context or mix contexts up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reentrant activation checkpointing (`use_reentrant=True`) of decoder layers that carry blocks.
 
-Reentrant checkpointing gives gradients only to the positional arguments of a layer. The images are a keyword argument. So the backward
-pass of each layer would go through the graph that encoded the images, and the second layer would find this graph freed. This file makes
-the images positional arguments of the checkpointed function. Non-reentrant checkpointing, the default of transformers, does not need it.
+Reentrant checkpointing gives gradients only to the positional arguments of a layer. The images are a keyword argument.
+So the backward pass of each layer would go through the graph that encoded the images, and the second layer would find
+this graph freed. This file makes the images positional arguments of the checkpointed function. Non-reentrant
+checkpointing, the default of transformers, does not need it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _read_function(layer: nn.Module) -> Callable[..., Any]:
     if getattr(function, "keywords", {}).get("use_reentrant") is False:
         return function
     if torch.compiler.is_compiling() and isinstance(function, functools.partial):
-        # A graph of `torch.compile` recomputes without any reentrant backward. Where the graph breaks, this is right too.
+        # A graph of `torch.compile` recomputes without any reentrant backward. Where the graph breaks, this is right
+        # too.
         return functools.partial(function, use_reentrant=False)
     return functools.partial(_checkpoint_layer, layer, function)
 
@@ -43,7 +45,8 @@ def _write_function(layer: nn.Module, function: Callable[..., Any]) -> None:
     layer.__dict__[FUNCTION] = function
 
 
-# For the class of a layer. A property, because checkpointing may be enabled before the blocks are inserted, or on the text model only.
+# For the class of a layer. A property, because checkpointing may be enabled before the blocks are inserted, or on the
+# text model only.
 checkpointing_function = property(_read_function, _write_function)
 
 
@@ -60,7 +63,8 @@ def _checkpoint_layer(
     if any(isinstance(part, GradientCheckpointingLayer) for part in layer.modules() if part is not layer):
         name = type(layer).__mro__[1].__name__
         raise ValueError(
-            f"Gradient checkpointing with `use_reentrant=True` does not support {name}, which contains another checkpointed layer. Use "
+            f"Gradient checkpointing with `use_reentrant=True` does not support {name}, which contains another "
+            "checkpointed layer. Use "
             '`gradient_checkpointing_kwargs={"use_reentrant": False}`.'
         )
     given, put_back = _tensors_of(context, blocks)
@@ -78,7 +82,9 @@ def _checkpoint_layer(
 def _tensors_of(
     context: CrossAttentionContext, blocks: list[GatedCrossAttentionBlock]
 ) -> tuple[list[torch.Tensor], Callable[[tuple[torch.Tensor, ...]], CrossAttentionContext]]:
-    """Returns the tensors of a context that require a gradient in `blocks`, and a function that replaces them in the context."""
+    """Returns the tensors of a context that require a gradient in `blocks`, and a function that replaces them in the
+    context.
+    """
     states, cache = context.cross_attention_states, context.cache
     with_states = states is not None and states.requires_grad
     given = [states] if states is not None and states.requires_grad else []

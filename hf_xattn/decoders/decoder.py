@@ -81,8 +81,8 @@ def find_cache_argument(language_model: PreTrainedModel) -> str:
         if name in arguments:
             return name
     raise ValueError(
-        f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) takes no cache of transformers: "
-        f"expected one of {list(CACHE_ARGUMENTS)} among the arguments of its `forward`."
+        f"{type(language_model).__name__} (model_type {language_model.config.model_type!r}) takes no cache of "
+        f"transformers: expected one of {list(CACHE_ARGUMENTS)} among the arguments of its `forward`."
     )
 
 
@@ -103,8 +103,9 @@ def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
 
 @memoized
 def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
-    """Whether `forward` passes its own `**kwargs` to `self.<child>`. `child=None` stands for the layers: the variables of
-    the `for` loops in `forward`."""
+    """Whether `forward` passes its own `**kwargs` to `self.<child>`. `child=None` stands for the layers: the variables
+    of the `for` loops in `forward`.
+    """
     forward = inspect.unwrap(model_class.forward)
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
@@ -147,7 +148,8 @@ class DecoderInterface(NamedTuple):
         not_packed (`str`, *optional*): why several samples in one row would not be kept apart; None if they are.
         forgets (`bool`): whether its layers drop their state when they read several tokens after cached text.
         counts_from_zero (`bool`): whether it numbers text after cached text from 0 where no `position_ids` are given.
-        keeps_state, only_states (`bool`): whether some layers, or all, keep a running state of the text in place of keys and values.
+        keeps_state, only_states (`bool`): whether some layers, or all, keep a running state of the text in place of
+            keys and values.
         not_static (`str`, *optional*): why it cannot have a static cache.
     """
 
@@ -197,7 +199,9 @@ class DecoderInterface(NamedTuple):
         )
 
     def check_continues(self, length: int, cache: Cache | None) -> None:
-        """Raises a `ValueError` for a cache that the decoder cannot have, and for several tokens after text that it would forget."""
+        """Raises a `ValueError` for a cache that the decoder cannot have, and for several tokens after text that it
+        would forget.
+        """
         if cache is None:
             return
         check_recorded(cache)
@@ -205,23 +209,25 @@ class DecoderInterface(NamedTuple):
             raise ValueError(self.not_static)
         if self.forgets and length > 1 and _holds_state(cache):
             raise ValueError(
-                f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.name} drops its state when it "
-                "reads several. Pass one token a call, or call `generate` with an `EncoderDecoderCache`, which does so."
+                f"Expected one token at a time after the text in `past_key_values`, got {length}: {self.name} drops "
+                "its state when it reads several. Pass one token a call, or call `generate` with an "
+                "`EncoderDecoderCache`, which does so."
             )
 
     def check_padding(self, mask: Any, length: int, cache: Cache | None, by_one: bool, generates: bool = False) -> None:
         """Refuses padding that would get into a running state, or warns of it where transformers' own calls do so.
 
         Args:
-            mask (`torch.Tensor`, *optional*): `attention_mask`. Masks of more axes are made by a caller or transformers, and not read.
+            mask (`torch.Tensor`, *optional*): `attention_mask`. Masks of more axes are made by a caller or
+                transformers, and not read.
             length (`int`): number of new tokens.
             cache (`Cache`, *optional*): of the text before them.
             by_one (`bool`): whether the new tokens are read one at a time. The layers mask no padding then.
             generates (`bool`): whether `generate` asks, before its first step.
 
         Raises:
-            ValueError: for padding in front of text with `by_one`; for padding after text where the call is a later turn, or the prompt
-                of `generate`.
+            ValueError: for padding in front of text with `by_one`; for padding after text where the call is a later
+                turn, or the prompt of `generate`.
         """
         if not self.keeps_state or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not has_values(mask):
             return
@@ -239,10 +245,13 @@ class DecoderInterface(NamedTuple):
         blame = f"{self.name} keeps a running state of the text and reads this padding into it, without blocks, too"
         if unmasked.any():
             raise ValueError(
-                f"Expected no padding in front of text that is read one token at a time, got it in rows {rows}: {blame}. Pass the text in "
-                "one call, or with a `prefill_chunk_size` of at least 2."
+                f"Expected no padding in front of text that is read one token at a time, got it in rows {rows}: "
+                f"{blame}. Pass the text in one call, or with a `prefill_chunk_size` of at least 2."
             )
-        message = f"Expected padding in `attention_mask` in front of all text of a row, got it after text in rows {rows}: {blame}."
+        message = (
+            "Expected padding in `attention_mask` in front of all text of a row, got it after text in rows "
+            f"{rows}: {blame}."
+        )
         if length == 1 or not (cached or generates):
             logger.warning_once(message)
             return
@@ -264,7 +273,8 @@ class DecoderInterface(NamedTuple):
     ) -> Any:
         """Calls the decoder with the context. `runner` is the decoder with or without its head.
 
-        The context goes in as a keyword argument, or through the channel if the decoder does not pass keywords to its layers.
+        The context goes in as a keyword argument, or through the channel if the decoder does not pass keywords to its
+        layers.
         """
         left_out = {"position_ids", "logits_to_keep"} - self.arguments  # `generate` gives them to all decoders
         arguments = {name: value for name, value in arguments.items() if value is not None and name not in left_out}
@@ -284,7 +294,7 @@ class DecoderInterface(NamedTuple):
 
 
 def _cache_layers(text_model: PreTrainedModel) -> list[Any]:
-    """The layers of a new cache; none for a custom decoder with kinds of layers that transformers makes no cache for."""
+    """The layers of a new cache; none for a custom decoder whose kinds of layers have no cache in transformers."""
     try:
         return DynamicCache(config=text_model.config).layers
     except KeyError:

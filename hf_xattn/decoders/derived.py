@@ -1,8 +1,8 @@
 """Derived classes, made at run time, for the existing modules of a decoder.
 
 A layer, embedding or head of the decoder gets one more submodule and a class that derives from its original class. No
-parameter changes its name, and `isinstance` checks against the original class still hold. No Python module holds a derived
-class, so pickle and deepcopy store a function call that makes the class again.
+parameter changes its name, and `isinstance` checks against the original class still hold. No Python module holds a
+derived class, so pickle and deepcopy store a function call that makes the class again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _rebuild(make: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module
 
 
 def original_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that [`derive`] has derived the class of a module from. None if that was derived further, as by FSDP."""
+    """The class from which [`derive`] made the class of a module. None if another class was derived from it (FSDP)."""
     own = type(module)
     return own.__bases__[0] if own.__module__ == __name__ else None
 

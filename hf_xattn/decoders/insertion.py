@@ -1,10 +1,10 @@
 """Puts cross-attention blocks into the layers of a decoder.
 
-A layer stays the same Python object. The layer gets one submodule, `cross_attention_block`, and a class that derives from the
-layer's class. The derived `forward` takes one more keyword argument, runs the block (or several, see `decoders/block_stack.py`), and calls
-the layer's own `forward`.
-So no parameter of the decoder changes its name. Everything that treats the layer as one unit (device maps, FSDP, activation
-checkpointing, compile) treats the block as a part of the layer.
+A layer stays the same Python object. The layer gets one submodule, `cross_attention_block`, and a class that derives
+from the layer's class. The derived `forward` takes one more keyword argument, runs the block (or several, see
+`decoders/block_stack.py`), and calls the layer's own `forward`.
+So no parameter of the decoder changes its name. Everything that treats the layer as one unit (device maps, FSDP,
+activation checkpointing, compile) treats the block as a part of the layer.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def check_kind(language_model: PreTrainedModel) -> None:
     """Checks the kind of a model, but not its layers. [`check_insertable`] checks both.
 
     Raises:
-        ValueError: for an encoder-decoder model, an architecture that is not supported, a model that already has blocks,
-            or a model without a head.
+        ValueError: for an encoder-decoder model, an architecture that is not supported, a model that already has
+            blocks, or a model without a head.
     """
     config, name = language_model.config, _name(language_model)
     if config.is_encoder_decoder:
@@ -107,8 +107,8 @@ def check_insertable(language_model: PreTrainedModel) -> None:
     """Checks that blocks can be inserted into a model. Changes nothing.
 
     Raises:
-        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers, a model
-            without a transformers cache, or a model with accelerate hooks.
+        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers, a
+            model without a transformers cache, or a model with accelerate hooks.
     """
     check_kind(language_model)
     config, name = language_model.config, _name(language_model)
@@ -124,8 +124,8 @@ def check_insertable(language_model: PreTrainedModel) -> None:
     hooked = [index for index, layer in enumerate(layers) if hasattr(layer, "_hf_hook")]
     if hooked:
         raise ValueError(
-            f"{name} was dispatched with a device map: layers {hooked} have accelerate hooks. Retrofit the model without a "
-            "device map, save it, and load the saved model with `device_map`."
+            f"{name} was dispatched with a device map: layers {hooked} have accelerate hooks. Retrofit the model "
+            "without a device map, save it, and load the saved model with `device_map`."
         )
 
 
@@ -136,9 +136,9 @@ def _name(language_model: PreTrainedModel) -> str:
 def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
     """Puts a block in front of each layer of `config.cross_attention_layers`.
 
-    An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers places a block
-    after the last layer. All layers of the stack get a derived class: the original `forward` of a layer without a block would receive a
-    keyword argument that it does not know.
+    An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers
+    places a block after the last layer. All layers of the stack get a derived class: the original `forward` of a layer
+    without a block would receive a keyword argument that it does not know.
 
     Args:
         language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`]; changed in place.

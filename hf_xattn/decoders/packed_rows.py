@@ -1,9 +1,11 @@
-"""Packed rows: several samples in one text row, whose `position_ids` start again (padding-free collators, TRL's packing).
+"""Packed rows: several samples in one text row, whose `position_ids` start again (padding-free collators, TRL's
+packing).
 
-transformers keeps the samples of a row apart in self-attention: a sample begins where the position is not the one before plus 1. It does
-so only without `attention_mask` and without a cache, and only in decoders that hand `position_ids` to their masks. Everywhere else the
-samples of a row would read each other, and nobody would be told. So here a row whose positions start again is kept apart or refused.
-Where positions only leave some out, the images follow the text: in calls in which transformers begins a sample there.
+transformers keeps the samples of a row apart in self-attention: a sample begins where the position is not the one
+before plus 1. It does so only without `attention_mask` and without a cache, and only in decoders that hand
+`position_ids` to their masks. Everywhere else the samples of a row would read each other, and nobody would be told. So
+here a row whose positions start again is kept apart or refused. Where positions only leave some out, the images follow
+the text: in calls in which transformers begins a sample there.
 
 The images of a packed row stand in the order of their markers (see `cache/packed_samples.py`).
 """
@@ -25,7 +27,8 @@ from ..images.image_positions import counts_images
 from .text_inputs import mask_of_new_text
 
 
-# What FlashAttention needs to be told of the samples; from `position_ids` alone it finds them in a batch of one row only.
+# What FlashAttention needs to be told of the samples; from `position_ids` alone it finds them in a batch of one row
+# only.
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PACKED = "Packed rows (`position_ids` that start again)"
 JUMPS = (
@@ -42,7 +45,8 @@ def find_samples(
     images: ImageInputs | PreparedImages,
     without_cache: bool,
 ) -> torch.Tensor | None:
-    """Finds the samples of packed rows, before anything is computed. On a GPU a call with `position_ids` waits for this.
+    """Finds the samples of packed rows, before anything is computed. On a GPU a call with `position_ids` waits for
+    this.
 
     Text that continues a cache is looked at only if images or labels come with it.
 
@@ -77,7 +81,8 @@ def find_samples(
         return None
     if torch.compiler.is_compiling():
         no_markers = config.image_token_id is None or text.get("input_ids") is None
-        joined = has_images and (of_generate or bias or (images.text_mask is None and no_markers))  # type: ignore[union-attr]
+        unmarked = no_markers and getattr(images, "text_mask", None) is None
+        joined = has_images and (of_generate or bias or unmarked)
         return _compiled(not_packed, joined, text, cache, use_cache, without_cache)
     read = None
     if isinstance(mask, torch.Tensor) and not prepared:
@@ -102,7 +107,8 @@ def find_samples(
         raise ValueError(f"{what} do not work with `generate`. Pass one sample a row.")
     if has_images and bias:
         raise ValueError(
-            f"{what} do not work with `position_bias`, which counts the image tokens of a row and not of a sample. Pad the samples."
+            f"{what} do not work with `position_bias`, which counts the image tokens of a row and not of a sample. Pad "
+            "the samples."
         )
     if prepared:
         if has_images:
@@ -124,7 +130,9 @@ def _holds_text(cache: Cache) -> bool:
 
 
 def _starts_again(positions: torch.Tensor, read: torch.Tensor | None) -> torch.Tensor:
-    """`(B, T - 1)`, True at a token whose position is not above that of the token before it. Positions of padding do not count."""
+    """`(B, T - 1)`, True at a token whose position is not above that of the token before it. Positions of padding do
+    not count.
+    """
     return _in_text(positions.diff(dim=-1) <= 0, read)
 
 
@@ -143,15 +151,17 @@ def _starts(positions: torch.Tensor, text: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _check_bounds_alone(bounds: Any, text: Mapping[str, Any], positions: str) -> None:
-    """Raises a `ValueError` for samples that only `cu_seq_lens_q` names, and not the `positions`: masks and images do not follow it."""
+    """Raises a `ValueError` for samples that only `cu_seq_lens_q` names, and not the `positions`: masks and images do
+    not follow it.
+    """
     if bounds is None:
         return
     given = text.get("input_ids")
     rows = (given if given is not None else text["inputs_embeds"]).shape[0]
     if len(bounds) - 1 > rows:
         raise ValueError(
-            f"`cu_seq_lens_q` names {len(bounds) - 1} samples in {rows} rows, but {positions}. Pass `position_ids` that start again at each "
-            "sample."
+            f"`cu_seq_lens_q` names {len(bounds) - 1} samples in {rows} rows, but {positions}. Pass `position_ids` "
+            "that start again at each sample."
         )
 
 
@@ -163,23 +173,25 @@ def _check_can_be_kept_apart(mask: torch.Tensor | None, cache: Cache | None, use
         )
     if mask is not None:
         raise ValueError(
-            f"{PACKED} are kept apart only without `attention_mask`, got one of shape {tuple(mask.shape)}. Leave it out: packed rows "
-            "need no padding. To pad, give the padding at the end a sample of its own."
+            f"{PACKED} are kept apart only without `attention_mask`, got one of shape {tuple(mask.shape)}. Leave it "
+            "out: packed rows need no padding. To pad, give the padding at the end a sample of its own."
         )
 
 
 def _check_beside_prepared(config: XAttnConfig, images: ImageInputs) -> None:
-    """Raises a `ValueError` if an `attention_mask` that keeps the samples apart does not tell what images need to know of them."""
+    """Raises a `ValueError` if an `attention_mask` that keeps the samples apart does not tell what images need to know
+    of them.
+    """
     what = f"{PACKED} with an `attention_mask` of shape (batch, 1, text_len, text_len)"
     if images.text_mask is None:
         raise ValueError(
-            f"{what} need a `cross_attention_mask` of shape (batch, text_len, num_image_tokens), which decides the images of each "
-            "sample. Or leave `attention_mask` out."
+            f"{what} need a `cross_attention_mask` of shape (batch, text_len, num_image_tokens), which decides the "
+            "images of each sample. Or leave `attention_mask` out."
         )
     if counts_images(config, images):
         raise ValueError(
-            f"{what} do not work with `perceiver_config.num_image_positions`, the places of images in their samples. Leave "
-            "`attention_mask` out."
+            f"{what} do not work with `perceiver_config.num_image_positions`, the places of images in their samples. "
+            "Leave `attention_mask` out."
         )
 
 
@@ -191,21 +203,22 @@ def _check_kernel(config: XAttnConfig, positions: torch.Tensor, starts: torch.Te
         named = torch.as_tensor(bounds).tolist()
         if named != [*found, starts.numel()]:
             raise ValueError(
-                f"`cu_seq_lens_q` and `position_ids` name different samples: samples end at {named[1:]}, got positions that end them at "
-                f"{[*found[1:], starts.numel()]}."
+                f"`cu_seq_lens_q` and `position_ids` name different samples: samples end at {named[1:]}, got positions "
+                f"that end them at {[*found[1:], starts.numel()]}."
             )
     name = config.get_text_config(decoder=True)._attn_implementation or "eager"
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ValueError(
-            f"{PACKED} do not work with the attention implementation {name!r}, for which transformers makes no masks. Call "
-            "`model.set_attn_implementation('sdpa')`."
+            f"{PACKED} do not work with the attention implementation {name!r}, for which transformers makes no masks. "
+            "Call `model.set_attn_implementation('sdpa')`."
         )
     if "flash" not in name or all(text.get(argument) is not None for argument in FLASH_ARGUMENTS):
         return
     if starts.shape[0] > 1 or not torch.equal(starts, positions == positions.min()):
         raise ValueError(
-            f"{PACKED} need a batch of one row, whose samples all start at the same position, with {name!r}; got {starts.shape[0]} rows. "
-            f"Pass {', '.join(f'`{argument}`' for argument in FLASH_ARGUMENTS)}, as padding-free collators do."
+            f"{PACKED} need a batch of one row, whose samples all start at the same position, with {name!r}; got "
+            f"{starts.shape[0]} rows. Pass {', '.join(f'`{argument}`' for argument in FLASH_ARGUMENTS)}, as "
+            "padding-free collators do."
         )
 
 
@@ -217,7 +230,8 @@ def _compiled(
     use_cache: bool | None,
     without_cache: bool,
 ) -> torch.Tensor | None:
-    """In compiled code, which cannot branch on positions: the samples of a training step, whether or not its rows are packed.
+    """In compiled code, which cannot branch on positions: the samples of a training step, whether or not its rows are
+    packed.
 
     In other calls, rows that would not be kept apart end in a `RuntimeError`; also if only the images are `joined`.
     """

@@ -1,8 +1,9 @@
 """Which decoders keep the samples of a packed row apart.
 
-transformers builds masks from `position_ids` in one place (`masking_utils.py`), for decoders that hand `position_ids` to it. A decoder
-that does not lets every sample read those before it; a recurrent layer carries its state from one to the next. The source code tells,
-without running the model. The test suite compares packed with padded rows on a small model of each architecture.
+transformers builds masks from `position_ids` in one place (`masking_utils.py`), for decoders that hand `position_ids`
+to it. A decoder that does not lets every sample read those before it; a recurrent layer carries its state from one to
+the next. The source code tells, without running the model. The test suite compares packed with padded rows on a small
+model of each architecture.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def why_not_packed(text_model: PreTrainedModel, modules: Sequence[nn.Module]) ->
 
     Args:
         text_model (`PreTrainedModel`): the causal language model.
-        modules (`Sequence`): it, the models inside it and the decoder, which runs the layers: one of these makes the masks.
+        modules (`Sequence`): it, the models inside it and the decoder, which runs the layers: one of these makes the
+            masks.
     """
     config = text_model.config
     who = f"{type(text_model).__name__} (model_type {config.model_type!r})"
@@ -72,6 +74,8 @@ def _masks_follow_positions(decoder_class: type[nn.Module]) -> bool:
 
 
 def _makes_masks(called: ast.expr, others: Collection[str] = ()) -> bool:
-    """Whether an expression names one of transformers' mask functions, such as `create_causal_mask`, or one of `others`."""
+    """Whether an expression names one of transformers' mask functions, such as `create_causal_mask`, or one of
+    `others`.
+    """
     name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
     return name in others or (name.startswith("create_") and "mask" in name)

@@ -1,8 +1,9 @@
 """Quantized bases: the text model in 4 or 8 bit, and everything that was added to it in high precision.
 
-A quantizer of transformers converts every linear layer of a model, except those that its configuration names. New blocks would be
-converted too. They could not be trained then, and the image features would lose precision. So this module adds the names of the blocks, the
-connector and the vision tower to that list. The same names go into `config.json`, so a saved model loads in the same way.
+A quantizer of transformers converts every linear layer of a model, except those that its configuration names. New
+blocks would be converted too. They could not be trained then, and the image features would lose precision. So this
+module adds the names of the blocks, the connector and the vision tower to that list. The same names go into
+`config.json`, so a saved model loads in the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from ..utils.quantized_weights import first_quantized, is_quantized
 
 logger = logging.get_logger(__name__)
 
-# What stays in high precision, as patterns of transformers' quantizers. `XAttnModel` has no prefix, the model with a head has `model.`.
+# What stays in high precision, as patterns of transformers' quantizers. `XAttnModel` has no prefix, the model with a
+# head has `model.`.
 KEPT = (r"(?:model\.)?vision_tower", r"(?:model\.)?connector", r".*\.cross_attention_block(?:_after)?")
 
 TEXT = r"(?:model\.)?text_model\."
@@ -45,8 +47,8 @@ MARKS = ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_
 ADAPTER_ONLY = "Save what was added to it, without the base: `save_pretrained(folder, adapter_only=True)`."
 # Where loading could not quantize alike.
 PRECISE_TEXT = (
-    "Retrofit the text model in full precision, give it these blocks and this connector (`load_state_dict(weights, strict=False)`), and "
-    "save that."
+    "Retrofit the text model in full precision, give it these blocks and this connector (`load_state_dict(weights, "
+    "strict=False)`), and save that."
 )
 PRECISE_TOWER = "Put a tower in full precision in its place (`model.base_model.vision_tower = tower`), then save."
 
@@ -65,7 +67,8 @@ def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
         return quantization_config
     given = getattr(quantization_config, field)
     if given is None:
-        # A list replaces the quantizer's own, which names the head and what shares its weights. So take that from the text model.
+        # A list replaces the quantizer's own, which names the head and what shares its weights. So take that from the
+        # text model.
         with torch.device("meta"):
             text_model = build_part(AutoModelForCausalLM, config.text_config)
         given = [TEXT + re.escape(name) for name in sorted(get_keys_to_not_convert(text_model))]
@@ -78,8 +81,8 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
     """Gives the quantizer of a text model to the model around it, so that the whole model can be saved and loaded.
 
     Args:
-        model (`PreTrainedModel`): an [`XAttnModel`] that contains `text_model`. Its configuration takes over the quantization (see
-            [`XAttnConfig.to_dict`]).
+        model (`PreTrainedModel`): an [`XAttnModel`] that contains `text_model`. Its configuration takes over the
+            quantization (see [`XAttnConfig.to_dict`]).
     """
     quantizer = getattr(text_model, "hf_quantizer", None)
     if quantizer is None:
@@ -100,7 +103,7 @@ def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None
 
 
 def return_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
-    """Gives the quantizer of a model to the text model that was built inside: [`adopt_quantizer`], the other way round."""
+    """Gives a model's quantizer to the text model that was built inside: the other way than [`adopt_quantizer`]."""
     quantizer = copy.copy(getattr(model, "hf_quantizer", None))
     if quantizer is None:
         return
@@ -130,7 +133,8 @@ def _forget_quantizer(text_model: PreTrainedModel, model: PreTrainedModel) -> No
 def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
     """Marks `model` as transformers has marked the model `source`, if that is quantized.
 
-    `is_quantized` stays False: `Trainer` refuses to train such a model without PEFT, but here the blocks can be trained.
+    `is_quantized` stays False: `Trainer` refuses to train such a model without PEFT, but here the blocks can be
+    trained.
     """
     for name in MARKS:
         if name in source.__dict__:
@@ -156,8 +160,8 @@ def finish_quantized(model: PreTrainedModel) -> None:
             and not is_quantized(module.weight)
         ):
             raise ValueError(
-                f"This folder holds a quantized model that was not saved as one: expected {name} to be quantized, got a weight in "
-                f"{module.weight.dtype}. Save the model again with this version of hf_xattn."
+                f"This folder holds a quantized model that was not saved as one: expected {name} to be quantized, got "
+                f"a weight in {module.weight.dtype}. Save the model again with this version of hf_xattn."
             )
     for name, part in _added(body):
         weight = first_quantized(part)
@@ -185,44 +189,47 @@ def check_requantizable(model: PreTrainedModel) -> None:
     """Checks that loading can quantize the text model in the same way, and that nothing else is quantized.
 
     Raises:
-        ValueError: for weights that were quantized by hand, in a vision tower, in a block, or by a quantizer that knows no list of
-            layers to leave alone.
+        ValueError: for weights that were quantized by hand, in a vision tower, in a block, or by a quantizer that
+            knows no list of layers to leave alone.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     body: Any = model.base_model
     if body.vision_tower is not None and (name := first_quantized(body.vision_tower)):
         raise ValueError(
-            f"The vision tower is quantized ({name}), and a saved model has one quantization, that of its text model. {PRECISE_TOWER}"
+            f"The vision tower is quantized ({name}), and a saved model has one quantization, that of its text model. "
+            f"{PRECISE_TOWER}"
         )
     for part, module in _added(body):
         if name := first_quantized(module):
             raise ValueError(
-                f"The weights of {part} are quantized ({name}). Only those of the text model can be saved so. {PRECISE_TEXT}"
+                f"The weights of {part} are quantized ({name}). Only those of the text model can be saved so. "
+                f"{PRECISE_TEXT}"
             )
     quantized = first_quantized(body.text_model)
     if quantized is None:
         return
     if quantizer is None:
         raise ValueError(
-            f"This model holds weights that were quantized without a quantizer of transformers ({quantized}), so its configuration "
-            f"cannot say how to load them. {PRECISE_TEXT}"
+            f"This model holds weights that were quantized without a quantizer of transformers ({quantized}), so its "
+            f"configuration cannot say how to load them. {PRECISE_TEXT}"
         )
     field = _skip_field(quantizer.quantization_config)
     if _is_gguf(quantizer):
         raise ValueError(
-            f"This model holds packed weights of a GGUF file ({quantized}), which transformers cannot save. Load the file with "
-            "`retrofit`, or with `quantization_config=GgufConfig(dequantize=True)`: both unpack them."
+            f"This model holds packed weights of a GGUF file ({quantized}), which transformers cannot save. Load the "
+            "file with `retrofit`, or with `quantization_config=GgufConfig(dequantize=True)`: both unpack them."
         )
     if field is None:
         raise ValueError(
-            f"Quantization with {_method(quantizer)} has no list of layers to leave alone, so loading would quantize the blocks too. "
-            f"{PRECISE_TEXT}"
+            f"Quantization with {_method(quantizer)} has no list of layers to leave alone, so loading would quantize "
+            f"the blocks too. {PRECISE_TEXT}"
         )
     skipped = getattr(quantizer.quantization_config, field) or []
     for name, weight in body.named_parameters():
         if is_quantized(weight) and not should_convert_module(name.rpartition(".")[0], skipped):
             raise ValueError(
-                f"{name} is quantized, but the quantizer's configuration leaves it alone, so loading would too. {PRECISE_TEXT}"
+                f"{name} is quantized, but the quantizer's configuration leaves it alone, so loading would too. "
+                f"{PRECISE_TEXT}"
             )
 
 

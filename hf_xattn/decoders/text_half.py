@@ -35,8 +35,8 @@ def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
     text_config = config.get_text_config(decoder=True)
     if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            f"The text half of a {config.model_type!r} model is a {text_config.model_type!r} decoder, and transformers has "
-            "no causal language model of that type."
+            f"The text half of a {config.model_type!r} model is a {text_config.model_type!r} decoder, and transformers "
+            "has no causal language model of that type."
         )
     return text_config
 
@@ -78,8 +78,8 @@ def text_half(model: PreTrainedModel) -> PreTrainedModel:
     if body is None or head is None:
         missing = type(text.base_model).__name__ if body is None else "head"
         raise ValueError(
-            f"{type(model).__name__} (model_type {model.config.model_type!r}) holds no {missing}, so its text half cannot "
-            "be used. Load the checkpoint of a text-only decoder instead."
+            f"{type(model).__name__} (model_type {model.config.model_type!r}) holds no {missing}, so its text half "
+            "cannot be used. Load the checkpoint of a text-only decoder instead."
         )
     setattr(text, text.base_model_prefix, body)
     text.set_output_embeddings(head)

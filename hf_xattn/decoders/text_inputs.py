@@ -1,7 +1,8 @@
 """The text arguments of a call, checked before an image is encoded.
 
-Types, dtypes and shapes are read. The values of ids and labels are read on a CPU alone, as a GPU would have to wait for them: there, ids
-outside the vocabulary end in a device-side assertion of torch, as in transformers. A decode step pays for none of this.
+Types, dtypes and shapes are read. The values of ids and labels are read on a CPU alone, as a GPU would have to wait
+for them: there, ids outside the vocabulary end in a device-side assertion of torch, as in transformers. A decode step
+pays for none of this.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
 
 
 def _is_decode_step(ids: Any) -> bool:
-    """Whether a call adds one token to text in a cache, which `generate` does thousands of times. Nothing more is asked of it."""
+    """Whether a call adds one token to text in a cache, which `generate` does thousands of times. Nothing more is
+    asked of it.
+    """
     return isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and ids.dtype in INTEGERS
 
 
@@ -87,7 +90,9 @@ def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, igno
 
 
 def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
-    """Batch and length of embeddings that are floating point numbers of shape `(batch, text_len, width)`; raises for others."""
+    """Batch and length of embeddings that are floating point numbers of shape `(batch, text_len, width)`; raises for
+    others.
+    """
     check_tensor("inputs_embeds", embeds)
     check_floating("inputs_embeds", embeds)
     width = getattr(embedding, "embedding_dim", None)
@@ -107,7 +112,8 @@ def _check_kept(keep: Any, length: int) -> None:
         outside = keep.device.type == "cpu" and not is_fake(keep) and ((keep < -length) | (keep >= length)).any()
         if keep.dim() > 1 or outside:
             raise ValueError(
-                f"Expected `logits_to_keep` to be an integer, or a tensor (positions,) of positions below text_len={length}, got shape "
+                "Expected `logits_to_keep` to be an integer, or a tensor (positions,) of positions below "
+                f"text_len={length}, got shape "
                 f"{tuple(keep.shape)}{' and positions outside of the text' if outside else ''}."
             )
         return
@@ -120,7 +126,9 @@ def _check_kept(keep: Any, length: int) -> None:
 
 
 def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
-    """Raises for a mask that is no tensor, or does not cover the text: that of the call if it `starts`, else also the earlier text."""
+    """Raises for a mask that is no tensor, or does not cover the text: that of the call if it `starts`, else also the
+    earlier text.
+    """
     if isinstance(mask, Mapping) or (not isinstance(mask, torch.Tensor) and isinstance(mask, BlockMask)):
         return  # made by transformers: one for each kind of layer, or for flex attention
     check_tensor("attention_mask", mask)
@@ -137,7 +145,8 @@ def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> Non
 def mask_of_new_text(mask: torch.Tensor, past: int, length: int) -> torch.Tensor:
     """The columns of `length` new tokens after `past` cached ones in an `attention_mask` `(batch, columns)`.
 
-    It covers all text so far, or the new text alone (Mamba). For a static cache some decoders (Bloom) get one as long as the cache.
+    It covers all text so far, or the new text alone (Mamba). For a static cache some decoders (Bloom) get one as long
+    as the cache.
     """
     first = past if mask.shape[1] >= past + length else mask.shape[1] - length
     return mask[:, first : first + length]
@@ -152,7 +161,8 @@ def check_labels(
     find_embedding: Callable[[], nn.Module],
     ignored: int = -100,
 ) -> None:
-    """Checks `labels` or `shift_labels` against the text, or against the positions whose logits are kept; `ignored` stands for no label.
+    """Checks `labels` or `shift_labels` against the text, or against the positions whose logits are kept; `ignored`
+    stands for no label.
 
     Raises:
         TypeError: for anything but integers.
@@ -170,7 +180,7 @@ def check_labels(
         length = min(length, logits_to_keep)
     if tuple(labels.shape) != (rows, length):
         raise ValueError(
-            f"Expected `{name}` of shape {(rows, length)} (batch, text_len), got {tuple(labels.shape)}. A position that has no label "
-            f"takes {ignored}."
+            f"Expected `{name}` of shape {(rows, length)} (batch, text_len), got {tuple(labels.shape)}. A position "
+            f"that has no label takes {ignored}."
         )
     check_in_vocabulary(name, labels, find_embedding(), ignored)

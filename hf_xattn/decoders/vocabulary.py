@@ -1,8 +1,8 @@
 """Adds tokens behind the decoder's vocabulary.
 
-Llama-3.2-Vision and Idefics have additional tokens, such as the image marker, without a row in the text decoder's embedding
-and head. The embedding and the head keep their weights and parameter names. Each of them gets a submodule `additional` with
-the rows of the additional tokens. The ids of these tokens start at `vocab_size`.
+Llama-3.2-Vision and Idefics have additional tokens, such as the image marker, without a row in the text decoder's
+embedding and head. The embedding and the head keep their weights and parameter names. Each of them gets a submodule
+`additional` with the rows of the additional tokens. The ids of these tokens start at `vocab_size`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
 
 
 def vocabulary_size(embedding: nn.Module) -> int | None:
-    """Returns the number of rows of an embedding, including `additional`. Returns None if it is not an `nn.Embedding`."""
+    """Returns the number of rows of an embedding, including `additional`; None for anything but an `nn.Embedding`."""
     if not isinstance(embedding, nn.Embedding):
         return None
     additional = getattr(embedding, "additional", None)

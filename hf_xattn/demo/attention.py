@@ -15,7 +15,8 @@ SCALE, LINE = 5, 16
 
 
 def attention_on_digits(model, processor, canvases: list[Canvas], pictures: list) -> dict[str, float]:
-    """Measures how much of the attention lies on the patch of the digit that is being named, mean over digits and heads.
+    """Measures how much of the attention lies on the patch of the digit that is being named, mean over digits and
+    heads.
 
     A digit is named at the position in front of its word. Digits that the model gets wrong count too.
 

@@ -69,8 +69,8 @@ class DigitPool:
     def canvas(self, rng: np.random.Generator, count: int | None = None) -> Canvas:
         """Draws a canvas with `count` digits, at most six, or with one to three.
 
-        The canvas has two rows and six columns of cells, and a cell is one patch. A digit stands anywhere inside its cell.
-        No two digits share a column, so the digits have a clear order from left to right.
+        The canvas has two rows and six columns of cells, and a cell is one patch. A digit stands anywhere inside its
+        cell. No two digits share a column, so the digits have a clear order from left to right.
         """
         if count is None:
             count = int(rng.integers(1, len(PLACES) + 1))
@@ -106,8 +106,8 @@ def picture_of(canvas: Canvas) -> Image:
 def patch_labels(canvas: Canvas) -> torch.Tensor:
     """Returns labels `(2, 12)` for the patches of 10 by 10 pixels.
 
-    The first row holds the digit in each patch (10 for background). The second row holds the digit's place from the left (3
-    for background, -100 for a digit behind the third).
+    The first row holds the digit in each patch (10 for background). The second row holds the digit's place from the
+    left (3 for background, -100 for a digit behind the third).
     """
     labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
     for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):

@@ -104,10 +104,11 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
 
 
 def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int, where: bool = False) -> None:
-    """Trains a small ViT to predict, for each patch, the digit and the digit's place. The classifier heads are not saved.
+    """Trains a small ViT to predict, for each patch, the digit and the digit's place. The classifier heads are not
+    saved.
 
-    With `where` it also predicts which patch of the canvas each one is, from noisy canvases, most of which hold a digit in each column.
-    Otherwise its last layer tells the order of the digits, but no longer where they stand.
+    With `where` it also predicts which patch of the canvas each one is, from noisy canvases, most of which hold a
+    digit in each column. Otherwise its last layer tells the order of the digits, but no longer where they stand.
     """
     torch.manual_seed(seed + 1)
     config = ViTConfig(

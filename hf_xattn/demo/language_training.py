@@ -1,4 +1,6 @@
-"""Trains the blocks and the connector of a real language model on questions about canvases. Text model and tower stay frozen."""
+"""Trains the blocks and the connector of a real language model on questions about canvases. Text model and tower stay
+frozen.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Recipe(NamedTuple):
 
 
 def block_layers(num_layers: int) -> list[int]:
-    """The layers that get a block in front: five in the last third of the depth. The layers below run once for each text."""
+    """The layers that get a block in front: five in the last third of the depth. The layers below run once for each
+    text.
+    """
     return sorted({min(round(num_layers * share), num_layers - 1) for share in BLOCK_PLACES})
 
 
@@ -124,8 +128,9 @@ def batch_of_step(
 ) -> Batch:
     """Draws the rows of a step. The seed and the step determine them.
 
-    Most steps ask questions about canvases. The others ask questions of `text_answers` beside a canvas, or without one, and train the
-    answers that the text model gives without a canvas: a picture must not change what does not concern it.
+    Most steps ask questions about canvases. The others ask questions of `text_answers` beside a canvas, or without
+    one, and train the answers that the text model gives without a canvas: a picture must not change what does not
+    concern it.
     """
     rng = np.random.default_rng((seed, 4, step))
     image_mask = None
@@ -169,8 +174,8 @@ def train(
     """Trains what requires gradients, on the rows of [`batch_of_step`].
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): changed in place. The matrices of its decoder layers are rounded to the dtype of the
-            training.
+        model ([`XAttnForConditionalGeneration`]): changed in place. The matrices of its decoder layers are rounded to
+            the dtype of the training.
         processor ([`XAttnProcessor`]): renders the chats.
         pool ([`DigitPool`]): the digit images for training.
         text_answers (`dict[str, str]`): the text model's own answers to `TRAINING_PROMPTS`.
@@ -210,14 +215,16 @@ def train(
 
 
 def round_frozen(layers: nn.Module, dtype: torch.dtype) -> None:
-    """Puts the frozen matrices of decoder layers into the dtype of autocast, which else casts all of them in each step."""
+    """Puts frozen matrices of decoder layers into the dtype of autocast, which otherwise casts them in each step."""
     for module in layers.modules():
         if isinstance(module, nn.Linear) and not module.weight.requires_grad:
             module.weight.data = module.weight.data.to(dtype)
 
 
 def parts_by_length(batch: Batch) -> list[Batch]:
-    """Splits a batch into its short and its long rows, where this leaves out at least a tenth of the tokens, which are padding."""
+    """Splits a batch into its short and its long rows, where this leaves out at least a tenth of the tokens, which are
+    padding.
+    """
     lengths = [len(example.ids) for example in batch.examples]
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
 
@@ -245,6 +252,7 @@ def _check(upper: UpperLayers, rows: Rows, pool: DigitPool, seed: int) -> None:
         )
     if difference > LARGEST_DIFFERENCE:
         raise RuntimeError(
-            "Expected the layers from the first block on to give the logits of the whole model, got logits that differ by "
-            f"{difference:.3f} of the largest. This decoder's layers cannot run apart: choose another language model."
+            "Expected the layers from the first block on to give the logits of the whole model, got logits that differ "
+            f"by {difference:.3f} of the largest. This decoder's layers cannot run apart: choose another language "
+            "model."
         )

@@ -1,4 +1,6 @@
-"""Draws canvases with a question, the answer, and where the model looked at each word of the answer. Attention, not an explanation."""
+"""Draws canvases with a question, the answer, and where the model looked at each word of the answer. Attention, not an
+explanation.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,13 @@ LOOK = (255, 140, 0)
 def draw_questions(
     path: Path, model, processor: XAttnProcessor, questions: list[Question], layer: int | None = None
 ) -> None:
-    """Draws one question of each kind: the canvas, then the canvas again for a word of the answer that the image decides; three to read.
+    """Draws one question of each kind: the canvas, then the canvas again for a word of the answer that the image
+    decides; three to read.
 
     That is a digit word; in the answer to "where" it is the word after the digit that was asked for.
 
-    The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and, without `layer`, over
+    The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and,
+    without `layer`, over
     blocks. The questions are the first ones about as many digits as a canvas can hold.
     """
     from PIL import Image, ImageDraw

@@ -32,8 +32,8 @@ from .report import prepared, print_table, say, shown
 def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False) -> dict[str, Any]:
     """Runs the demo from a text-only model to a model that reads digits.
 
-    Trains a text-only model and a small vision tower, retrofits the text model, trains the added weights, and reads held-out
-    canvases.
+    Trains a text-only model and a small vision tower, retrofits the text model, trains the added weights, and reads
+    held-out canvases.
 
     Args:
         output (`str` or `Path`): folder for the checkpoints `text`, `vision` and `model`, the examples and the picture.
@@ -50,7 +50,8 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
     output = prepared(Path(output))
     threads = torch.get_num_threads()
-    # Use one thread: with tensors this small a second thread hardly helps, and on busy cores it is several times slower.
+    # Use one thread: with tensors this small a second thread hardly helps, and on busy cores it is several times
+    # slower.
     torch.set_num_threads(1)
     try:
         return _run(output, *pools, seed, quick)
@@ -237,5 +238,6 @@ def _print_results(results: dict[str, Any], output: Path) -> None:
     print(f"Where it looked, word by word: {output / 'attention.png'}")
     print(f'In Python: AutoModelForImageTextToText.from_pretrained("{output / "model"}")')
     print(
-        f"Next: {shlex.join(['hf-xattn', 'generate', str(output / 'model'), '--image', str(example), '--prompt', PROMPT])}"
+        "Next: "
+        f"{shlex.join(['hf-xattn', 'generate', str(output / 'model'), '--image', str(example), '--prompt', PROMPT])}"
     )

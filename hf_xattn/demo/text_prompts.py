@@ -1,6 +1,7 @@
 """Questions that no picture concerns: they show what the language model keeps.
 
-The questions for training and those for the test are different. A test question comes with a word that a right answer holds.
+The questions for training and those for the test are different. A test question comes with a word that a right answer
+holds.
 """
 
 TEST_PROMPTS = (

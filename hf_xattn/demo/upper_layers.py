@@ -1,12 +1,14 @@
 """Trains blocks in front of upper decoder layers without running the layers below them twice.
 
-A decoder layer below the first block is frozen and sees no image, so its output depends on the text alone. The demo asks a few thousand
-different questions again and again. So the hidden states in front of the first block are computed once for each text. All texts also
-begin alike (the system prompt, the header of the user's turn). No token of this beginning sees an image, because the image marker comes
-after it. So the keys and values of the beginning are computed once for all texts.
+A decoder layer below the first block is frozen and sees no image, so its output depends on the text alone. The demo
+asks a few thousand different questions again and again. So the hidden states in front of the first block are computed
+once for each text. All texts also begin alike (the system prompt, the header of the user's turn). No token of this
+beginning sees an image, because the image marker comes after it. So the keys and values of the beginning are computed
+once for all texts.
 
-Only the layers from the first block on run in a training step. Two facts make this exact: the hidden states of a text are those that the
-whole model computes, and a causal decoder's keys and values of a beginning do not depend on what follows.
+Only the layers from the first block on run in a training step. Two facts make this exact: the hidden states of a text
+are those that the whole model computes, and a causal decoder's keys and values of a beginning do not depend on what
+follows.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ class UpperLayers:
         return logits.float(), labels[labels != -100].to(device), where.nonzero()[:, 0]
 
     def difference(self, example: Example, beginning: list[int], pixel_values: torch.Tensor) -> float:
-        """Returns the largest difference between these logits and the whole model's, as a share of the largest logit."""
+        """Returns the largest difference from the whole model's logits, as a share of the largest logit."""
         mine, _, _ = self.logits([example], pixel_values)
         with torch.no_grad(), autocast(self.model.device, self.dtype):
             ids = torch.tensor([[*beginning, *example.ids]], device=self.model.device)

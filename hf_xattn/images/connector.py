@@ -79,8 +79,8 @@ class XAttnConnector(PreTrainedModel):
         """
         Args:
             features (`torch.Tensor`): `(..., tokens, vision_hidden_size)`.
-            positions (`torch.LongTensor`, *optional*): place of each image among the images of its row, for a resampler with
-                `num_image_positions`.
+            positions (`torch.LongTensor`, *optional*): place of each image among the images of its row, for a
+                resampler with `num_image_positions`.
         """
         first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
         if first is not None:  # trained in float32, beside a frozen tower in half precision

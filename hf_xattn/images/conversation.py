@@ -1,8 +1,8 @@
 """Compares the image inputs of a call with the cache of the conversation.
 
-A call may pass images that the cache already holds, new images, or none. Its masks may cover all images or only the new ones, and the
-whole text or only the text of the call. This file makes three things of them: the images to encode, a layout of all images, and a mask
-for the text of the call.
+A call may pass images that the cache already holds, new images, or none. Its masks may cover all images or only the
+new ones, and the whole text or only the text of the call. This file makes three things of them: the images to encode,
+a layout of all images, and a mask for the text of the call.
 """
 
 from __future__ import annotations
@@ -121,15 +121,17 @@ def _narrowed(config: XAttnConfig, cached: ImageLayout, inputs: ImageInputs, has
 
 
 def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, text: TextOfCall) -> CallersMask:
-    """Returns the rows for new text of a mask for the whole text. The other rows must equal what the cached text has seen."""
+    """Returns the rows for new text of a mask for the whole text. The other rows must equal what the cached text has
+    seen.
+    """
     assert text.rows is not None
     layout = cache.cross_attention_cache.layout
     history = cache.current_progress().known_history
     if history is None:
         raise ValueError(
-            f"Expected `{name}` for the {text.new} new text tokens, got one that also covers the {text.cached} tokens in "
-            "`past_key_values`. This cache (static, of a state-space decoder, or from an exported program) does not know what earlier "
-            "text has seen, so the mask cannot be compared."
+            f"Expected `{name}` for the {text.new} new text tokens, got one that also covers the {text.cached} tokens "
+            "in `past_key_values`. This cache (static, of a state-space decoder, or from an exported program) does not "
+            "know what earlier text has seen, so the mask cannot be compared."
         )
     before = mask.rows[:, : text.cached]
     end = mask.first + mask.rows.shape[2]
@@ -147,8 +149,9 @@ def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, tex
     if differs.any():
         row, token = differs.nonzero()[0].tolist()
         raise ValueError(
-            f"Expected `{name}` to equal what the {text.cached} text tokens in `past_key_values` have seen, but it differs from that, "
-            f"first for token {token} of row {row}. Pass a mask for the {text.new} new tokens, or start from an empty cache."
+            f"Expected `{name}` to equal what the {text.cached} text tokens in `past_key_values` have seen, but it "
+            f"differs from that, first for token {token} of row {row}. Pass a mask for the {text.new} new tokens, or "
+            "start from an empty cache."
         )
     return replace(mask, rows=mask.rows[:, text.cached :])
 
@@ -202,8 +205,8 @@ def given_images(
         return ImageInputs.of(config, **arguments)
     if not isinstance(prepared, PreparedImages):
         raise TypeError(
-            f"Expected `image_inputs` to be PreparedImages, which only `generate` makes, got {type_name(prepared)}. Pass `pixel_values` "
-            "or `cross_attention_states` instead."
+            f"Expected `image_inputs` to be PreparedImages, which only `generate` makes, got {type_name(prepared)}. "
+            "Pass `pixel_values` or `cross_attention_states` instead."
         )
     for name, value in arguments.items():
         if value is not None:

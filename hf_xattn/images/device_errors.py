@@ -1,7 +1,8 @@
 """Names the argument on a wrong device, after torch has raised an error.
 
-Nothing is checked before: accelerate's hooks and transformers' own code move arguments, so a tensor on another device than the model
-often works. If a call fails, this file compares the devices, and names the argument that torch's error does not name.
+Nothing is checked before: accelerate's hooks and transformers' own code move arguments, so a tensor on another device
+than the model often works. If a call fails, this file compares the devices, and names the argument that torch's error
+does not name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import nn
 
 
 def name_wrong_device(text: Mapping[str, Any], embedding: nn.Module, error: Exception) -> None:
-    """Raises a `ValueError` if the text arguments of a failed call are on different devices, or not on the embedding's device.
+    """Raises a `ValueError` if the text arguments of a failed call are on different devices, or not on the embedding's
+    device.
 
     Args:
         text (`Mapping`): `input_ids` or `inputs_embeds`, `attention_mask`, `position_ids`, `labels`, ...
@@ -26,7 +28,8 @@ def name_wrong_device(text: Mapping[str, Any], embedding: nn.Module, error: Exce
     name = "inputs_embeds" if text.get("input_ids") is None else "input_ids"
     given = text[name]
     weight: Any = getattr(embedding, "weight", None)
-    # FSDP, DeepSpeed and accelerate keep weights elsewhere between the calls, sharded or empty: their device says nothing then.
+    # FSDP, DeepSpeed and accelerate keep weights elsewhere between the calls, sharded or empty: their device says
+    # nothing then.
     is_whole = type(weight) is nn.Parameter and weight.dim() == 2 and weight.numel() and not weight.is_meta
     if is_whole and not hasattr(embedding, "_hf_hook"):
         _check(name, given, weight.device, "model's embeddings", error)
@@ -42,7 +45,9 @@ def name_wrong_states(states: torch.Tensor, weight: torch.Tensor, error: Runtime
 
 
 def name_wrong_features(features: torch.Tensor, connector: nn.Module, error: RuntimeError) -> None:
-    """Raises a `ValueError` if what the vision tower has returned is on another device than the connector that failed to read it."""
+    """Raises a `ValueError` if what the vision tower has returned is on another device than the connector that failed
+    to read it.
+    """
     weight = next(connector.parameters(), None)
     if weight is not None and not isinstance(error, torch.OutOfMemoryError) and not weight.is_meta:
         _check("vision_features", features, weight.device, "connector", error)

@@ -1,6 +1,7 @@
 """Finds the images of a call that hold NaN or infinite values, or that the vision tower makes such values of.
 
-A call looks only on request (see `maps/image_checks.py`): the values have to be read, and a GPU has to wait for the answer.
+A call looks only on request (see `maps/image_checks.py`): the values have to be read, and a GPU has to wait for the
+answer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from .placement import Placement
 SHOWN = 8  # images that a message names
 
 
-# Compiled code cannot raise an error that depends on values: `torch.compile` leaves its graph here, or says so with `fullgraph=True`.
+# Compiled code cannot raise an error that depends on values: `torch.compile` leaves its graph here, or says so with
+# `fullgraph=True`.
 @torch.compiler.disable
 def check_given(inputs: ImageInputs) -> None:
     """Checks the pixels or features of a call. Padding is not looked at, because no text sees it.
@@ -62,7 +64,8 @@ def check_encoded(
 
 
 def without_padding_images(images: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """Sets padding images to zero. Padding may hold anything, but 0 times NaN is NaN: in the gradient of a projection too.
+    """Sets padding images to zero. Padding may hold anything, but 0 times NaN is NaN: in the gradient of a projection
+    too.
 
     Args:
         images (`torch.Tensor`): `(R, n, ...)`, pixels or features.
@@ -79,8 +82,8 @@ def without_padding_tokens(features: torch.Tensor, token_mask: torch.Tensor | No
 
     Args:
         features (`torch.Tensor`): `(R, n, tokens, width)`.
-        token_mask (`torch.BoolTensor`, *optional*): `(rows, n * tokens)`, where `R` divides `rows`: text rows that share an image row may
-            see different tokens. Masks that cover other images too are not used.
+        token_mask (`torch.BoolTensor`, *optional*): `(rows, n * tokens)`, where `R` divides `rows`: text rows that
+            share an image row may see different tokens. Masks that cover other images too are not used.
     """
     rows, num_images, tokens = features.shape[:3]
     if token_mask is None or token_mask.shape[1] != num_images * tokens:

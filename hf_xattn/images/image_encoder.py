@@ -74,9 +74,10 @@ class ImageEncoder:
 
     Args:
         config ([`XAttnConfig`]): the model's configuration.
-        vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None if the model takes features.
-        find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called only where it
-            is needed, as it looks through the decoder.
+        vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None if the model
+            takes features.
+        find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called
+            only where it is needed, as it looks through the decoder.
         checks_values (`bool`): refuse images with NaN or infinite values, see `maps/image_checks.py`.
     """
 
@@ -108,8 +109,8 @@ class ImageEncoder:
         real_tiles: torch.Tensor | None = None,
         **returns: bool | None,
     ) -> tuple[BaseModelOutput, torch.Tensor]:
-        """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features, with zeros in
-        the place of tiles that are not among `real_tiles` (see [`connect`]).
+        """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features,
+        with zeros in the place of tiles that are not among `real_tiles` (see [`connect`]).
         """
         assert self.vision_tower is not None and self.connector is not None
         if is_distributed():
@@ -134,8 +135,8 @@ class ImageEncoder:
         return connect(self.connector, features, images, tiled, drop_first, positions, real_tiles)
 
     def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
-        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see `learning/stand_in.py`). `real`
-        `(R, n)` tells which are no padding.
+        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see
+        `learning/stand_in.py`). `real` `(R, n)` tells which are no padding.
         """
         features, tiled = images.features, images.tiles is not None
         assert features is not None and self.vision_tower is not None and self.connector is not None

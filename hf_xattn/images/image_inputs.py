@@ -1,11 +1,11 @@
 """Checks the image arguments of a call once, and makes one value of them.
 
-`forward`, `generate` and `encode_images` take the same image arguments. Each of them first makes an [`ImageInputs`], and passes only this
-value on.
+`forward`, `generate` and `encode_images` take the same image arguments. Each of them first makes an [`ImageInputs`],
+and passes only this value on.
 
 Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens):
 
-    pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image for each row
+    pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image a row
                              (batch, n, max_num_tiles, channels, height, width) with a tiled vision tower
     vision_features          (batch, n, tokens, width), or (batch, tokens, width): one image for each row
                              (batch, n, max_num_tiles, tokens, width) with a tiled vision tower
@@ -17,8 +17,8 @@ Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens
                              (batch, T, n, max_num_tiles): the same, by tile
     image_attention_mask     (batch, T, n): the same, by image (Idefics)
 
-For masks, n and N count the images of the call, or all images: those of the cache, then those of the call. T is the length of the call's
-text. In `generate` it may also be the length of the whole text, including the cached text.
+For masks, n and N count the images of the call, or all images: those of the cache, then those of the call. T is the
+length of the call's text. In `generate` it may also be the length of the whole text, including the cached text.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class ImageAxis:
     Attributes:
         sizes (`tuple[int, ...]`): number of tokens of each image on the axis.
         first (`int`): number of cached image tokens in front of the axis.
-        places (`torch.LongTensor`, *optional*): `(R, images)`, the position of each image among all images, -1 for padding; None if
-            the order is the same.
+        places (`torch.LongTensor`, *optional*): `(R, images)`, the position of each image among all images, -1 for
+            padding; None if the order is the same.
         all_sizes (`tuple[int, ...]`): with `places`, the number of tokens of each of all images.
-        real (`torch.BoolTensor`, *optional*): `(rows, cached images)`, which of the cached images at the front of the axis a mask may
-            show; None if no image is padding, or the call's `image_mask` names those that are.
+        real (`torch.BoolTensor`, *optional*): `(rows, cached images)`, which of the cached images at the front of the
+            axis a mask may show; None if no image is padding, or the call's `image_mask` names those that are.
     """
 
     sizes: tuple[int, ...]
@@ -82,8 +82,9 @@ class ImageAxis:
         if bool(shown.any()):
             row, image = shown.nonzero()[0].tolist()
             raise ValueError(
-                f"Expected `{name}` to hide what is padding in `past_key_values`, got a mask that shows image {image} of row {row}, for "
-                "which `image_mask` was False. Set its entries to False, or pass the picture as a new image."
+                f"Expected `{name}` to hide what is padding in `past_key_values`, got a mask that shows image {image} "
+                f"of row {row}, for which `image_mask` was False. Set its entries to False, or pass the picture as a "
+                "new image."
             )
 
     def moved(self, mask: torch.Tensor) -> torch.Tensor:
@@ -149,7 +150,8 @@ class ImageInputs:
         """Makes the checks that need neither the text nor a cache.
 
         Raises:
-            TypeError: for arguments that are not tensors, masks that are not boolean, or images that are not floating point.
+            TypeError: for arguments that are not tensors, masks that are not boolean, or images that are not floating
+                point.
             ValueError: for contradictory arguments, or a wrong rank or width.
         """
         given = (
@@ -181,8 +183,8 @@ class ImageInputs:
         if pixel_values is not None or vision_features is not None:
             if config.vision_config is None:
                 raise ValueError(
-                    f"Expected no `{name}`, because this model has no vision tower (`config.vision_config` is None). Pass image "
-                    "features as `cross_attention_states`, or retrofit with `vision=`."
+                    f"Expected no `{name}`, because this model has no vision tower (`config.vision_config` is None). "
+                    "Pass image features as `cross_attention_states`, or retrofit with `vision=`."
                 )
             ratios = (aspect_ratio_ids, aspect_ratio_mask)
             if pixel_values is not None:
@@ -213,8 +215,9 @@ class ImageInputs:
         if cross_attention_mask is not None:
             if cross_attention_mask.dim() not in (2, 3, 4):
                 raise ValueError(
-                    "Expected `cross_attention_mask` of shape (batch, num_image_tokens), (batch, text_len, num_image_tokens) or "
-                    f"(batch, text_len, num_images, max_num_tiles), got {tuple(cross_attention_mask.shape)}."
+                    "Expected `cross_attention_mask` of shape (batch, num_image_tokens), (batch, text_len, "
+                    "num_image_tokens) or (batch, text_len, num_images, max_num_tiles), got "
+                    f"{tuple(cross_attention_mask.shape)}."
                 )
             if cross_attention_mask.dim() == 4:
                 text_mask = cross_attention_mask != 0  # Mllama's processor returns integers
@@ -309,8 +312,8 @@ class ImageInputs:
             ):
                 if mask is not None:
                     raise ValueError(
-                        f"`{argument}` was given without images. Pass `pixel_values` or `cross_attention_states`, or a cache that "
-                        "holds images."
+                        f"`{argument}` was given without images. Pass `pixel_values` or `cross_attention_states`, or a "
+                        "cache that holds images."
                     )
             return
         image_rows = cached_rows or text_rows
@@ -318,8 +321,9 @@ class ImageInputs:
             image_rows = images.shape[0]
         if images is not None and image_rows is not None and images.shape[0] != image_rows:
             raise ValueError(
-                f"Expected `{self.name}` of batch {image_rows}, got batch {images.shape[0]}. To ask many questions about one image, "
-                "encode it once with `encode_images` and pass the cache, or in training name each text row's image in `image_rows`."
+                f"Expected `{self.name}` of batch {image_rows}, got batch {images.shape[0]}. To ask many questions "
+                "about one image, encode it once with `encode_images` and pass the cache, or in training name each "
+                "text row's image in `image_rows`."
             )
         allowed = {rows for rows in (text_rows, cached_rows, None if images is None else images.shape[0]) if rows}
         if images is not None and self.image_rows is not None:
@@ -370,7 +374,8 @@ class ImageInputs:
                     what = "(batch, text_len, num_images)"
                 else:
                     wanted.append(f"({batch}, {length}, {len(axis.sizes)}, tiles)")
-                    what = f"(batch, text_len, num_images, tiles), where the tiles divide an image's tokens ({_either(axis.sizes)})"
+                    tokens = f"where the tiles divide an image's tokens ({_either(axis.sizes)})"
+                    what = f"(batch, text_len, num_images, tiles), {tokens}"
         return f"Expected `{self.text_mask_name}` of shape {' or '.join(wanted)} {what}, got {got}."
 
 
@@ -382,8 +387,9 @@ def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
     of_tower = None if config.vision_config is None else vision_hidden_size(config.vision_config)
     if states.shape[-1:] == (of_tower,) and of_tower != width:
         raise ValueError(
-            f"Expected `cross_attention_states` of width {width} (`context_size`), got {tuple(states.shape)}, which has the width of the "
-            "vision tower. Pass what the tower returns as `vision_features`: then it goes through the connector."
+            f"Expected `cross_attention_states` of width {width} (`context_size`), got {tuple(states.shape)}, which "
+            "has the width of the vision tower. Pass what the tower returns as `vision_features`: then it goes through "
+            "the connector."
         )
     check_states(states, width, by_image=True)
 

@@ -1,7 +1,8 @@
 """Places of images in their rows, for a perceiver resampler with `num_image_positions`.
 
-The place of an image is the number of real images before it in its row, those of the cache included. So padding images change nothing,
-and images of a later turn go on where the earlier ones ended. In a packed row each sample counts from 0.
+The place of an image is the number of real images before it in its row, those of the cache included. So padding images
+change nothing, and images of a later turn go on where the earlier ones ended. In a packed row each sample counts from
+0.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def place_in_row(
         most = held + num_images
     if most > count:
         raise ValueError(
-            f"Expected at most {count} images in a row (`perceiver_config.num_image_positions`), got `{images.name}` with image {most} "
-            "of a row."
+            f"Expected at most {count} images in a row (`perceiver_config.num_image_positions`), got `{images.name}` "
+            f"with image {most} of a row."
         )
     return replace(images, positions=positions)
 
@@ -79,8 +80,8 @@ def place_in_samples(config: XAttnConfig, images: ImageInputs, text: PackedText,
         rows ([`ImageRows`], *optional*): which images each text row looks at.
 
     Raises:
-        ValueError: if a packed row has not one marker for each image, a sample has more images than positions, or text rows have the
-            images that they share at different places.
+        ValueError: if a packed row has not one marker for each image, a sample has more images than positions, or text
+            rows have the images that they share at different places.
     """
     if not counts_images(config, images):
         return images
@@ -97,8 +98,8 @@ def place_in_samples(config: XAttnConfig, images: ImageInputs, text: PackedText,
         torch._assert_async((places < count).all(), said)
     elif shape[1] > count and int(places.max()) >= count:
         raise ValueError(
-            f"Expected at most {count} images in a sample (`perceiver_config.num_image_positions`), got `{images.name}` with image "
-            f"{int(places.max()) + 1} of a sample."
+            f"Expected at most {count} images in a sample (`perceiver_config.num_image_positions`), got "
+            f"`{images.name}` with image {int(places.max()) + 1} of a sample."
         )
     if len(places) != shape[0] or rows is not None:
         index = (
@@ -108,14 +109,16 @@ def place_in_samples(config: XAttnConfig, images: ImageInputs, text: PackedText,
         places = places.new_zeros(shape).index_copy(0, index, of_text)
         if bool((places[index] != of_text).any()):
             raise ValueError(
-                "Expected packed rows that share images (`image_rows`) to have each at the same place of its sample, because the model "
-                "reads that place (`perceiver_config.num_image_positions`). Give each text row its own images."
+                "Expected packed rows that share images (`image_rows`) to have each at the same place of its sample, "
+                "because the model reads that place (`perceiver_config.num_image_positions`). Give each text row its "
+                "own images."
             )
     return replace(images, positions=places)
 
 
 def check_hides_last(config: XAttnConfig, image_mask: torch.Tensor, cached: ImageLayout) -> None:
-    """Raises a `ValueError` if a mask hides an encoded image in front of a real one, whose place would be another one without it.
+    """Raises a `ValueError` if a mask hides an encoded image in front of a real one, whose place would be another one
+    without it.
 
     Args:
         image_mask (`torch.BoolTensor`): `(rows, num_images)`, of images that a cache holds.
@@ -131,9 +134,9 @@ def check_hides_last(config: XAttnConfig, image_mask: torch.Tensor, cached: Imag
     if has_values(later) and bool(later.any()):
         row = int(later.any(dim=1).nonzero()[0]) * len(image_mask) // len(later)
         raise ValueError(
-            f"Expected `image_mask` to hide only the last real images of a row in `past_key_values`, got {image_mask[row].tolist()} for row "
-            f"{row}: the others were encoded with their places (`perceiver_config.num_image_positions`). Pass `image_mask` to "
-            "`encode_images`."
+            "Expected `image_mask` to hide only the last real images of a row in `past_key_values`, got "
+            f"{image_mask[row].tolist()} for row {row}: the others were encoded with their places "
+            "(`perceiver_config.num_image_positions`). Pass `image_mask` to `encode_images`."
         )
 
 
@@ -149,7 +152,8 @@ def _in_cache(cached: ImageLayout | None, rows: int) -> int | torch.Tensor:
     counts = counts.unflatten(0, (rows, -1))
     if has_values(counts) and bool((counts != counts[:, :1]).any()):
         raise ValueError(
-            f"Expected text rows that share images to have the same number of them, got {counts.tolist()} (`image_mask`): a new image "
-            "has one place for all (`perceiver_config.num_image_positions`). Give each its own images with `batch_select_indices`."
+            f"Expected text rows that share images to have the same number of them, got {counts.tolist()} "
+            "(`image_mask`): a new image has one place for all (`perceiver_config.num_image_positions`). Give each its "
+            "own images with `batch_select_indices`."
         )
     return counts[:, 0]

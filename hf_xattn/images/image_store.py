@@ -1,17 +1,18 @@
 """Stores encoded images by their content, for `generate` and `encode_images` of one model.
 
-A chat client passes every image again at every turn, in a new conversation each time. With a store, the second call with the same image
-runs neither the vision tower nor the K/V projections for it. Each image is stored on its own, as its keys and values in every block. A
-call may combine stored and new images in any order.
+A chat client passes every image again at every turn, in a new conversation each time. With a store, the second call
+with the same image runs neither the vision tower nor the K/V projections for it. Each image is stored on its own, as
+its keys and values in every block. A call may combine stored and new images in any order.
 
-- Images are identified by the SHA-256 of their values, in the dtype that the model computes in. The checksums of `cache/digests.py` are not
-  enough: they compare images of one conversation, but here a collision would show one user's image to another user.
-- Stored images are valid for one state of the weights and devices (see `checkpoints/model_identity.py`). The first call after a change drops all of
-  them.
-- The least recently used images are dropped first, and the bytes of all storages never exceed the budget. An image that is larger than
-  the budget is encoded, but not stored.
-- With `dtype="int8"` images are stored in int8 (see `cache/int8_cache.py`). The call that encodes an image uses it as it is stored, so its answer
-  is the same the first time and later.
+- Images are identified by the SHA-256 of their values, in the dtype that the model computes in. The checksums of
+  `cache/digests.py` are not enough: they compare images of one conversation, but here a collision would show one
+  user's image to another user.
+- Stored images are valid for one state of the weights and devices (see `checkpoints/model_identity.py`). The first
+  call after a change drops all of them.
+- The least recently used images are dropped first, and the bytes of all storages never exceed the budget. An image
+  that is larger than the budget is encoded, but not stored.
+- With `dtype="int8"` images are stored in int8 (see `cache/int8_cache.py`). The call that encodes an image uses it as
+  it is stored, so its answer is the same the first time and later.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class StoredImage:
     """One encoded image.
 
     Attributes:
-        keys_values (`tuple[KeyValue, ...]`): keys and values of every block, `(1, num_key_value_heads, tokens, head_dim)` each,
-            without a null key; tensors, or [`Int8States`].
+        keys_values (`tuple[KeyValue, ...]`): keys and values of every block, `(1, num_key_value_heads, tokens,
+            head_dim)` each, without a null key; tensors, or [`Int8States`].
         device (`torch.device`): device of the image features. The layout of a call is computed there.
     """
 
@@ -76,7 +77,8 @@ class ImageStore:
     Attributes:
         nbytes (`int`): bytes in use; at most `max_bytes`.
         num_images (`int`): number of stored images.
-        hits (`int`): number of images that were not encoded again. An image that occurs twice in a call is encoded once.
+        hits (`int`): number of images that were not encoded again. An image that occurs twice in a call is encoded
+            once.
         misses (`int`): number of images that had to be encoded.
 
     Raises:
@@ -97,7 +99,7 @@ class ImageStore:
         return len(self._images)
 
     def resize(self, max_bytes: int, dtype: str | None = None) -> None:
-        """Changes the budget and the dtype. Drops images until the others fit, and all of them if the dtype is another."""
+        """Changes budget and dtype. Drops images until the rest fits, and all of them if the dtype is another."""
         max_bytes, dtype = _checked_budget(max_bytes), check_cache_dtype("dtype", dtype)
         with self._lock:
             if dtype != self.dtype:
@@ -180,7 +182,8 @@ class ImageGrid:
         return next(image for row in self.rows for image in row if image is not None)
 
     def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]:
-        """Returns keys and values of every block for [`CrossCache.fill`]: first those in the cache, then those of these images.
+        """Returns keys and values of every block for [`CrossCache.fill`]: first those in the cache, then those of
+        these images.
 
         Args:
             cross ([`CrossCache`]): the cache. It is not changed. Keys and values get its `cache_dtype`.
@@ -194,7 +197,9 @@ class ImageGrid:
         return result
 
     def _joined(self, block: int, part: int, null_key: bool) -> States:
-        """Returns keys (`part` 0) or values (1) of one block. The null key and padding images, which no token sees, are zeros."""
+        """Returns keys (`part` 0) or values (1) of one block. The null key and padding images, which no token sees,
+        are zeros.
+        """
         like, tokens, null = self.first.keys_values[block][part], self.first.tokens, int(null_key)
         _, heads, _, width = like.shape
         joined = like.new_zeros(len(self.rows), heads, null + len(self.rows[0]) * tokens, width)
@@ -202,7 +207,8 @@ class ImageGrid:
             for place, image in enumerate(images):
                 if image is not None:
                     start = null + place * tokens
-                    joined[row, :, start : start + tokens] = image.keys_values[block][part][0]  # type: ignore[assignment]
+                    states: Any = image.keys_values[block][part]
+                    joined[row, :, start : start + tokens] = states[0]
         return joined
 
 
@@ -211,10 +217,11 @@ class StoreReader:
 
     Args:
         store ([`ImageStore`]): the model's store.
-        find_maker (`Callable`): returns the identity of the model, its weights and devices. Called only if the call has images.
+        find_maker (`Callable`): returns the identity of the model, its weights and devices. Called only if the call
+            has images.
         precision (`str`): settings that change the precision of keys and values with the same weights.
-        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)` and their layout, in
-            the store's dtype.
+        project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)` and
+            their layout, in the store's dtype.
         null_key (`bool`): whether these keys and values have a null key in front.
         dtype (`str`, *optional*): the store's.
     """
@@ -246,7 +253,8 @@ class StoreReader:
 
         Args:
             images ([`ImageInputs`]): the images to find.
-            real (`torch.BoolTensor`, *optional*): `(R, n)`. False is a padding image, which is neither looked up nor encoded.
+            real (`torch.BoolTensor`, *optional*): `(R, n)`. False is a padding image, which is neither looked up nor
+                encoded.
             dtype (`torch.dtype`): the dtype to which the model converts images.
             encode (`Callable`): computes features `(R, n, tokens, context_size)` from images.
 
@@ -279,7 +287,9 @@ class StoreReader:
         )
 
     def _encode(self, images: ImageInputs, encode: Callable[[ImageInputs], torch.Tensor]) -> list[StoredImage]:
-        """Encodes images `(count, 1, ...)` together, and returns one value for each. Its tensors are views into the batch."""
+        """Encodes images `(count, 1, ...)` together, and returns one value for each. Its tensors are views into the
+        batch.
+        """
         features = encode(images)
         tokens, null = features.shape[2], int(self._null_key)
         layout = ImageLayout.of((tokens,), features.device, token_mask_of(images.tiles, None, tokens))
@@ -294,14 +304,16 @@ class StoreReader:
 def content_keys(
     images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
 ) -> list[bytes]:
-    """Returns a SHA-256 for each image at `places` (row, image): of its kind, shape, device, tiles, position, and values in `dtype`.
+    """Returns a SHA-256 for each image at `places` (row, image): of its kind, shape, device, tiles, position, and
+    values in `dtype`.
 
     Images on a GPU are copied to the host for this, once per call.
     """
     assert images.images is not None
     content = images.images.detach().to(dtype).cpu().contiguous()
     tiles = None if images.tiles is None else [part.cpu().to(torch.float64) for part in images.tiles]
-    # The device is included, so that images on a wrong device raise the same error as without a store, and masks match the images.
+    # The device is included, so that images on a wrong device raise the same error as without a store, and masks match
+    # the images.
     positions = None if images.positions is None else images.positions.tolist()
     facts = f"{images.name} {dtype} {tuple(content.shape[2:])} {images.images.device} {precision}"
     keys = []
@@ -325,7 +337,8 @@ def _checked_budget(max_bytes: Any) -> int:
         raise TypeError(f"Expected `max_bytes` to be an integer, got {max_bytes!r} ({type_name(max_bytes)}).")
     if operator.index(max_bytes) < 1:
         raise ValueError(
-            f"Expected `max_bytes` to be 1 or more, got {max_bytes}. Call `disable_image_store()` to turn the store off."
+            f"Expected `max_bytes` to be 1 or more, got {max_bytes}. Call `disable_image_store()` to turn the store "
+            "off."
         )
     return operator.index(max_bytes)
 

@@ -1,9 +1,10 @@
 """The perceiver resampler: turns any number of image tokens into a fixed, smaller number.
 
-Learned latents attend to the image tokens and to the latents (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each layer is
-`latents + attention(latents, [tokens; latents])`, then `latents + MLP(latents)`. A LayerNorm follows the last layer. As in
-Perceiver, no projection has a bias. With `num_image_positions`, a learned vector is first added to the tokens of each image of a row:
-that of its place among the row's images (flamingo-pytorch's `media_pos_emb`, OpenFlamingo's `media_time_embs`).
+Learned latents attend to the image tokens and to the latents (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each
+layer is `latents + attention(latents, [tokens; latents])`, then `latents + MLP(latents)`. A LayerNorm follows the last
+layer. As in Perceiver, no projection has a bias. With `num_image_positions`, a learned vector is first added to the
+tokens of each image of a row: that of its place among the row's images (flamingo-pytorch's `media_pos_emb`,
+OpenFlamingo's `media_time_embs`).
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class PerceiverResampler(nn.Module):
 
         Args:
             features (`torch.Tensor`): tokens of images.
-            positions (`torch.LongTensor`, *optional*): of each image among the images of its row, from 0, with the first axes of
-                `features`. None: each is the first of its row. Read only with `num_image_positions`.
+            positions (`torch.LongTensor`, *optional*): of each image among the images of its row, from 0, with the
+                first axes of `features`. None: each is the first of its row. Read only with `num_image_positions`.
         """
         if self.image_positions is not None:
             if positions is None:

@@ -1,7 +1,8 @@
 """Finds the positions of a call's images among all images: which images are new, and how masks map to all images.
 
-A cache keeps images in the order of the calls. A call that passes all images again may have them at other positions: if rows have
-different numbers of images, one row has new images where another row has padding. Masks follow the positions of the call.
+A cache keeps images in the order of the calls. A call that passes all images again may have them at other positions:
+if rows have different numbers of images, one row has new images where another row has padding. Masks follow the
+positions of the call.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Placement:
         first (`int`): index of the first new image, in every row. Not used if `index` is given.
         index (`torch.LongTensor`, *optional*): `(R, count)`, indices of the new images of each row, if rows differ.
         real (`torch.BoolTensor`, *optional*): `(R, count)`, which of the new images are real; None if all are.
-        places (`torch.LongTensor`, *optional*): `(R, n)`, position of each image of the call among all images, -1 for padding; None
-            if the order is the same.
+        places (`torch.LongTensor`, *optional*): `(R, n)`, position of each image of the call among all images, -1 for
+            padding; None if the order is the same.
         covers_cache (`bool`): whether the call passes all images of the cache.
     """
 
@@ -56,7 +57,9 @@ class Placement:
         return replace(digests, values=values, real=real, sizes=(per_image,) * (values.shape[1] // per_image))
 
     def axes(self, cached: ImageLayout | None, new: tuple[int, ...]) -> list[ImageAxis]:
-        """Returns the image axes that a mask may have: all images, or the images of the call. `new`: number of tokens of each new image."""
+        """Returns the image axes that a mask may have: all images, or the images of the call. `new`: number of tokens
+        of each new image.
+        """
         if cached is None:
             return [ImageAxis(new)]
         if self.places is not None:
@@ -75,13 +78,15 @@ class Placement:
         )
         if mask.shape[1] != sum(axis.sizes):
             raise ValueError(
-                f"Expected `cross_attention_mask` of shape {(mask.shape[0], sum(axis.sizes))} (batch, num_image_tokens), got "
-                f"{tuple(mask.shape)}."
+                f"Expected `cross_attention_mask` of shape {(mask.shape[0], sum(axis.sizes))} (batch, "
+                f"num_image_tokens), got {tuple(mask.shape)}."
             )
         return axis.moved(mask[:, None])[:, 0]
 
     def of_new_images(self, mask: torch.Tensor, count: int, cached: ImageLayout | None) -> torch.Tensor:
-        """Returns the part of a mask `(rows, tokens)` for the `count` tokens of new images. The rest must agree with the cache."""
+        """Returns the part of a mask `(rows, tokens)` for the `count` tokens of new images. The rest must agree with
+        the cache.
+        """
         known = 0 if cached is None else cached.num_tokens
         if cached is not None and self.places is not None:
             mask = self.over_cache(mask, self.places.shape[1], cached, known + count)
@@ -92,8 +97,8 @@ class Placement:
         if mask.shape[1] != count or self.covers_cache:
             sizes = sorted({known + count} if self.covers_cache else {count, known + count})
             raise ValueError(
-                f"Expected `cross_attention_mask` of shape {' or '.join(str((mask.shape[0], size)) for size in sizes)} (batch, "
-                f"num_image_tokens), got {tuple(mask.shape)}."
+                f"Expected `cross_attention_mask` of shape {' or '.join(str((mask.shape[0], size)) for size in sizes)} "
+                f"(batch, num_image_tokens), got {tuple(mask.shape)}."
             )
         return mask
 
@@ -104,7 +109,8 @@ def place(
     """Finds the images of a call in a cache.
 
     Returns:
-        the inputs and digests, and the [`Placement`]. Features without an image axis lose the tokens that the cache holds.
+        the inputs and digests, and the [`Placement`]. Features without an image axis lose the tokens that the cache
+        holds.
 
     Raises:
         ValueError: if it is not clear which images are new.
@@ -123,8 +129,8 @@ def place(
     num_images, per_image = inputs.images.shape[1], 1 if inputs.states is None else inputs.states.shape[2]
     if any(count % per_image for count in known.counts):
         raise ValueError(
-            f"Expected `cross_attention_states` with images as large as the cached ones: each row has {known.counts} cached tokens, "
-            f"got {per_image} tokens an image, which does not divide them."
+            f"Expected `cross_attention_states` with images as large as the cached ones: each row has {known.counts} "
+            f"cached tokens, got {per_image} tokens an image, which does not divide them."
         )
     counts = [count // per_image for count in known.counts]
     if _stand_in_order(counts, num_images, real, cached):
@@ -147,8 +153,9 @@ def _check_no_padding(digests: Digests, cached: ImageLayout) -> None:
     if bool(again.any()):
         row, image = again.nonzero()[0].tolist()
         raise ValueError(
-            f"Expected `{digests.of}` with `image_mask`, got none: image {image} of row {row} is padding in `past_key_values` and comes "
-            "again. False: it is padding as before. True: it is a new image, which only the text from now on may see."
+            f"Expected `{digests.of}` with `image_mask`, got none: image {image} of row {row} is padding in "
+            "`past_key_values` and comes again. False: it is padding as before. True: it is a new image, which only "
+            "the text from now on may see."
         )
 
 
@@ -156,8 +163,8 @@ def _row_by_row(counts: list[int], num_images: int, real: torch.Tensor | None, c
     """Finds the new images of each row, padded to the largest number."""
     if len(set(cached.sizes)) > 1:
         raise ValueError(
-            "Expected images at the same positions as in `past_key_values`, because they have different numbers of tokens "
-            f"({list(cached.sizes)}). Pass only the new images."
+            "Expected images at the same positions as in `past_key_values`, because they have different numbers of "
+            f"tokens ({list(cached.sizes)}). Pass only the new images."
         )
     given = torch.ones(len(counts), num_images, dtype=torch.bool) if real is None else real.cpu()
     held = torch.ones(len(counts), cached.num_images, dtype=torch.bool)
@@ -196,7 +203,8 @@ def _without_tokens(inputs: ImageInputs, digests: Digests, counts: list[int]) ->
     wanted = {count for count, some in zip(counts, given) if some}
     if len(wanted) > 1:
         raise ValueError(
-            f"Expected `cross_attention_states` to start with the same number of cached tokens in every row, got {counts}."
+            "Expected `cross_attention_states` to start with the same number of cached tokens in every row, got "
+            f"{counts}."
         )
     assert inputs.states is not None
     first = wanted.pop() if wanted else 0
@@ -206,17 +214,20 @@ def _without_tokens(inputs: ImageInputs, digests: Digests, counts: list[int]) ->
 
 
 def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_text: bool = True) -> None:
-    """Raises a `ValueError` if a mask contradicts the cache about cached images. Tokens of padding images are not compared.
+    """Raises a `ValueError` if a mask contradicts the cache about cached images. Tokens of padding images are not
+    compared.
 
     Args:
-        name (`"image_mask"` or `"cross_attention_mask"`), given (`torch.BoolTensor`): `(rows, num_images)` or `(rows, N)`.
+        name (`"image_mask"` or `"cross_attention_mask"`), given (`torch.BoolTensor`): `(rows, num_images)` or `(rows,
+            N)`.
         has_text (`bool`): whether text has seen the images. Until then a mask may hide more.
     """
     by_image = name == "image_mask"
     size = cached.num_images if by_image else cached.num_tokens
     if given.shape[1] != size:
         raise ValueError(
-            f"Expected `{name}` for the {size} {'images' if by_image else 'image tokens'} in `past_key_values`, got {tuple(given.shape)}."
+            f"Expected `{name}` for the {size} {'images' if by_image else 'image tokens'} in `past_key_values`, got "
+            f"{tuple(given.shape)}."
         )
     own = cached.image_mask if by_image else cached.token_mask
     own = torch.ones_like(given) if own is None else own
@@ -230,5 +241,6 @@ def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_te
         why = "the cached text has seen them with that mask" if has_text else "what was padding then was not encoded"
         raise ValueError(
             f"Expected the same `{name}` for the images in `past_key_values` as before, because {why}. In row {row}, "
-            f"{int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an empty cache."
+            f"{int(differs[row].sum())} of {size} entries differ. Pass the same `{name}`, or none, or start from an "
+            "empty cache."
         )

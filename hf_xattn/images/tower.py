@@ -1,4 +1,6 @@
-"""Inspects a vision tower: whether a model can be one, which keyword arguments it takes, and which image sizes it reads."""
+"""Inspects a vision tower: whether a model can be one, which keyword arguments it takes, and which image sizes it
+reads.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,14 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
         tower_class (`type`): class of the tower.
 
     Raises:
-        ValueError: for a language model, a model that needs more than pixels, and a model whose `forward` is annotated with
-            an output without `last_hidden_state`.
+        ValueError: for a language model, a model that needs more than pixels, and a model whose `forward` is annotated
+            with an output without `last_hidden_state`.
     """
     parameters = inspect.signature(tower_class.forward).parameters
     if "pixel_values" not in parameters:
         raise ValueError(
-            f"Expected `{name}` to be a vision model, which takes `pixel_values`, got a {tower_class.__name__}, which does not."
+            f"Expected `{name}` to be a vision model, which takes `pixel_values`, got a {tower_class.__name__}, which "
+            "does not."
         )
     needed = [
         parameter.name
@@ -48,8 +51,8 @@ def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
     ]
     if needed:
         raise ValueError(
-            f"Expected `{name}` to be a vision model that takes `pixel_values` alone, got a {tower_class.__name__}, which also needs "
-            f"{', '.join(f'`{parameter}`' for parameter in needed)}."
+            f"Expected `{name}` to be a vision model that takes `pixel_values` alone, got a {tower_class.__name__}, "
+            f"which also needs {', '.join(f'`{parameter}`' for parameter in needed)}."
         )
     outputs = _annotated_outputs(tower_class)
     if outputs and not any("last_hidden_state" in fields for fields in outputs.values()):
@@ -63,7 +66,9 @@ def no_hidden_state(tower_class: type) -> str:
 
 
 def _annotated_outputs(tower_class: type[PreTrainedModel]) -> dict[str, set[str]]:
-    """Names and fields of the outputs that the annotation of `forward` allows, without tuples. Empty if it tells nothing."""
+    """Names and fields of the outputs that the annotation of `forward` allows, without tuples. Empty if it tells
+    nothing.
+    """
     try:
         annotation = typing.get_type_hints(inspect.unwrap(tower_class.forward)).get("return")
     except Exception:  # custom code may be annotated with names that exist for type checkers only
@@ -83,7 +88,8 @@ def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
 
 
 def check_tower_config(name: str, config: PreTrainedConfig) -> None:
-    """[`check_tower_class`] before a weight is read; of a configuration that transformers has no class for, nothing is known.
+    """[`check_tower_class`] before a weight is read; of a configuration that transformers has no class for, nothing is
+    known.
 
     Raises:
         ValueError: as [`check_tower_class`].
@@ -95,22 +101,25 @@ def check_tower_config(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_not_trained(tower: PreTrainedModel) -> None:
-    """Raises a `ValueError` in training if the tower has trainable weights, which learn nothing from outputs that were computed before."""
+    """Raises a `ValueError` in training if the tower has trainable weights, which learn nothing from outputs that were
+    computed before.
+    """
     if not (tower.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return
     trainable = [name for name, weight in tower.named_parameters() if weight.requires_grad]
     if trainable:
         raise ValueError(
             "Expected a frozen vision tower with `vision_features`, which its weights do not change, got one with "
-            f"{len(trainable)} trainable weights ({trainable[0]}, ...). Freeze it with `hf_xattn.freeze(model)`, or pass `pixel_values`."
+            f"{len(trainable)} trainable weights ({trainable[0]}, ...). Freeze it with `hf_xattn.freeze(model)`, or "
+            "pass `pixel_values`."
         )
 
 
 def only_image_size(tower: PreTrainedModel) -> tuple[int, int] | None:
     """Height and width of the images that a tower reads; None where it reads several sizes.
 
-    Towers with one learned position embedding for each patch read the size that they were made for. SigLIP would take a slightly
-    larger image without a word, and leave its border out.
+    Towers with one learned position embedding for each patch read the size that they were made for. SigLIP would take
+    a slightly larger image without a word, and leave its border out.
     """
     size = image_size_of(tower.config)
     if size is None or not (_has_flag(type(tower)) or tower.config.model_type in FIXED_SIZE_TYPES):

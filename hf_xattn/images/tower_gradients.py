@@ -1,8 +1,8 @@
 """A gradient for every weight of a vision tower that trains.
 
-The images are the tower's `last_hidden_state`. What comes after it gets no gradient from them: CLIP's last norm, the poolers of ViT and
-BEiT, the heads of SigLIP and AIMv2, the mask token of DINOv2. DDP waits for the gradient of every weight that learns, and refuses the next
-step. So these weights get a gradient of zero.
+The images are the tower's `last_hidden_state`. What comes after it gets no gradient from them: CLIP's last norm, the
+poolers of ViT and BEiT, the heads of SigLIP and AIMv2, the mask token of DINOv2. DDP waits for the gradient of every
+weight that learns, and refuses the next step. So these weights get a gradient of zero.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.T
 
 
 def _mask_tokens(tower: nn.Module) -> list[nn.Parameter]:
-    """Embeddings of masked patches, which no call asks for. FSDP has no need of them, and may keep only a part of each."""
+    """Embeddings of masked patches, which no call asks for. FSDP does not need them, and may keep a part of each."""
     if has_units(tower):
         return []
     return [weight for name, weight in tower.named_parameters() if name.rpartition(".")[2] == MASK_TOKEN]

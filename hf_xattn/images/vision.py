@@ -1,7 +1,8 @@
 """Calls a vision tower and interprets its output.
 
-Most towers take whole images. Mllama's tower takes tiles: a large image is cut into up to `max_num_tiles` squares, and their arrangement
-(the aspect ratio) is another argument. An image with fewer tiles is padded, and no text may see the tokens of padding tiles.
+Most towers take whole images. Mllama's tower takes tiles: a large image is cut into up to `max_num_tiles` squares, and
+their arrangement (the aspect ratio) is another argument. An image with fewer tiles is padded, and no text may see the
+tokens of padding tiles.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def check_pixels(
             pixel_values = pixel_values[:, None]
         if pixel_values.dim() != 5:
             raise ValueError(
-                "Expected `pixel_values` of shape (batch, num_images, channels, height, width) or (batch, channels, height, "
-                f"width), got {shape}."
+                "Expected `pixel_values` of shape (batch, num_images, channels, height, width) or (batch, channels, "
+                f"height, width), got {shape}."
             )
     channels = getattr(config, "num_channels", None)
     if channels is not None and pixel_values.shape[-3] != channels:
@@ -98,7 +99,8 @@ def check_features(
     aspect_ratio_ids: torch.Tensor | None,
     aspect_ratio_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Tiles | None]:
-    """Checks what a tower has returned, its `last_hidden_state`, and tiles. Returns it with the images on axis 1, and the tiles.
+    """Checks what a tower has returned, its `last_hidden_state`, and tiles. Returns it with the images on axis 1, and
+    the tiles.
 
     Raises:
         TypeError: for features that are not floating point.
@@ -129,12 +131,13 @@ def _check_pixels_of_tiles(config: Any, pixel_values: torch.Tensor) -> None:
     shape, tiles = tuple(pixel_values.shape), config.max_num_tiles
     if pixel_values.dim() != 6 or pixel_values.shape[2] != tiles:
         raise ValueError(
-            f"Expected `pixel_values` of shape (batch, num_images, max_num_tiles={tiles}, channels, height, width) for a "
-            f"{config.model_type}, got {shape}. The image processor of the checkpoint makes such pixels."
+            f"Expected `pixel_values` of shape (batch, num_images, max_num_tiles={tiles}, channels, height, width) for "
+            f"a {config.model_type}, got {shape}. The image processor of the checkpoint makes such pixels."
         )
     if (size := image_size_of(config)) != shape[-2:]:
         raise ValueError(
-            f"Expected `pixel_values` with tiles of {size} (height, width) for a {config.model_type}, got shape {shape}."
+            f"Expected `pixel_values` with tiles of {size} (height, width) for a {config.model_type}, got shape "
+            f"{shape}."
         )
 
 
@@ -145,7 +148,7 @@ def _check_tiles(
     aspect_ratio_ids: torch.Tensor | None,
     aspect_ratio_mask: torch.Tensor | None,
 ) -> Tiles | None:
-    """Checks the aspect ratios of the argument `images`, which has this shape. Returns None for a tower without tiles."""
+    """Checks the aspect ratios of the argument `images` of this shape. Returns None for a tower without tiles."""
     if not is_tiled(config):
         for name, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
             if value is not None:
@@ -172,7 +175,8 @@ def run_tower(
     """Runs a tower on `(R, num_images, ...)` pixels. The output of towers without tiles has `R * num_images` rows.
 
     Args:
-        returns (`bool`, *optional*): `output_hidden_states`, `output_attentions`. None: as in the tower's configuration.
+        returns (`bool`, *optional*): `output_hidden_states`, `output_attentions`. None: as in the tower's
+            configuration.
 
     Raises:
         ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state`.
@@ -203,7 +207,8 @@ def run_tower(
 def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Tensor]]) -> Iterator[None]:
     """Records what the layers of Mllama's tower return: first the local layers, then the global ones.
 
-    The recording of transformers does not work for this tower, because it looks for the classes of Mllama's text layers.
+    The recording of transformers does not work for this tower, because it looks for the classes of Mllama's text
+    layers.
 
     Args:
         recorded (`dict`): lists to fill, under `"hidden_states"` and `"attentions"`.
@@ -247,8 +252,8 @@ def connect(
         images (`tuple[int, int]`): R and num_images.
         drop_first (`bool`): drop the tower's first token, the class token.
         positions (`torch.LongTensor`, *optional*): `(R, num_images)`, see [`XAttnConnector`].
-        real_tiles (`torch.LongTensor`, *optional*): numbers of the tiles that pass the connector, among those of all images; the others
-            give zeros. None: all of them.
+        real_tiles (`torch.LongTensor`, *optional*): numbers of the tiles that pass the connector, among those of all
+            images; the others give zeros. None: all of them.
     """
     if tiled and real_tiles is not None:
         of_tiles = {}
@@ -274,7 +279,8 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
     if size is not None and shape[-2:] != size:
         raise ValueError(
             f"Expected `pixel_values` with images of {size} (height, width), the only size that the vision tower "
-            f"({tower.config.model_type}) supports, got shape {shape}. The image processor of its checkpoint resizes images."
+            f"({tower.config.model_type}) supports, got shape {shape}. The image processor of its checkpoint resizes "
+            "images."
         )
     try:
         output = tower(pixel_values=pixels, **taken)
@@ -284,7 +290,8 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
         weight = next(tower.parameters())
         if pixel_values.device != weight.device and not weight.is_meta:
             raise ValueError(
-                f"Expected `pixel_values` on {weight.device}, the device of the vision tower, got them on {pixel_values.device}."
+                f"Expected `pixel_values` on {weight.device}, the device of the vision tower, got them on "
+                f"{pixel_values.device}."
             ) from error
         if shape[-2:] == image_size_of(tower.config):
             raise
@@ -317,9 +324,11 @@ def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: 
 
 
 def real_tiles_of(tiles: Tiles | None) -> torch.Tensor | None:
-    """Numbers of the tiles that are no padding, among those of all images; None if all are, if none is, or without tiles.
+    """Numbers of the tiles that are no padding, among those of all images; None if all are, if none is, or without
+    tiles.
 
-    The tower itself gets padding tiles too: transformers' Mllama lets the patches of real tiles attend to them, so that without them an
+    The tower itself gets padding tiles too: transformers' Mllama lets the patches of real tiles attend to them, so
+    that without them an
     image would have other features.
     """
     if tiles is None or not has_values(tiles.aspect_ratio_mask):

@@ -58,8 +58,8 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # the restricted unpickler stumbles over a stranger's file in many ways
         raise ValueError(
-            f"{file} holds no state dict that can be read: expected a complete file of `torch.save` with tensors and plain values. "
-            "Code in a file is not run."
+            f"{file} holds no state dict that can be read: expected a complete file of `torch.save` with tensors and "
+            "plain values. Code in a file is not run."
         ) from error
     while isinstance(state, dict):
         inner = next((state[key] for key in ("model_state_dict", "state_dict", "model") if key in state), None)
@@ -88,14 +88,16 @@ def _check_zip(path: Path) -> None:
         raise ValueError(f"{path} is damaged: {error}.") from error
     if unpacked > path.stat().st_size:
         raise ValueError(
-            f"{path} unpacks to {unpacked} bytes, but has {path.stat().st_size}: expected a file of `torch.save`, which is not compressed."
+            f"{path} unpacks to {unpacked} bytes, but has {path.stat().st_size}: expected a file of `torch.save`, "
+            "which is not compressed."
         )
 
 
 def language_weights(
     text: PreTrainedModel, state: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], PreTrainedConfig]:
-    """Returns the weights of a language model in a state dict, and the model's configuration with the new vocabulary size.
+    """Returns the weights of a language model in a state dict, and the model's configuration with the new vocabulary
+    size.
 
     The size of the vocabulary is the number of embeddings in the state dict. The model itself does not change.
 
@@ -125,8 +127,8 @@ def language_weights(
             raise ValueError(f"`state_dict` holds {name} of dtype {tensor.dtype}: expected floating-point weights.")
         if tensor.shape[grows:] != own[name].shape[grows:]:
             raise ValueError(
-                f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, but `text` ({type(text).__name__}) has shape "
-                f"{tuple(own[name].shape)}. The state dict belongs to another language model."
+                f"`state_dict` holds {name} of shape {tuple(tensor.shape)}, but `text` ({type(text).__name__}) has "
+                f"shape {tuple(own[name].shape)}. The state dict belongs to another language model."
             )
         if grows:
             sizes.add(tensor.shape[0])
@@ -203,8 +205,8 @@ def block_options(
     keys //= options.pop("keys_and_values", 1)
     if inner != num_heads * head_dim or keys % head_dim:
         raise ValueError(
-            f"`num_attention_heads` ({num_heads}) of width {head_dim} do not fit the {inner} query rows and {keys} key rows of "
-            "`state_dict`."
+            f"`num_attention_heads` ({num_heads}) of width {head_dim} do not fit the {inner} query rows and {keys} key "
+            "rows of `state_dict`."
         )
     return CrossAttentionConfig(
         hidden_size=hidden,

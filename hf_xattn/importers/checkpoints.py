@@ -45,16 +45,16 @@ SHARD_BYTES = 5 * 10**9
 def convert_checkpoint(source: str | Path, output: str | Path) -> None:
     """Converts a vision-language checkpoint with cross-attention to a checkpoint of this package.
 
-    Checks names, shapes and completeness before it writes anything. Then converts the weights file by file, so that one file
-    of the source has to fit into memory, not the model.
+    Checks names, shapes and completeness before it writes anything. Then converts the weights file by file, so that
+    one file of the source has to fit into memory, not the model.
 
     Args:
         source (`str` or `Path`): a folder or a Hub id.
         output (`str` or `Path`): a new or empty folder, which gets all files at once, at the end.
 
     Raises:
-        ValueError: if the model type of `source` is not supported, if `source` has no safetensors or has missing, unknown
-            or truncated tensors, or if `output` is not empty.
+        ValueError: if the model type of `source` is not supported, if `source` has no safetensors or has missing,
+            unknown or truncated tensors, or if `output` is not empty.
     """
     check_folder(output)
     folder = _folder_of(source)
@@ -109,23 +109,25 @@ def import_checkpoint(
 
 
 def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
-    """Writes a model of Llama 3.2 Vision's shape as an Mllama checkpoint, which transformers' own class and other engines load.
+    """Writes a model of Llama 3.2 Vision's shape as an Mllama checkpoint, which transformers' own class and other
+    engines load.
 
-    A model that was imported from Mllama goes back bit for bit. A retrofit is taken if it has the same shape (`mllama_shape.py` tells
-    the options): a Llama, Mllama's vision tower and blocks of Mllama's kind. The checkpoint gives the model's logits to rounding, with
-    one exception: for text that sees no image in a batch or a row with images, Mllama adds its attention branch, this package adds
-    nothing. Gates and norms, float32 in a retrofit, get the dtype of the model, as Mllama loads them.
+    A model that was imported from Mllama goes back bit for bit. A retrofit is taken if it has the same shape
+    (`mllama_shape.py` tells the options): a Llama, Mllama's vision tower and blocks of Mllama's kind. The checkpoint
+    gives the model's logits to rounding, with one exception: for text that sees no image in a batch or a row with
+    images, Mllama adds its attention branch, this package adds nothing. Gates and norms, float32 in a retrofit, get
+    the dtype of the model, as Mllama loads them.
 
-    Reads the weights of a folder one by one, so that one file of the result (5 GB at most) has to fit into memory, not the
-    model.
+    Reads the weights of a folder one by one, so that one file of the result (5 GB at most) has to fit into memory, not
+    the model.
 
     Args:
         source (`str`, `Path` or [`XAttnForConditionalGeneration`]): a folder, a Hub id or a loaded model.
         output (`str` or `Path`): a new or empty folder.
 
     Raises:
-        ValueError: if the model has another shape (the message lists all differences), if its tensors do not fit its configuration,
-            or if `output` is not empty.
+        ValueError: if the model has another shape (the message lists all differences), if its tensors do not fit its
+            configuration, or if `output` is not empty.
     """
     check_folder(output)
     changed: PreTrainedConfig
@@ -175,7 +177,9 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
 def _check_parts(
     name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]], added: int
 ) -> None:
-    """Raises a `ValueError` if parts of an exported tensor are missing, or do not give the tensor's shape with `added` rows."""
+    """Raises a `ValueError` if parts of an exported tensor are missing, or do not give the tensor's shape with `added`
+    rows.
+    """
     if missing := [part for part in parts if part not in shapes]:
         raise ValueError(f"`source` is not complete: expected {missing[0]}, which becomes {name}, but it is missing.")
     made = shapes[parts[0]]
@@ -192,8 +196,8 @@ def _check_parts(
 def _recipe(config: PreTrainedConfig) -> Recipe:
     if config.model_type not in RECIPES:
         raise ValueError(
-            f"`source` must be a model of type {sorted(RECIPES)}, got a {config.model_type!r} model, which cannot be imported. For "
-            "a text-only model use `retrofit`."
+            f"`source` must be a model of type {sorted(RECIPES)}, got a {config.model_type!r} model, which cannot be "
+            "imported. For a text-only model use `retrofit`."
         )
     try:
         return RECIPES[config.model_type](config)
@@ -201,7 +205,8 @@ def _recipe(config: PreTrainedConfig) -> Recipe:
         raise
     except Exception as error:  # sizes of zero, missing parts, lists that are none
         raise ValueError(
-            f"`source` has a configuration of a {config.model_type!r} model that cannot be one: {type(error).__name__}: {error}."
+            f"`source` has a configuration of a {config.model_type!r} model that cannot be one: "
+            f"{type(error).__name__}: {error}."
         ) from error
 
 
@@ -291,13 +296,14 @@ def _plan(recipe: Recipe, headers: dict[str, Header]) -> dict[str, list]:
             rows = len(range(*target.rows.indices(header.shape[0]))) if header.shape else 1
             if not fits((rows, *header.shape[1:]), shape):
                 raise ValueError(
-                    f"`source` holds {name} of shape {tuple(header.shape)}, which does not fit its configuration: expected "
-                    f"{shape} for {target.name}."
+                    f"`source` holds {name} of shape {tuple(header.shape)}, which does not fit its configuration: "
+                    f"expected {shape} for {target.name}."
                 )
             plan[name].append((target, shape))
             if header.dtype in INTEGERS and dtypes[target.name].is_floating_point:
                 raise ValueError(
-                    f"`source` holds {name} of dtype {header.dtype}: expected floating-point weights. Quantized checkpoints are not imported."
+                    f"`source` holds {name} of dtype {header.dtype}: expected floating-point weights. Quantized "
+                    "checkpoints are not imported."
                 )
             found.add(target.name)
     if unknown:

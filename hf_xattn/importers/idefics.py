@@ -1,7 +1,7 @@
 """Idefics, first version (`IdeficsForVisionText2Text`).
 
-Its text model is a Llama with a gated cross-attention layer in front of every `cross_layer_interval`-th layer. Its vision
-tower is CLIP's.
+Its text model is a Llama with a gated cross-attention layer in front of every `cross_layer_interval`-th layer. Its
+vision tower is CLIP's.
 
 | Idefics | here |
 |---|---|
@@ -9,7 +9,8 @@ tower is CLIP's.
 | `lm_head`, `.additional_fc` | `model.text_model.lm_head`, `.additional` |
 | `model.layers.<i>` | `model.text_model.model.layers.<i>` |
 | `model.gated_cross_attn_layers.<k>` | `model.text_model.model.layers.<k * interval>.cross_attention_block` |
-| `... .cross_attn.{q,k,v,o}_proj`, `{q,k}_layer_norm`, `alpha_cross_attn`, `alpha_dense` | `... .attn.*`, `{q,k}_norm`, `attn_gate`, `mlp_gate` |
+| `... .cross_attn.{q,k,v,o}_proj`, `{q,k}_layer_norm` | `... .attn.*`, `{q,k}_norm` |
+| `alpha_cross_attn`, `alpha_dense` | `attn_gate`, `mlp_gate` |
 | `model.vision_model` | `model.vision_tower` |
 | `model.perceiver_resampler` | `model.connector.layers.0` |
 

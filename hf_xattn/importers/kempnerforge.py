@@ -10,10 +10,10 @@ Names are this package's own; `D` width, `H` query heads, `K` K/V heads, `d` hea
 | `attn.o_proj.weight` | (D, H d) | the same |
 | `mlp.{gate_proj,up_proj}.weight`, `mlp.down_proj.weight` | (F, D), (D, F) | the same; no `gate_proj` but with SiLU |
 
-There is no gate. KempnerForge builds the norms of a block with an epsilon of 1e-5, whatever `norm_eps` of its configuration says: that
-one is for the decoder's own norms. Block `k` stands after the decoder's layer `(k + 1) * every - 1`, so its index here is `(k + 1) * every`.
-The image features are the output of KempnerForge's adapter, with the decoder's hidden size. Pass them as
-`cross_attention_states`.
+There is no gate. KempnerForge builds the norms of a block with an epsilon of 1e-5, whatever `norm_eps` of its
+configuration says: that one is for the decoder's own norms. Block `k` stands after the decoder's layer `(k + 1) *
+every - 1`, so its index here is `(k + 1) * every`. The image features are the output of KempnerForge's adapter, with
+the decoder's hidden size. Pass them as `cross_attention_states`.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def import_kempnerforge(
     """Puts KempnerForge's blocks into a language model.
 
     Args:
-        state_dict (`dict[str, torch.Tensor]`): state dict of the trained model. Only names under `cross_attention_layers`
-            are read.
+        state_dict (`dict[str, torch.Tensor]`): state dict of the trained model. Only names under
+            `cross_attention_layers` are read.
         text (`PreTrainedModel`): the decoder as a causal language model of transformers; changed in place.
         num_attention_heads (`int`): number of query heads. The shapes give only its product with the head width.
         every (`int`): `cross_attention_every_n_layers` of KempnerForge's configuration.
         hidden_act (`str`), norm_type (`str`): `activation` and `norm_type` of KempnerForge's configuration.
-        norm_eps (`float`, defaults to 1e-5): epsilon of the blocks' norms. Not `norm_eps` of KempnerForge's configuration, which its
-            blocks do not read: change it only for blocks that were built with another one.
+        norm_eps (`float`, defaults to 1e-5): epsilon of the blocks' norms. Not `norm_eps` of KempnerForge's
+            configuration, which its blocks do not read: change it only for blocks that were built with another one.
 
     Raises:
-        ValueError: for missing tensors, tensors of a wrong shape, or a number of blocks that does not fit the decoder. The
-            error comes before `text` is changed.
+        ValueError: for missing tensors, tensors of a wrong shape, or a number of blocks that does not fit the decoder.
+            The error comes before `text` is changed.
     """
     for option, value in (("num_attention_heads", num_attention_heads), ("every", every)):
         if value < 1:

@@ -1,8 +1,8 @@
 """Llama 3.2 Vision (`MllamaForConditionalGeneration`).
 
-Its text model is one list of layers. Some layers have cross-attention instead of self-attention. The self-attention layers
-alone are a Llama. Each cross-attention layer becomes a block in front of the next self-attention layer. A cross-attention
-layer at the end of the list becomes a block after the last layer.
+Its text model is one list of layers. Some layers have cross-attention instead of self-attention. The self-attention
+layers alone are a Llama. Each cross-attention layer becomes a block in front of the next self-attention layer. A
+cross-attention layer at the end of the list becomes a block after the last layer.
 
 | Mllama (`language_model.`) | here (`model.text_model.`) |
 |---|---|
@@ -14,8 +14,8 @@ layer at the end of the list becomes a block after the last layer.
 | several `layers.<cross>` in a row | `...block.0`, `...block.1`, ... |
 | `vision_model`, `multi_modal_projector` | `model.vision_tower`, `model.connector.layers.0` |
 
-One difference: at a text position that sees no image, Mllama adds the attention branch (an average of all image tokens).
-This package adds nothing.
+One difference: at a text position that sees no image, Mllama adds the attention branch (an average of all image
+tokens). This package adds nothing.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def places(text_config: MllamaTextConfig) -> dict[int, int]:
     cross = set(text_config.cross_attention_layers or ())
     if outside := sorted(index for index in cross if index not in range(text_config.num_hidden_layers)):
         raise ValueError(
-            f"`cross_attention_layers`: expected indices from 0 to {text_config.num_hidden_layers - 1}, because the text model has "
-            f"{text_config.num_hidden_layers} layers, got {outside[:5]}."
+            f"`cross_attention_layers`: expected indices from 0 to {text_config.num_hidden_layers - 1}, because the "
+            f"text model has {text_config.num_hidden_layers} layers, got {outside[:5]}."
         )
     if len(cross) == text_config.num_hidden_layers:
         raise ValueError(
-            f"`cross_attention_layers`: expected at least one of the {len(cross)} layers to have self-attention, got cross-attention in "
-            "all of them."
+            f"`cross_attention_layers`: expected at least one of the {len(cross)} layers to have self-attention, got "
+            "cross-attention in all of them."
         )
     result, count = {}, 0
     for index in range(text_config.num_hidden_layers):

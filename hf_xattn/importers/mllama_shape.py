@@ -1,4 +1,5 @@
-"""Which models have the shape of Llama 3.2 Vision, so that its format can hold them: a Llama with blocks of Mllama's kind, and Mllama's tower.
+"""Which models have the shape of Llama 3.2 Vision, so that its format can hold them: a Llama with blocks of Mllama's
+kind, and Mllama's tower.
 
 A model that was imported from Mllama has that shape. A retrofit has it with these options:
 
@@ -32,8 +33,8 @@ def mllama_config(config: XAttnConfig) -> MllamaConfig:
     if differences := mllama_differences(config):
         listed = "".join(f"\n- `{name}`: expected {expected}, found {found}" for name, expected, found in differences)
         raise ValueError(
-            "`source` cannot be written in Llama 3.2 Vision's format, the only one that can be exported, because its shape differs:"
-            + listed
+            "`source` cannot be written in Llama 3.2 Vision's format, the only one that can be exported, because its "
+            "shape differs:" + listed
         )
     text: Any = config.text_config
     cross = [place + number for number, place in enumerate(sorted(config.cross_attention_layers))]
@@ -71,7 +72,8 @@ def mllama_differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
         wanted += _of_blocks(config, text)
     found = [(name, repr(expected), repr(value)) for name, expected, value in wanted if expected != value]
     if 0 in config.cross_attention_layers:
-        # transformers' Mllama takes the length of the text from the cache of its first layer, which would hold an image.
+        # transformers' Mllama takes the length of the text from the cache of its first layer, which would hold an
+        # image.
         found.append(("cross_attention_layers", "no block in front of layer 0", str(config.cross_attention_layers)))
     if config.image_token_id is None:
         found.append(("image_token_id", "the id of the image marker", "None"))
@@ -129,7 +131,9 @@ def parts_of(name: str, recipe: Recipe, config: XAttnConfig) -> list[str]:
 
 
 def missing_rows(name: str, config: XAttnConfig) -> int:
-    """Rows of additional tokens that a tensor of Mllama has and this model has not. They become zeros, which no text uses."""
+    """Rows of additional tokens that a tensor of Mllama has and this model has not. They become zeros, which no text
+    uses.
+    """
     return (
         ADDITIONAL_TOKENS - config.additional_vocab_size
         if renamed(name, [(EMBEDDING_OF_MLLAMA, "")]) is not None

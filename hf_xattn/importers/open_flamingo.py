@@ -1,11 +1,11 @@
 """OpenFlamingo: its gated cross-attention blocks and its perceiver resampler.
 
-An OpenFlamingo checkpoint holds the modules that were added to a language model and a CLIP tower, and the embeddings of the
-language model with rows for the added tokens. The language model and the tower have checkpoints of their own.
+An OpenFlamingo checkpoint holds the modules that were added to a language model and a CLIP tower, and the embeddings
+of the language model with rows for the added tokens. The language model and the tower have checkpoints of their own.
 
-The table shows the names of the state dict. `D` is the text width, `V` the vision width, `H` the number of heads, `d` the head
-width (published checkpoints: `H` 8, `d` 64). `<block>` is `<layers>.<i>.gated_cross_attn_layer`. In a model that was saved whole,
-`<block>` is `gated_cross_attn_layers.<i>`.
+The table shows the names of the state dict. `D` is the text width, `V` the vision width, `H` the number of heads, `d`
+the head width (published checkpoints: `H` 8, `d` 64). `<block>` is `<layers>.<i>.gated_cross_attn_layer`. In a model
+that was saved whole, `<block>` is `gated_cross_attn_layers.<i>`.
 
 | OpenFlamingo | shape | here |
 |---|---|---|
@@ -14,7 +14,8 @@ width (published checkpoints: `H` 8, `d` 64). `<block>` is `<layers>.<i>.gated_c
 | `... .attn.to_kv.weight` | (2 H d, V) | `attn.k_proj`, then `attn.v_proj` |
 | `... .attn.to_out.weight` | (D, H d) | `attn.o_proj` |
 | `... .attn_gate`, `ff_gate` | (1,) | `attn_gate`, `mlp_gate` |
-| `... .ff.0.{weight,bias}`, `ff.1.weight`, `ff.3.weight` | (D,), (4 D, D), (D, 4 D) | `mlp_norm`, `mlp.up_proj`, `mlp.down_proj` |
+| `... .ff.0.{weight,bias}` | (D,) | `mlp_norm` |
+| `ff.1.weight`, `ff.3.weight` | (4 D, D), (D, 4 D) | `mlp.up_proj`, `mlp.down_proj` |
 | `perceiver.latents` | (latents, V) | `connector.layers.0.latents` |
 | `perceiver.media_time_embs`; flamingo-pytorch: `media_pos_emb` | (images, 1, V) | `image_positions` |
 | `perceiver.layers.<k>.0.{norm_media,norm_latents,to_q,to_kv,to_out}` | as above, with V | `layers.<k>.attn.*` |
@@ -22,9 +23,9 @@ width (published checkpoints: `H` 8, `d` 64). `<block>` is `<layers>.<i>.gated_c
 | `lang_encoder.<name>`, of a layer `<layers>.<i>.decoder_layer.<name>` | | the language model's own |
 | `lang_encoder.old_decoder_blocks`, `vision_encoder` | | not taken: copies, and the frozen tower |
 
-Block `i` stands in front of decoder layer `i`. Text sees the latest image. One difference: at text before the first image,
-OpenFlamingo adds the MLP branch. This package adds nothing. The resampler gets CLIP's patch tokens without the class token
-(`vision_feature_select_strategy="default"`).
+Block `i` stands in front of decoder layer `i`. Text sees the latest image. One difference: at text before the first
+image, OpenFlamingo adds the MLP branch. This package adds nothing. The resampler gets CLIP's patch tokens without the
+class token (`vision_feature_select_strategy="default"`).
 """
 
 from __future__ import annotations
@@ -82,10 +83,10 @@ def import_open_flamingo(
 
     Args:
         state_dict (`dict[str, torch.Tensor]`): an OpenFlamingo checkpoint (`torch.load(..., weights_only=True)`).
-        text (`PreTrainedModel`): the causal language model of the checkpoint; changed in place. The vocabulary grows to the
-            size of the embeddings in `state_dict`.
-        vision (`PreTrainedModel`, *optional*): the vision tower. Without it, the model has no resampler and takes resampled
-            features as `cross_attention_states`.
+        text (`PreTrainedModel`): the causal language model of the checkpoint; changed in place. The vocabulary grows
+            to the size of the embeddings in `state_dict`.
+        vision (`PreTrainedModel`, *optional*): the vision tower. Without it, the model has no resampler and takes
+            resampled features as `cross_attention_states`.
         image_token_id (`int`): id of `<image>`.
         head_dim (`int`, defaults to 64): width of a head in the blocks and the resampler.
 
@@ -170,11 +171,12 @@ def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, tor
 def open_flamingo_resampler(
     state_dict: dict[str, torch.Tensor], head_dim: int = 64
 ) -> tuple[PerceiverConfig, dict[str, torch.Tensor]]:
-    """Converts the state dict of OpenFlamingo's or flamingo-pytorch's resampler, whose names start at `latents` and `layers.`.
+    """Converts the state dict of OpenFlamingo's or flamingo-pytorch's resampler, whose names start at `latents` and
+    `layers.`.
 
     Args:
-        state_dict (`dict[str, torch.Tensor]`): its tensors. A position for each image (`media_time_embs`, `media_pos_emb`) becomes
-            `num_image_positions`.
+        state_dict (`dict[str, torch.Tensor]`): its tensors. A position for each image (`media_time_embs`,
+            `media_pos_emb`) becomes `num_image_positions`.
         head_dim (`int`, defaults to 64): width of a head.
 
     Returns:
@@ -185,7 +187,8 @@ def open_flamingo_resampler(
     """
     if "frame_embs" in state_dict:
         raise ValueError(
-            "`state_dict`: expected a resampler of images, got `frame_embs`, embeddings of a video's frames. They are not supported."
+            "`state_dict`: expected a resampler of images, got `frame_embs`, embeddings of a video's frames. They are "
+            "not supported."
         )
     latents, width = shape_of(state_dict, "latents")
     depth = len({name.split(".")[1] for name in state_dict if name.startswith("layers.")})

@@ -51,8 +51,8 @@ class Recipe:
 
     Attributes:
         config ([`XAttnConfig`]): configuration of the new model.
-        targets (`Callable`): maps the name of a source tensor to its targets, in the order of the rows. Returns an empty list
-            for a tensor that is not needed, and None for a name that the family does not have.
+        targets (`Callable`): maps the name of a source tensor to its targets, in the order of the rows. Returns an
+            empty list for a tensor that is not needed, and None for a name that the family does not have.
     """
 
     config: XAttnConfig
@@ -69,7 +69,9 @@ def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
 
 
 def block_name(layers: str, place: int, num_layers: int) -> str:
-    """Returns the name of the only block in front of layer `place`. If `place` is `num_layers`, of the block after the last layer."""
+    """Returns the name of the only block in front of layer `place`. If `place` is `num_layers`, of the block after the
+    last layer.
+    """
     before, after = BLOCKS
     return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
 

@@ -29,7 +29,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
     """Returns the file and the shape of every tensor in a folder, by name. Reads no weights.
 
     Raises:
-        ValueError: if a file is missing, truncated or outside the folder, or if a tensor is not in the file that the index names.
+        ValueError: if a file is missing, truncated or outside the folder, or if a tensor is not in the file that the
+            index names.
     """
     refuse_unfinished(folder)
     where, index_file = f"`source` ({folder})", folder / INDEX

@@ -2,9 +2,9 @@
 
 It differs from self-attention in three ways:
 
-- The image axis has no causal order. So all queries that share keys and values are folded into one query axis: the heads
-  of a K/V group, the text positions, and the text rows that look at the same image. K/V are never repeated, neither for
-  GQA nor for beams, and a decode step reads them once.
+- The image axis has no causal order. So all queries that share keys and values are folded into one query axis: the
+  heads of a K/V group, the text positions, and the text rows that look at the same image. K/V are never repeated,
+  neither for GQA nor for beams, and a decode step reads them once.
 - There is no rotary embedding, because image features contain their positions. A context with an order (audio, video)
   may use T5's relative bias.
 - The output projection starts at zero (`zero_init`), so a fresh layer changes nothing.
@@ -36,9 +36,11 @@ from .row_groups import attend_by_group
 
 
 def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
-    """Makes a linear layer with the attribute `zero_init`, which tells `_init_weights` whether the layer starts at zero.
+    """Makes a linear layer with the attribute `zero_init`, which tells `_init_weights` whether the layer starts at
+    zero.
 
-    transformers initialises weights module by module, and again if a checkpoint lacks them. So the mark is on the module.
+    transformers initialises weights module by module, and again if a checkpoint lacks them. So the mark is on the
+    module.
     """
     linear: Any = nn.Linear(in_features, out_features, bias=bias)
     linear.zero_init = zero_init
@@ -99,11 +101,11 @@ class GatedCrossAttention(nn.Module):
             hidden_states (`torch.Tensor`): `(batch, text_len, hidden_size)`; None if only keys and values are computed.
             cross_attention_states (`torch.Tensor`): `(batch, num_image_tokens, context_size)`.
             cross_attention_mask (`torch.BoolTensor`, *optional*): True = attend; `(batch, num_image_tokens)` or
-                `(batch, text_len, num_image_tokens)`. The output of a text token that may see nothing is zero, before the
-                bias of the output projection.
+                `(batch, text_len, num_image_tokens)`. The output of a text token that may see nothing is zero, before
+                the bias of the output projection.
             output_attentions (`bool`): also return the attention weights.
-            cross_attention ([`CrossAttentionContext`], *optional*): what a model passes to its blocks, in place of the three
-                arguments above.
+            cross_attention ([`CrossAttentionContext`], *optional*): what a model passes to its blocks, in place of the
+                three arguments above.
 
         Returns:
             `(output, weights)`: `(batch, text_len, hidden_size)`, and `(batch, num_attention_heads, text_len,
@@ -116,8 +118,8 @@ class GatedCrossAttention(nn.Module):
         if cross_attention is None:
             if hidden_states is None or cross_attention_states is None:
                 raise ValueError(
-                    "`hidden_states` (batch, text_len, hidden_size) and `cross_attention_states` (batch, num_image_tokens, "
-                    "context_size) are required."
+                    "`hidden_states` (batch, text_len, hidden_size) and `cross_attention_states` (batch, "
+                    "num_image_tokens, context_size) are required."
                 )
             check_text_and_states(hidden_states, cross_attention_states, self.config)
             cross_attention = plain_context(
@@ -164,13 +166,13 @@ class GatedCrossAttention(nn.Module):
 
         Args:
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
-            null_key (`bool`): put the null key of quiet softmax in front. Its score is 0, so the null key adds `exp(0) = 1` to
-                the denominator of the softmax.
+            null_key (`bool`): put the null key of quiet softmax in front. Its score is 0, so the null key adds `exp(0)
+                = 1` to the denominator of the softmax.
             ragged ([`Ragged`], *optional*): tells where the tokens stand, if they are the real ones of a padded batch.
 
         Returns:
-            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, with one token more if there is a null
-            key. With `qk_norm`, the queries are multiplied by the weight of the key norm, not the keys (see
+            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, with one token more if there
+            is a null key. With `qk_norm`, the queries are multiplied by the weight of the key norm, not the keys (see
             [`CrossAttentionKeyNorm`]).
         """
         states = to_dtype_of(self.k_proj, cross_attention_states)
@@ -190,10 +192,11 @@ class GatedCrossAttention(nn.Module):
         """Computes the attention of all text rows over their images.
 
         Args:
-            hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
-                row `i`. If `context.slots` is given, text rows of any number and order: their queries go to their slots.
-            key, value (`torch.Tensor` or [`Int8States`]): `(R, num_key_value_heads, N, head_dim)`; with the null key `N + 1`
-                tokens.
+            hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at
+                image row `i`. If `context.slots` is given, text rows of any number and order: their queries go to
+                their slots.
+            key, value (`torch.Tensor` or [`Int8States`]): `(R, num_key_value_heads, N, head_dim)`; with the null key
+                `N + 1` tokens.
             context ([`CrossAttentionContext`]): masks in the folded layout, positions, and whether to return weights.
         """
         text_rows, text_len = hidden_states.shape[:2]
@@ -247,7 +250,9 @@ class GatedCrossAttention(nn.Module):
         return self.k_norm(self.q_norm(query.to(torch.promote_types(query.dtype, torch.float32)))).to(query.dtype)
 
     def _mask_of_rank(self, mask: torch.Tensor, positions: int) -> torch.Tensor:
-        """Takes the entries of this rank's heads from a mask `(R, 1, r * T * G, N)`. All heads of a text position see the same."""
+        """Takes the entries of this rank's heads from a mask `(R, 1, r * T * G, N)`. All heads of a text position see
+        the same.
+        """
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         if group == self.num_groups or mask.shape[2] != positions * group:
             return mask
@@ -278,8 +283,9 @@ class GatedCrossAttention(nn.Module):
 
 
 def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
-    """Turns `(rows, tokens, heads, D)` into a contiguous `(rows, heads, tokens, D)`, because every decode step reads all of it. The
-    same copy adds the null token, if there is one."""
+    """Turns `(rows, tokens, heads, D)` into a contiguous `(rows, heads, tokens, D)`, because every decode step reads
+    all of it. The same copy adds the null token, if there is one.
+    """
     states = states.transpose(1, 2)
     if not null_key:
         return states.contiguous()
@@ -334,6 +340,7 @@ def check_text_and_states(
     check_states(cross_attention_states, config.context_size)
     if cross_attention_states.shape[0] != shape[0]:
         raise ValueError(
-            f"Expected `cross_attention_states` of batch {shape[0]}, like `hidden_states`, got batch {cross_attention_states.shape[0]}. To "
-            "ask many questions about one image, encode it once with `encode_images` of a model and pass the cache."
+            f"Expected `cross_attention_states` of batch {shape[0]}, like `hidden_states`, got batch "
+            f"{cross_attention_states.shape[0]}. To ask many questions about one image, encode it once with "
+            "`encode_images` of a model and pass the cache."
         )

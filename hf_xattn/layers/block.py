@@ -4,10 +4,11 @@ The block differs from the cross-attention of encoder-decoder models in three wa
 
 - It starts as the identity. In each branch exactly one factor is zero: the last projection (`o_proj`, `down_proj`), or
   the tanh gate.
-- A text position that may see no image keeps its hidden state bit for bit, in the attention branch and in the MLP branch.
+- A text position that may see no image keeps its hidden state bit for bit, in the attention branch and in the MLP
+branch.
 - It is a `PreTrainedModel`. transformers initialises each module with the `_init_weights` of the nearest
-  `PreTrainedModel` above it. Inside a Llama, a plain module would get Llama's `_init_weights`, which does not know gates
-  and fills zero-initialised projections with noise.
+  `PreTrainedModel` above it. Inside a Llama, a plain module would get Llama's `_init_weights`, which does not know
+  gates and fills zero-initialised projections with noise.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         """`PreTrainedModel.from_pretrained`.
 
         Args:
-            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values, and warn of them.
+            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values,
+                and warn of them.
 
         Raises:
             TypeError: for an `allow_missing_weights` that is no bool.
@@ -175,7 +177,8 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             raise no_context(cross_attention)
         attended, weights = self.attn(self.attn_norm(hidden_states), cross_attention=cross_attention)
         if cross_attention.recorder is not None and not (weights is None and torch.compiler.is_compiling()):
-            # In compiled code only if needed: `torch.compile` takes no checkpointed layer with a side effect into its graph.
+            # In compiled code only if needed: `torch.compile` takes no checkpointed layer with a side effect into its
+            # graph.
             cross_attention.recorder.weights[self.layer_idx] = weights
         update = _gated(attended, self.attn_gate, hidden_states.dtype)
         seen = hidden_states + update

@@ -1,8 +1,9 @@
 """What the model passes to its blocks: one keyword argument that goes through the decoder's own layers.
 
-The context is a `ModelOutput` of transformers, that is a mapping and a pytree. So accelerate's device hooks move its tensors, FSDP
-casts them, and activation checkpointing passes the same tensors to the recomputation. Nothing is stored on modules, in globals or in
-hooks: under DDP, deepcopy and recomputation it would be missing, and gradients would silently be zero.
+The context is a `ModelOutput` of transformers, that is a mapping and a pytree. So accelerate's device hooks move its
+tensors, FSDP casts them, and activation checkpointing passes the same tensors to the recomputation. Nothing is stored
+on modules, in globals or in hooks: under DDP, deepcopy and recomputation it would be missing, and gradients would
+silently be zero.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Ragged(NamedTuple):
     """Rows of different lengths, without their padding. A named tuple: device hooks and FSDP move the tensor in it.
 
     Attributes:
-        real ([`RealTokens`], *optional*): places of the new images' real tokens, which alone are given; None if all tokens are.
+        real ([`RealTokens`], *optional*): places of the new images' real tokens, which alone are given; None if all
+            tokens are.
         groups (`tuple[RowGroup, ...]`, *optional*): image rows that share a call of the kernel; None if all do.
     """
 
@@ -56,8 +58,9 @@ class Positions(NamedTuple):
 class Recorder:
     """Collects attention weights, and keys and values of new images, from the blocks of one forward.
 
-    When the forward has succeeded, the keys and values of all blocks go into a cache at once. Device hooks, FSDP and export
-    copy the context, but all copies share one recorder: `to` returns the object itself, and as a pytree node it has no leaves.
+    When the forward has succeeded, the keys and values of all blocks go into a cache at once. Device hooks, FSDP and
+    export copy the context, but all copies share one recorder: `to` returns the object itself, and as a pytree node it
+    has no leaves.
 
     Args:
         weights, keys_values (`bool`): what blocks record.
@@ -77,7 +80,9 @@ class Recorder:
 
 
 class _SameRecorder:
-    """Holds a recorder as the context of a pytree node. Instances that want the same are equal, so that input structures are."""
+    """Holds a recorder as the context of a pytree node. Instances that want the same are equal, so that input
+    structures are.
+    """
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
@@ -107,19 +112,22 @@ pytree.register_pytree_node(
 class CrossAttentionContext(ModelOutput):
     """What the blocks of one forward share.
 
-    Every default is None: accelerate rebuilds the context from one dict, which `ModelOutput` reads only if all other fields are None.
+    Every default is None: accelerate rebuilds the context from one dict, which `ModelOutput` reads only if all other
+    fields are None.
 
     Attributes:
-        cross_attention_states (`torch.Tensor`, *optional*): the new images: `(R, N, context_size)`, or `(1, M, context_size)`, their
-            real tokens alone (see `ragged`).
+        cross_attention_states (`torch.Tensor`, *optional*): the new images: `(R, N, context_size)`, or `(1, M,
+            context_size)`, their real tokens alone (see `ragged`).
         cache ([`CrossCache`], *optional*): images of earlier forwards. Blocks only read it.
         mask, visible (`torch.BoolTensor`, *optional*): see [`FoldedMask`].
-        ragged ([`Ragged`], *optional*): what of the images is padding; None if nothing is, or if it is computed and masked.
+        ragged ([`Ragged`], *optional*): what of the images is padding; None if nothing is, or if it is computed and
+            masked.
         slots ([`Slots`], *optional*): see [`ImageRows`]; None if image rows are shared in equal numbers, in order.
-        positions ([`Positions`], *optional*): for a relative position bias; None for those of 0 ... T - 1 and 0 ... N - 1.
+        positions ([`Positions`], *optional*): for a relative position bias; None for those of 0 ... T - 1 and 0 ... N
+            - 1.
         recorder ([`Recorder`], *optional*): what blocks record to.
-        unused (`torch.Tensor`, *optional*): a zero, which a block adds to its output. It gives a gradient of zero to weights that
-            other processes use and this call does not (see `learning/stand_in.py`).
+        unused (`torch.Tensor`, *optional*): a zero, which a block adds to its output. It gives a gradient of zero to
+            weights that other processes use and this call does not (see `learning/stand_in.py`).
     """
 
     cross_attention_states: torch.Tensor | None = None
@@ -163,13 +171,14 @@ def image_fields(
 def no_context(given: Any) -> TypeError:
     """The error for anything but a [`CrossAttentionContext`]."""
     return TypeError(
-        f"Expected `cross_attention` to be a CrossAttentionContext, which only a model makes, got {type_name(given)}. Pass "
-        "`cross_attention_states` and `cross_attention_mask` instead."
+        f"Expected `cross_attention` to be a CrossAttentionContext, which only a model makes, got {type_name(given)}. "
+        "Pass `cross_attention_states` and `cross_attention_mask` instead."
     )
 
 
 def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: int, num_tokens: int) -> None:
-    """Checks that a layer's `cross_attention_mask` is `(batch, num_image_tokens)` or `(batch, text_len, num_image_tokens)`.
+    """Checks that a layer's `cross_attention_mask` is `(batch, num_image_tokens)` or `(batch, text_len,
+    num_image_tokens)`.
 
     Raises:
         TypeError: for a mask that is not boolean.
@@ -180,8 +189,8 @@ def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: in
     shapes = {2: (batch_size, num_tokens), 3: (batch_size, text_len, num_tokens)}
     if tuple(mask.shape) != shapes.get(mask.dim()):
         raise ValueError(
-            f"Expected `cross_attention_mask` of shape {shapes[2]} (batch, num_image_tokens) or {shapes[3]} (batch, text_len, "
-            f"num_image_tokens), got {tuple(mask.shape)}."
+            f"Expected `cross_attention_mask` of shape {shapes[2]} (batch, num_image_tokens) or {shapes[3]} (batch, "
+            f"text_len, num_image_tokens), got {tuple(mask.shape)}."
         )
 
 

@@ -1,9 +1,10 @@
 """The attention mask in the folded layout.
 
-Attention folds all queries that share keys and values into one query axis (see `layers/attention.py`). The mask needs the same axis.
+Attention folds all queries that share keys and values into one query axis (see `layers/attention.py`). The mask needs
+the same axis.
 
-Letters: B text rows, R image rows (B = R * r, each image row serves r text rows), T text tokens, N image tokens, G query heads that
-share a K/V head.
+Letters: B text rows, R image rows (B = R * r, each image row serves r text rows), T text tokens, N image tokens, G
+query heads that share a K/V head.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from ..cache.image_layout import rows_to
 
 
-# If at most this many text positions share an image row, the mask is repeated for each head of a group. Otherwise the heads share the
-# mask and attention takes them apart, which is as fast for long text and needs a smaller mask.
+# If at most this many text positions share an image row, the mask is repeated for each head of a group. Otherwise the
+# heads share the mask and attention takes them apart, which is as fast for long text and needs a smaller mask.
 MAX_POSITIONS_PER_HEAD = 256
 
 
@@ -24,11 +25,11 @@ class FoldedMask(NamedTuple):
     """Which keys each query may attend to. All blocks of a forward share it.
 
     Attributes:
-        mask (`torch.BoolTensor`, *optional*): True = attend; no row is all False. `(R, 1, 1, N)` if all queries of an image row
-            see the same, `(R, 1, r * T * G, N)` with an entry for each query, or `(R, 1, r * T, N)` if the heads of a group share
-            an entry. None if every query may attend to every key.
-        visible (`torch.BoolTensor`, *optional*): `(B or 1, T or 1, 1)`, whether a text position sees any image token; None if
-            all do.
+        mask (`torch.BoolTensor`, *optional*): True = attend; no row is all False. `(R, 1, 1, N)` if all queries of an
+            image row see the same, `(R, 1, r * T * G, N)` with an entry for each query, or `(R, 1, r * T, N)` if the
+            heads of a group share an entry. None if every query may attend to every key.
+        visible (`torch.BoolTensor`, *optional*): `(B or 1, T or 1, 1)`, whether a text position sees any image token;
+            None if all do.
     """
 
     mask: torch.Tensor | None
@@ -43,8 +44,8 @@ def fold_mask(
 ) -> FoldedMask:
     """Folds a mask, and makes a softmax safe for every query.
 
-    For a query that sees nothing the softmax is NaN in some kernels. Its mask becomes all True instead, and the block discards
-    the output at this position (`visible`).
+    For a query that sees nothing the softmax is NaN in some kernels. Its mask becomes all True instead, and the block
+    discards the output at this position (`visible`).
 
     Args:
         sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, with rows that divide B and are a multiple of R.

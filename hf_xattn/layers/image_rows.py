@@ -1,12 +1,12 @@
 """Text rows that share an image row in any number and any order: many questions about one picture, in training.
 
-Images in a cache are shared in equal numbers: of `r` text rows for each image row, the first `r` look at image row 0. The argument
-`image_rows` names the image row of every text row instead. Vision tower and K/V projections run once for an image row, and gradients of
-all its text rows flow through that one copy.
+Images in a cache are shared in equal numbers: of `r` text rows for each image row, the first `r` look at image row 0.
+The argument `image_rows` names the image row of every text row instead. Vision tower and K/V projections run once for
+an image row, and gradients of all its text rows flow through that one copy.
 
-Attention folds the text rows of an image row into one query axis (see `layers/attention.py`), which needs the same number of slots for every
-image row: the largest number of text rows that one of them has. A slot that is left over holds a text row a second time; its output is
-dropped, so it has no gradient.
+Attention folds the text rows of an image row into one query axis (see `layers/attention.py`), which needs the same
+number of slots for every image row: the largest number of text rows that one of them has. A slot that is left over
+holds a text row a second time; its output is dropped, so it has no gradient.
 
     image_rows = [0, 1, 0, -1, 0]      slots of image row 0: text rows 0 2 4      slots  = [0, 2, 4, 1, 1, 1]
                                        slots of image row 1: text rows 1 1 1      places = [0, 3, 1, 0, 2]
@@ -75,17 +75,17 @@ class ImageRows:
         for text_row, image_row in enumerate(wanted):
             if not NO_IMAGE <= image_row < count:
                 raise ValueError(
-                    f"Expected `image_rows` from 0 to {count - 1}, the rows of the images, or {NO_IMAGE} for a text row without an image, "
-                    f"got {image_row} for text row {text_row}."
+                    f"Expected `image_rows` from 0 to {count - 1}, the rows of the images, or {NO_IMAGE} for a text "
+                    f"row without an image, got {image_row} for text row {text_row}."
                 )
             if image_row != NO_IMAGE:
                 rows_of[image_row].append(text_row)
         unused = [image_row for image_row, text_rows in enumerate(rows_of) if not text_rows]
         if unused:
             raise ValueError(
-                f"Expected `image_rows` to name each of the {count} rows of images, got none for {unused}: {wanted}. Leave out images that "
-                "no text row looks at. A batch that was cut or joined after it was made (accelerate's `dispatch_batches`) needs new "
-                "`image_rows`."
+                f"Expected `image_rows` to name each of the {count} rows of images, got none for {unused}: {wanted}. "
+                "Leave out images that no text row looks at. A batch that was cut or joined after it was made "
+                "(accelerate's `dispatch_batches`) needs new `image_rows`."
             )
         repeats = max(map(len, rows_of))
         slots: list[int] = []
@@ -171,7 +171,8 @@ def check_image_rows(image_rows: torch.Tensor, has_images: bool, text_rows: int 
         )
     if cached_rows:
         raise ValueError(
-            f"Expected no `image_rows` beside images in `past_key_values`: its {cached_rows} image rows are shared in equal numbers."
+            f"Expected no `image_rows` beside images in `past_key_values`: its {cached_rows} image rows are shared in "
+            "equal numbers."
         )
     if not has_images:
         raise ValueError("`image_rows` was given without images. Pass `pixel_values` or `cross_attention_states`.")
@@ -180,16 +181,19 @@ def check_image_rows(image_rows: torch.Tensor, has_images: bool, text_rows: int 
 def refuse_to_cache(what: str) -> None:
     """Raises the `ValueError` of a call with `image_rows` that wants a cache (`what`: by which argument or method)."""
     raise ValueError(
-        f"Expected `image_rows` without a cache, as in training, got it with {what}. A cache shares images in equal numbers: call `encode_images` "
-        "once and pass the result as `past_key_values`, with the questions about the first image first, and as many about each image."
+        f"Expected `image_rows` without a cache, as in training, got it with {what}. A cache shares images in equal "
+        "numbers: call `encode_images` once and pass the result as `past_key_values`, with the questions about the "
+        "first image first, and as many about each image."
     )
 
 
 def refuse_data_parallel(model: nn.Module) -> None:
-    """Raises a `ValueError` in a replica of `DataParallel`, which gives the GPUs as many parts of a batch as its smallest tensor has rows."""
+    """Raises a `ValueError` in a replica of `DataParallel`, which gives the GPUs as many parts of a batch as its
+    smallest tensor has rows.
+    """
     if getattr(model, "_is_replica", False):
         raise ValueError(
-            "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which `Trainer` uses with several GPUs in "
-            "one process: it cuts text and images into parts that do not belong together, and drops text rows. Use `torchrun` or "
-            "`accelerate launch`."
+            "Expected `image_rows` in a process for each GPU, got it under `torch.nn.DataParallel`, which `Trainer` "
+            "uses with several GPUs in one process: it cuts text and images into parts that do not belong together, "
+            "and drops text rows. Use `torchrun` or `accelerate launch`."
         )

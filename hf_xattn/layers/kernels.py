@@ -1,11 +1,12 @@
 """The kernels of attention, for queries in the folded layout (see `layers/attention.py`).
 
-- transformers' attention interface: SDPA, flash and flex attention, or a user's own kernel. `eager` is here, because the folded layout
-  needs no repeated keys.
+- transformers' attention interface: SDPA, flash and flex attention, or a user's own kernel. `eager` is here, because
+  the folded layout needs no repeated keys.
 - Keys and values in int8 are multiplied as they are (`cache/int8_cache.py`).
-- float16 on a CPU that does not compute in it. torch's fused kernel converts number by number, again for each query. Here a few heads
-  at a time are copied to float32. It is 1.3 to 4 times as fast, and rounds only the result
-  (`examples/benchmarks/decode_attention.py`). bfloat16 gains nothing: its conversion is a shift, which the fused kernel does as it reads.
+- float16 on a CPU that does not compute in it. torch's fused kernel converts number by number, again for each query.
+  Here a few heads at a time are copied to float32. It is 1.3 to 4 times as fast, and rounds only the result
+  (`examples/benchmarks/decode_attention.py`). bfloat16 gains nothing: its conversion is a shift, which the fused
+  kernel does as it reads.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ def run_kernel(
     dropout: float = 0.0,
     output_attentions: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attends with the kernel that the configuration names, or with one that computes the same and fits the call better.
+    """Attends with the kernel that the configuration names, or with one that computes the same and fits the call
+    better.
 
     Args:
-        module ([`GatedCrossAttention`]): the layer: its `config` names the kernel, its `scaling` is the factor of the scores.
+        module ([`GatedCrossAttention`]): the layer: its `config` names the kernel, its `scaling` is the factor of the
+            scores.
         query (`torch.Tensor`): `(R, K, r * T * G, D)`.
         key, value (`torch.Tensor` or [`Int8States`]): `(R, K, N, D)`.
-        mask (`torch.BoolTensor`, *optional*): True = attend; `(R, 1, 1, N)`, `(R, 1, r * T, N)` or `(R, 1, r * T * G, N)`.
+        mask (`torch.BoolTensor`, *optional*): True = attend; `(R, 1, 1, N)`, `(R, 1, r * T, N)` or `(R, 1, r * T * G,
+            N)`.
         position_bias (`torch.Tensor`, *optional*): `(R, K, r * T * G, N)`.
         group (`int`): G.
 
@@ -91,7 +95,8 @@ def _interface(
         return eager_attention_forward, mask, "eager"
     if "flash" in name and (mask is not None or position_bias is not None or key.dtype == torch.float32):
         logger.warning_once(
-            f"`{name}` supports no cross-attention mask, no position bias and no float32. Calls that need one of them use `sdpa`."
+            f"`{name}` supports no cross-attention mask, no position bias and no float32. Calls that need one of them "
+            "use `sdpa`."
         )
         name = "sdpa"
     if name == "flex_attention" and mask is not None and not _flex_reads_masks(query.device):
@@ -107,7 +112,9 @@ def _interface(
 
 
 def _flex_reads_masks(device: torch.device) -> bool:
-    """Whether flex attention takes a mask tensor. With one, torch's compiled CPU kernel crashes the process (seen in torch 2.13)."""
+    """Whether flex attention takes a mask tensor. With one, torch's compiled CPU kernel crashes the process (seen in
+    torch 2.13).
+    """
     return device.type != "cpu"
 
 
@@ -122,7 +129,9 @@ def eager_attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention in the folded layout. Takes and returns what transformers' attention interface does, with weights."""
+    """Plain attention in the folded layout. Takes and returns what transformers' attention interface does, with
+    weights.
+    """
     scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if position_bias is not None:
@@ -143,7 +152,9 @@ def _attend_with_shared_mask(
     dropout: float,
     scaling: float,
 ) -> torch.Tensor:
-    """SDPA for a mask `(R, 1, r * T, N)` that the heads of a group share. Unfolds the heads, so that the mask need not be repeated."""
+    """SDPA for a mask `(R, 1, r * T, N)` that the heads of a group share. Unfolds the heads, so that the mask need not
+    be repeated.
+    """
     rows, kv_heads, _, head_dim = query.shape
     query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
     if attends_in_float32(key, dropout):
@@ -157,7 +168,9 @@ def _attend_with_shared_mask(
 
 
 def attends_in_float32(query: torch.Tensor, dropout: float) -> bool:
-    """Whether [`attend_in_float32`] is the way to attend. Training keeps the fused kernel, which saves no copies for backward."""
+    """Whether [`attend_in_float32`] is the way to attend. Training keeps the fused kernel, which saves no copies for
+    backward.
+    """
     return (
         query.dtype == torch.float16
         and query.device.type == "cpu"

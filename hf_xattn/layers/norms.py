@@ -29,8 +29,9 @@ class CrossAttentionRMSNorm(nn.Module):
 class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
     """RMSNorm of the keys that multiplies its weight into the queries.
 
-    `q . (w * norm(k))` equals `(w * q) . norm(k)`. An image usually has more tokens than the text, so weighting the queries
-    saves a product over all image tokens. In training it also saves the copy of the keys for that product's gradient.
+    `q . (w * norm(k))` equals `(w * q) . norm(k)`. An image usually has more tokens than the text, so weighting the
+    queries saves a product over all image tokens. In training it also saves the copy of the keys for that product's
+    gradient.
     """
 
     def normalize(self, key: torch.Tensor) -> torch.Tensor:

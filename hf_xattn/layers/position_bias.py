@@ -1,4 +1,4 @@
-"""T5's relative position bias, for a context with an order (audio, video). Positions count real tokens, and no padding."""
+"""T5's relative position bias, for a context with an order (audio, video). Positions count real tokens, no padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..cache.xattn_cache import XAttnCache
 
 
 def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: torch.Tensor) -> torch.Tensor:
-    """Returns the positions of the text tokens, `(B or 1, T)`: `position_ids`, or the number of real tokens in front of each.
+    """Returns the positions of the text tokens, `(B or 1, T)`: `position_ids`, or the number of real tokens in front
+    of each.
 
     Args:
         text (`Mapping`): the decoder's own arguments.
@@ -46,7 +47,8 @@ def token_positions(token_mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
-    """Returns T5's bidirectional buckets. Each direction gets half of them: half of these exact, half logarithmic up to `max_distance`.
+    """Returns T5's bidirectional buckets. Each direction gets half of them: half of these exact, half logarithmic up
+    to `max_distance`.
 
     Formula: Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 2.1.
 

@@ -1,9 +1,10 @@
-"""Attention over rows with different numbers of image tokens: neighbours with about the same number share a call of the kernel.
+"""Attention over rows with different numbers of image tokens: neighbours with about the same number share a call of
+the kernel.
 
-The keys and values of a batch have the width of its longest row. A kernel reads all that it is given, masked or not, so each group of rows
-is given its own tokens only. Where padding follows the tokens of a row, these are a view. Padding between them (tiles, later turns) is
-left out by a copy, where a copy costs less than the padding. A call has a cost of its own, too, so rows stay together where padding costs
-less.
+The keys and values of a batch have the width of its longest row. A kernel reads all that it is given, masked or not,
+so each group of rows is given its own tokens only. Where padding follows the tokens of a row, these are a view.
+Padding between them (tiles, later turns) is left out by a copy, where a copy costs less than the padding. A call has a
+cost of its own, too, so rows stay together where padding costs less.
 
     keys of row 0  x . . . . . . .   one call, 1 wide
          row 1     x . . . . . . .
@@ -147,7 +148,8 @@ def attend_by_group(
     """Calls `attend` for each group of rows.
 
     Args:
-        attend (`Callable`): takes query, key, value, mask and position bias, and returns `(rows, queries, K, D)`, and weights.
+        attend (`Callable`): takes query, key, value, mask and position bias, and returns `(rows, queries, K, D)`, and
+            weights.
         groups (`tuple[RowGroup, ...]`): from [`group_rows`].
         query (`torch.Tensor`): `(R, K, queries, D)`.
         key, value (`torch.Tensor` or [`Int8States`]): `(R, K, N, D)`.

@@ -1,5 +1,6 @@
-"""What a model does on its own while it trains: gradients, parts that stay frozen, several ranks.
+"""What the model itself needs while it trains: its loss, gradients, frozen parts, ranks whose images differ.
 
-What may come in: behaviour inside the model. What a user calls to train is in `training`.
+`modeling_xattn` and `checkpoints` import this room; nobody else needs to call it. What a training run does with a
+finished model (data, freezing, groups for an optimizer, checkpoints) is in `training`, which imports the model.
 Imports from: utils, cache, layers, images, decoders.
 """

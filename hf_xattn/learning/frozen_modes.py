@@ -1,7 +1,8 @@
 """Frozen modules stay in evaluation mode while the rest of a model trains.
 
-In training mode, frozen weights would still give other results: dropout and router noise are on, layers are skipped at random
-(LayerDrop), and batch norms change their statistics. The results of frozen weights shall not depend on chance or on the batch.
+In training mode, frozen weights would still give other results: dropout and router noise are on, layers are skipped at
+random (LayerDrop), and batch norms change their statistics. The results of frozen weights shall not depend on chance or
+on the batch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from ..utils.quantized_weights import is_packed, is_quantized
 def keep_frozen_in_eval(module: nn.Module) -> None:
     """Sets the frozen modules inside a module to evaluation mode.
 
-    A module is frozen if it has weights and none of them trains. A module without weights, such as a dropout, goes with the module
-    around it. A decoder layer and the block inside it are looked at separately.
+    A module is frozen if it has weights and none of them trains. A module without weights, such as a dropout, goes with
+    the module around it. A decoder layer and the block inside it are looked at separately.
 
-    A layer whose activations are checkpointed stays in training mode itself, because transformers checkpoints in training mode only.
-    The modules inside it do not. Layers with quantized weights are left alone: some pack their weights for inference in evaluation
-    mode, and then have no gradient to pass on.
+    A layer whose activations are checkpointed stays in training mode itself, because transformers checkpoints in
+    training mode only. The modules inside it do not. Layers with quantized weights are left alone: some pack their
+    weights for inference in evaluation mode, and then have no gradient to pass on.
     """
     trains: dict[nn.Module, bool | None] = {}
     roots = [module]

@@ -1,8 +1,9 @@
 """The loss: the mean over the labels that count.
 
-Two kinds of labels do not count: -100, as everywhere in transformers, and image markers. A model should not learn to generate markers, and
-the head may have no row for them. `num_items_in_batch` is the number of labels that count, over all micro-batches of an optimizer step.
-`Trainer` counts them before the model gets the labels (see `learning/trainer_labels.py`).
+Two kinds of labels do not count: -100, as everywhere in transformers, and image markers. A model should not learn to
+generate markers, and the head may have no row for them. `num_items_in_batch` is the number of labels that count, over
+all micro-batches of an optimizer step. `Trainer` counts before the model gets the labels, and leaves out -100 only. So
+a collator should mask the markers: [`XAttnDataCollator`] does.
 """
 
 from __future__ import annotations
@@ -11,32 +12,32 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
+from ..utils.distributed import is_distributed
 
-logger = logging.get_logger(__name__)
 
 IGNORED = -100
+UNCLEAR = (
+    "Expected `labels` with -100 in place of image markers, got image markers (or ids without a row in the head), and "
+    "a `num_items_in_batch` over several batches or processes. If it counts markers, the loss is too small. Mask the "
+    "labels in the collator, before they are counted: `labels = model.mask_labels(labels)`. `XAttnDataCollator` does."
+)
 
 
-class LabelMask(NamedTuple):
-    """Which labels count.
+def mask_labels(model: Any, labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
+    """Returns labels with `ignored` in place of those that do not count. The caller's tensor is not changed.
 
-    Attributes:
-        image_token_id (`int`, *optional*): id of the image marker, which is ignored.
-        vocab_size (`int`, *optional*): number of rows of the head. Ids without a row are ignored.
+    Args:
+        model ([`XAttnForConditionalGeneration`]): its configuration and its embedding say which labels do not count.
+        labels (`torch.LongTensor`): of any shape.
+        ignored (`int`): the label that does not count.
     """
-
-    image_token_id: int | None
-    vocab_size: int | None
-
-    def __call__(self, labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
-        """Returns labels with `ignored` in place of those that do not count. The caller's tensor is not changed."""
-        if self.image_token_id is not None:
-            labels = labels.masked_fill(labels == self.image_token_id, ignored)
-        if self.vocab_size is not None:
-            labels = labels.masked_fill(labels >= self.vocab_size, ignored)
-        return labels
+    config = model.config
+    if config.image_token_id is not None:
+        labels = labels.masked_fill(labels == config.image_token_id, ignored)
+    if config.additional_vocab_size and not config.additional_vocab_in_head:
+        labels = labels.masked_fill(labels >= model.get_input_embeddings().num_embeddings, ignored)
+    return labels
 
 
 class LossInputs(NamedTuple):
@@ -44,8 +45,10 @@ class LossInputs(NamedTuple):
 
     Attributes:
         labels (`torch.LongTensor`, *optional*): `(batch, text_len)`. The position before a token predicts it.
-        shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are already shifted; replaces `labels`.
-        num_items_in_batch (`int` or `torch.Tensor`, *optional*): the loss is the sum divided by this number. None: the mean of this call.
+        shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are already shifted; replaces
+            `labels`.
+        num_items_in_batch (`int` or `torch.Tensor`, *optional*): the loss is the sum divided by this number. None: the
+            mean of this call.
         ignore_index (`int`, *optional*): the label that does not count. None: -100.
     """
 
@@ -55,12 +58,16 @@ class LossInputs(NamedTuple):
     ignore_index: int | None
 
     @classmethod
-    def take_from(cls, mask: LabelMask, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
-        """Removes the arguments of a loss from `kwargs`, and masks the labels."""
+    def take_from(cls, model: Any, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
+        """Removes the arguments of a loss from `kwargs`, and masks the labels.
+
+        Raises:
+            ValueError: for image markers in the labels and a `num_items_in_batch` that may count those of other calls.
+        """
         given, items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
         index: int | None = kwargs.pop("ignore_index", None)
         ignored = IGNORED if index is None else index
-        masked, shifted = (None if each is None else mask(each, ignored) for each in (labels, given))
+        masked, shifted = (None if each is None else mask_labels(model, each, ignored) for each in (labels, given))
         if items is not None:
             if given is not None and shifted is not None:
                 items = _items_that_count(items, given, shifted, ignored)
@@ -81,23 +88,27 @@ class LossInputs(NamedTuple):
 def _items_that_count(
     items: int | torch.Tensor, given: torch.Tensor, masked: torch.Tensor, ignored: int
 ) -> int | torch.Tensor:
-    """Corrects `num_items_in_batch` if it counts the labels of this call, including image markers.
+    """Returns `num_items_in_batch` without the image markers of this call, if it is the number of all labels of this
+    call.
 
-    A number that covers other micro-batches is returned unchanged, because their labels are not known here.
+    Any other number may count markers of labels that are not known here. Then the labels of this call must be masked.
     """
     counted, left = given.ne(ignored).sum(), masked.ne(ignored).sum()
     items = torch.as_tensor(items, device=counted.device)
-    of_this_call = items == counted
-    if not torch.compiler.is_compiling() and bool(((counted != left) & ~of_this_call).any()):
-        logger.warning_once(
-            "`labels` hold image markers, which do not count in the loss. If `num_items_in_batch` counts them, the loss is too small. "
-            "Mask the labels before you count them: `labels = model.mask_labels(labels)`."
-        )
+    # Among several processes the number may also be an average over their labels.
+    of_this_call = torch.zeros_like(items, dtype=torch.bool) if is_distributed() else items == counted
+    unclear = ((counted != left) & ~of_this_call).any()
+    if torch.compiler.is_compiling():
+        torch._assert_async(~unclear, UNCLEAR)
+    elif unclear:
+        raise ValueError(UNCLEAR)
     return torch.where(of_this_call, left.clamp(min=1), items)
 
 
 def loss_over_all_logits(text_model: PreTrainedModel, outputs: Any, inputs: LossInputs) -> torch.Tensor:
-    """Computes the loss over all logits, including those of added tokens, and adds the decoder's load-balancing loss of experts."""
+    """Computes the loss over all logits, including those of added tokens, and adds the decoder's load-balancing loss of
+    experts.
+    """
     loss = text_model.loss_function(
         outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given}
     )

@@ -1,8 +1,8 @@
-"""Warns of updates that an optimizer makes and rounding takes back, because weights that train are stored in half precision.
+"""Warns of updates of an optimizer that are lost to rounding, where weights in half precision train.
 
-A bfloat16 value has 8 significant bits: adding less than 1/512 of the value gives the same value again. AdamW adds about the learning
-rate at each step, whatever the gradient, so with a small rate most weights never move. Nothing fails, and the loss still falls a little,
-because gates and norms are float32.
+A bfloat16 value has 8 significant bits: adding less than 1/512 of the value gives the same value again. AdamW adds
+about the learning rate at each step, whatever the gradient, so with a small rate most weights never move. Nothing
+fails, and the loss still falls a little, because gates and norms are float32.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ logger = logging.get_logger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
 REMEDY = (
-    "Call `hf_xattn.train_in_float32(model)` and train with autocast (`bf16=True` of `TrainingArguments`). Ignore this if your optimizer "
-    "keeps float32 copies of the weights, as DeepSpeed's do."
+    "Call `hf_xattn.train_in_float32(model)` and train with autocast (`bf16=True` of `TrainingArguments`). Ignore this "
+    "if your optimizer keeps float32 copies of the weights, as DeepSpeed's do."
 )
 SAMPLE = 2**16  # values of one weight that are looked at
 WORTH_TELLING = 0.01  # share of the values
 
 
 def warn_of_half_precision(model: nn.Module) -> None:
-    """Warns once if weights that train are stored in half precision. For the beginning of a run, where no learning rate is known."""
-    if not any(weight.requires_grad and weight.dtype in HALF for weight in model.parameters()):
-        return
+    """Warns once if weights that train are stored in half precision. For a run whose learning rate is not known."""
     learning = [weight for weight in model.parameters() if weight.requires_grad]
     narrow = [weight for weight in learning if weight.dtype in HALF]
+    if not narrow:
+        return
     count, total = (sum(weight.numel() for weight in weights) for weights in (narrow, learning))
-    coarsest = max((weight.dtype for weight in narrow), key=lambda dtype: torch.finfo(dtype).eps)
+    # Lost for certain is less than a quarter of the distance between a value and the next larger one.
+    fraction = round(4 / max(torch.finfo(weight.dtype).eps for weight in narrow))
     logger.warning_once(
-        f"{count:,} of {total:,} values that train are stored in {_names(narrow)}. Updates smaller than 1/{_fraction(coarsest)} of a value "
-        f"are lost there: with AdamW and a small learning rate, most. {REMEDY}"
+        f"{count:,} of {total:,} values that train are stored in {_names(narrow)}. Updates smaller than 1/{fraction} "
+        f"of a value are lost there: with AdamW and a small learning rate, most. {REMEDY}"
     )
 
 
@@ -54,8 +55,8 @@ def warn_of_lost_updates(parts: Mapping[str, tuple[list[nn.Parameter], float]]) 
         lost = sum(share_lost(weight, rate) * weight.numel() for weight in narrow) / count
         if lost >= WORTH_TELLING:
             logger.warning(
-                f"A step of AdamW with a learning rate of {rate:g} leaves {lost:.0%} of the {count:,} values of `{part}` in "
-                f"{_names(narrow)} as they are, because they are rounded. {REMEDY}"
+                f"A step of AdamW with a learning rate of {rate:g} leaves {lost:.0%} of the {count:,} values of "
+                f"`{part}` in {_names(narrow)} as they are, because they are rounded. {REMEDY}"
             )
 
 
@@ -72,8 +73,3 @@ def share_lost(weight: torch.Tensor, rate: float) -> float:
 
 def _names(weights: Iterable[torch.Tensor]) -> str:
     return " and ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}))
-
-
-def _fraction(dtype: torch.dtype) -> int:
-    """Which part of a value is lost for certain: a quarter of the distance between 1 and the next larger value."""
-    return round(4 / torch.finfo(dtype).eps)

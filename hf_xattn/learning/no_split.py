@@ -1,8 +1,8 @@
 """The modules that FSDP shards as units.
 
-accelerate and FSDP find them by the class names in `_no_split_modules`, transformers by a plan. A layer and its blocks are one unit. But
-the weights of a unit that learn must have one dtype, and in half precision gates and norms stay float32. Then the projections of a block
-become units of their own, and what remains of the block is float32.
+accelerate and FSDP find them by the class names in `_no_split_modules`, transformers by a plan. A layer and its blocks
+are one unit. But the weights of a unit that learn must have one dtype, and in half precision gates and norms stay
+float32. Then the projections of a block become units of their own, and what remains of the block is float32.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class XAttnUnitsMixin:
 def names_of_units(model: Any) -> set[str]:
     """Class names of the modules of a model that FSDP shards as units.
 
-    - Decoder layers, and what else may not be split. accelerate refuses a name that no module has, and the blocks have changed the
-      classes of the layers.
+    - Decoder layers, and what else may not be split. accelerate refuses a name that no module has, and the blocks have
+      changed the classes of the layers.
     - Vision tower and connector, because `generate` and `encode_images` call them outside of the model's `forward`.
     - The parts of a block with several dtypes.
     """
@@ -67,8 +67,8 @@ def fsdp_plan(model: Any, blocks: Iterable[str]) -> dict[str, str]:
 
     Args:
         model ([`XAttnPreTrainedModel`]): vision tower and connector become units.
-        blocks (`Iterable[str]`): names of the blocks. In half precision, transformers makes the module of each float32 weight a unit:
-            with the gates, that is the block. So its projections become units, too.
+        blocks (`Iterable[str]`): names of the blocks. In half precision, transformers makes the module of each float32
+            weight a unit: with the gates, that is the block. So its projections become units, too.
     """
     inner = getattr(model, "model", model)
     prefix = "" if inner is model else "model."

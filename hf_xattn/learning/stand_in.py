@@ -1,13 +1,14 @@
-"""Ranks of a distributed run whose images differ: one has pixels, another features, encoded images, or no images at all.
+"""Ranks of a distributed run whose images differ: pixels on one, features, encoded images or none on another.
 
-Processes wait for each other. DDP waits for the gradient of every weight that learns. FSDP gathers the weights of a module when the
-module runs, and reduces its gradients afterwards. So what one rank runs, all ranks must run:
+Processes wait for each other. DDP waits for the gradient of every weight that learns. FSDP gathers the weights of a
+module when the module runs, and reduces its gradients afterwards. So what one rank runs, all ranks must run:
 
 - A rank without images gets a stand-in image that no text sees.
-- A rank whose images do not pass vision tower and connector runs both on a stand-in image, and adds zero times the result. For encoded
-  images, the blocks do the same with the projections of keys and values. Outputs of the tower (`vision_features`) pass the connector
-  alone, so the tower runs before (see [`ImageEncoder`]).
-- Without gradients, only FSDP waits, and only for what it gathers: tower and connector, and in half precision the parts of the blocks.
+- A rank whose images do not pass vision tower and connector runs both on a stand-in image, and adds zero times the
+  result. For encoded images, the blocks do the same with the projections of keys and values. Outputs of the tower
+  (`vision_features`) pass the connector alone, so the tower runs before (see [`ImageEncoder`]).
+- Without gradients, only FSDP waits, and only for what it gathers: tower and connector, and in half precision the parts
+  of the blocks.
 
 A frozen tower that is not sharded runs for nobody's images: the connector gets zeros in the place of its output.
 """
@@ -41,7 +42,7 @@ def blank_states(encoder: ImageEncoder, rows: int) -> NewImages:
 
 
 def blocks_are_units(text_model: nn.Module) -> bool:
-    """Whether FSDP gathers weights of a block when the block runs, and not with its layer. All processes must then run the blocks.
+    """Whether FSDP gathers weights of a block when the block runs. All processes must then run the blocks.
 
     Looks at the first block only: a decode step without images asks, too.
     """
@@ -53,15 +54,16 @@ def blocks_are_units(text_model: nn.Module) -> bool:
 
 
 def run_beside(encoder: ImageEncoder, starts: bool) -> torch.Tensor | None:
-    """Runs vision tower and connector for a call whose own images do not pass them, if other processes may wait for that.
+    """Runs vision tower and connector if a call's own images do not pass them and other processes may wait for them.
 
     Args:
         encoder ([`ImageEncoder`]): the model's.
-        starts (`bool`): whether the call starts a text. Without gradients, later calls do not run the tower on any rank.
+        starts (`bool`): whether the call starts a text. Without gradients, later calls do not run the tower on any
+            rank.
 
     Returns:
-        `torch.Tensor`, *optional*: a zero that depends on the weights of both; None if no gradients are recorded, or in a single
-        process.
+        `torch.Tensor`, *optional*: a zero that depends on the weights of both; None if no gradients are recorded, or in
+        a single process.
     """
     if not is_distributed():
         return None

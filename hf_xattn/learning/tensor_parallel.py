@@ -1,12 +1,13 @@
 """Tensor parallelism of the blocks: which projections are split over ranks, and how.
 
-transformers splits a model by a plan, a style for each module name. A decoder brings its own plan; this file adds the blocks' rows, as in
-Llama: query heads, K/V heads and the MLP by column, the projections back to the residual stream by row. So a rank holds some heads, their
-keys and values (also in a cross cache), and a part of the MLP.
+transformers splits a model by a plan, a style for each module name. A decoder brings its own plan; this file adds the
+blocks' rows, as in Llama: query heads, K/V heads and the MLP by column, the projections back to the residual stream by
+row. So a rank holds some heads, their keys and values (also in a cross cache), and a part of the MLP.
 
 Two cases are left where the heads cannot be split evenly:
 
-- Fewer K/V heads than ranks: each rank projects all keys and values, and keeps those of the one head that its queries read.
+- Fewer K/V heads than ranks: each rank projects all keys and values, and keeps those of the one head that its queries
+  read.
 - Otherwise the attention of the block stays whole on each rank, and only its MLP is split.
 """
 
@@ -56,7 +57,7 @@ def block_plan(config: CrossAttentionConfig, tp_size: int) -> dict[str, str]:
 
 
 class Heads(TensorParallelLayer):
-    """Attention with some of the heads. With fewer K/V heads than ranks, several ranks project all of them and read the same one."""
+    """Attention with some of the heads. With fewer K/V heads than ranks, several ranks read the same one."""
 
     def install_forward(self, module: Any, mesh: Any) -> nn.Module:
         ranks, heads = mesh.size(), module.config.num_key_value_heads

@@ -23,8 +23,8 @@ class Word(NamedTuple):
 def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
     """Splits a text at white space, and finds the tokens of each word. Special tokens belong to no word.
 
-    A token's characters are those that it adds to the text of the tokens before it. That is right for every tokenizer: some write the
-    space into the token, some between tokens, and some need several tokens for one character.
+    A token's characters are those that it adds to the text of the tokens before it. That is right for every tokenizer:
+    some write the space into the token, some between tokens, and some need several tokens for one character.
 
     Args:
         ids (`list[int]`): tokens of the text.

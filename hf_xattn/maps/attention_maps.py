@@ -1,11 +1,11 @@
 """Attention maps: how the attention of each text token is spread over the image tokens, in every block and head.
 
-Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. The model does not change:
-any attention implementation may be set, and other threads may use the model meanwhile.
+Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. The model
+does not change: any attention implementation may be set, and other threads may use the model meanwhile.
 
-With `max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the steps of
-`generate`, because what a token sees does not depend on later tokens. Only the chosen text is read, so beams and return sequences need
-no bookkeeping.
+With `max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the
+steps of `generate`, because what a token sees does not depend on later tokens. Only the chosen text is read, so beams
+and return sequences need no bookkeeping.
 
 These are attention weights. They tell where a block has looked, not why the model said what it said.
 """
@@ -41,16 +41,18 @@ Choice: TypeAlias = "int | str | None"
 class AttentionMaps:
     """Attention weights of a text over its images.
 
-    Position `t` on the text axis is the token `tokens[:, t]`: the weights are those with which the model read this token and chose the
-    next one. So the weights behind the choice of a word are at the position before it.
+    Position `t` on the text axis is the token `tokens[:, t]`: the weights are those with which the model read this
+    token and chose the next one. So the weights behind the choice of a word are at the position before it.
 
     Attributes:
-        weights (`list[torch.Tensor]`): one tensor a block, in the order of the blocks: `(batch, num_attention_heads, text_len,
-            num_image_tokens)`. The weights of a token add up to 1, or to less with quiet softmax (see `null`). They are 0 for padding
-            images and for images that the token may not see. A token that sees no image has only zeros.
+        weights (`list[torch.Tensor]`): one tensor a block, in the order of the blocks: `(batch, num_attention_heads,
+            text_len, num_image_tokens)`. The weights of a token add up to 1, or to less with quiet softmax (see
+            `null`). They are 0 for padding images and for images that the token may not see. A token that sees no
+            image has only zeros.
         layers (`list[int]`): the decoder layer of each block, as in `config.cross_attention_layers`.
         tokens (`torch.LongTensor`): `(batch, text_len)`, the given text and what was generated.
-        text_mask (`torch.BoolTensor`): `(batch, text_len)`, False for padding: in front of the text, or after the end of an answer.
+        text_mask (`torch.BoolTensor`): `(batch, text_len)`, False for padding: in front of the text, or after the end
+            of an answer.
         num_given (`int`): how many tokens of the text were given. The tokens after them were generated.
     """
 
@@ -75,8 +77,9 @@ class AttentionMaps:
 
     @property
     def null(self) -> list[torch.Tensor] | None:
-        """The weight of quiet softmax's null key, which is 1 minus the sum of the weights: one tensor `(batch, num_attention_heads,
-        text_len)` a block. None for a model without quiet softmax."""
+        """The weight of quiet softmax's null key, which is 1 minus the sum of the weights: one tensor `(batch,
+        num_attention_heads, text_len)` a block. None for a model without quiet softmax.
+        """
         if not self._config.cross_attention_config.quiet_softmax:
             return None
         return [1 - weights.float().sum(dim=-1) for weights in self.weights]
@@ -84,25 +87,26 @@ class AttentionMaps:
     def grid(
         self, image: int = 0, row: int = 0, layer: Choice = None, head: Choice = None, token: int | None = None
     ) -> torch.Tensor:
-        """Arranges the weights of an image as its patches lie in the picture. Tokens without a patch (class tokens, registers) are left
-        out.
+        """Arranges the weights of an image as its patches lie in the picture. Tokens without a patch (class tokens,
+        registers) are left out.
 
-        The picture is what the vision tower has read, after the image processor, which may resize or crop it. For a tower with tiles,
-        one grid covers all tiles of the image.
+        The picture is what the vision tower has read, after the image processor, which may resize or crop it. For a
+        tower with tiles, one grid covers all tiles of the image.
 
         Args:
             image (`int`), row (`int`): index of the image, and of the row of `tokens`.
-            layer (`int` or `"mean"`, *optional*): one of `layers`; the mean of its blocks if it has several. None keeps all blocks,
-                as an axis.
+            layer (`int` or `"mean"`, *optional*): one of `layers`; the mean of its blocks if it has several. None
+                keeps all blocks, as an axis.
             head (`int` or `"mean"`, *optional*): index of a head. None keeps all of them, as an axis.
-            token (`int`, *optional*): a position in the text, negative from the end. None keeps all of them, as an axis.
+            token (`int`, *optional*): a position in the text, negative from the end. None keeps all of them, as an
+                axis.
 
         Returns:
             `torch.Tensor`: `([blocks, heads, text_len,] patch rows, patch columns)`, in float32.
 
         Raises:
-            ValueError: for an index that does not exist, features without a vision tower, a connector that does not keep positions, or
-                a vision tower whose order of patches is not known.
+            ValueError: for an index that does not exist, features without a vision tower, a connector that does not
+                keep positions, or a vision tower whose order of patches is not known.
         """
         text_len = self.tokens.shape[1]
         self._check_picture(image, row)
@@ -142,7 +146,8 @@ class AttentionMaps:
         return patch_grid(self._config, self._sizes[image], size, ratio)
 
     def pixels(self, image: int = 0, row: int = 0) -> torch.Tensor:
-        """The picture that the vision tower has read, `(height, width, channels)`, scaled to values from 0 to 1. Tiles are put together.
+        """The picture that the vision tower has read, `(height, width, channels)`, scaled to values from 0 to 1. Tiles
+        are put together.
 
         Raises:
             ValueError: for an index that does not exist, or if the inputs held no pixels.
@@ -161,7 +166,8 @@ class AttentionMaps:
         return ((picture - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0)
 
     def covered(self, image: int = 0, row: int = 0) -> tuple[float, float]:
-        """Returns the share of the picture's height and width that the patches cover: a rest smaller than a patch is not read.
+        """Returns the share of the picture's height and width that the patches cover: a rest smaller than a patch is
+        not read.
 
         Raises:
             ValueError: as `grid`.
@@ -180,14 +186,15 @@ class AttentionMaps:
         layer: Choice = MEAN,
         head: Choice = MEAN,
     ) -> Figure:
-        """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale. Needs matplotlib.
+        """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale. Needs
+        matplotlib.
 
         Args:
-            tokens (`list[int]`, *optional*): positions in the text. By default the generated tokens or, if there are none, the given
-                ones, without padding.
+            tokens (`list[int]`, *optional*): positions in the text. By default the generated tokens or, if there are
+                none, the given ones, without padding.
             processor (*optional*): a processor or a tokenizer, to write words. Without it the panels show ids.
-            picture (*optional*): a PIL image or an array to draw on. The grid is spread over the whole picture, so it fits only if the
-                image processor does not crop. By default the pixels that the vision tower has read.
+            picture (*optional*): a PIL image or an array to draw on. The grid is spread over the whole picture, so it
+                fits only if the image processor does not crop. By default the pixels that the vision tower has read.
             image, row (`int`), layer, head (`int` or `"mean"`): as in `grid`.
 
         Returns:
@@ -196,7 +203,8 @@ class AttentionMaps:
         Raises:
             ImportError: without matplotlib.
             TypeError: for a `processor` that cannot decode.
-            ValueError: as `grid` and `pixels`; for `layer` or `head` None; for `tokens` that are not positions in the text.
+            ValueError: as `grid` and `pixels`; for `layer` or `head` None; for `tokens` that are not positions in the
+                text.
         """
         from .attention_plot import draw
 
@@ -250,32 +258,36 @@ def attention_maps(
 
     Args:
         model ([`XAttnForConditionalGeneration`]): or an [`XAttnModel`], without `max_new_tokens`. It is not changed.
-        inputs (`Mapping`): what the processor makes: `input_ids` and the images of one call, or an image cache of `encode_images` as
-            `past_key_values`. `labels` are left out.
-        max_new_tokens (`int`, *optional*): first generate up to this many tokens. The maps then hold the given and the generated tokens.
+        inputs (`Mapping`): what the processor makes: `input_ids` and the images of one call, or an image cache of
+            `encode_images` as `past_key_values`. `labels` are left out.
+        max_new_tokens (`int`, *optional*): first generate up to this many tokens. The maps then hold the given and the
+            generated tokens.
         generate_kwargs: further arguments of `generate`: `do_sample`, `num_beams`, ...
 
     Returns:
         [`AttentionMaps`]: with `weights`, `layers`, `tokens`, `grid` and `plot`.
 
     Raises:
-        TypeError: for a model without blocks, inputs that are not a mapping, or arguments of `generate` without `max_new_tokens`.
+        TypeError: for a model without blocks, inputs that are not a mapping, or arguments of `generate` without
+            `max_new_tokens`.
         ValueError: without `input_ids` or images, for a cache that holds text, or for a model that is split over ranks.
     """
     outer: Any = model
     inner = outer.get_base_model() if hasattr(outer, "get_base_model") else outer  # PEFT's wrapper
     if not isinstance(inner, (XAttnModel, XAttnForConditionalGeneration)):
         raise TypeError(
-            f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}. `retrofit` makes such a model."
+            f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}. `retrofit` makes such a "
+            "model."
         )
     if inner.tp_size not in (None, 1):
         raise ValueError(
-            f"Expected `model` to be whole, got one that is split over ranks (tensor parallelism, {inner.tp_size} ranks): a rank knows only "
-            "the attention of its heads."
+            f"Expected `model` to be whole, got one that is split over ranks (tensor parallelism, {inner.tp_size} "
+            "ranks): a rank knows only the attention of its heads."
         )
     if not isinstance(inputs, Mapping):
         raise TypeError(
-            f"Expected `inputs` to be what a processor makes, a mapping with `input_ids` and images, got {type_name(inputs)}."
+            "Expected `inputs` to be what a processor makes, a mapping with `input_ids` and images, got "
+            f"{type_name(inputs)}."
         )
     given = {name: value for name, value in inputs.items() if value is not None and name != "labels"}
     if "input_ids" not in given:
@@ -287,14 +299,16 @@ def attention_maps(
     cache = given.pop("past_key_values", None)
     if cache is not None and (not isinstance(cache, ImageCache) or cache.text_rows is not None):
         raise ValueError(
-            "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, because the maps cover the whole "
-            f"text, got a {type(cache).__name__}{' with text' if isinstance(cache, ImageCache) else ''}."
+            "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, because the maps "
+            "cover the whole text, got a "
+            f"{type(cache).__name__}{' with text' if isinstance(cache, ImageCache) else ''}."
         )
     if max_new_tokens is not None:
         given = _generated(outer, inner, given, cache, max_new_tokens, generate_kwargs)
     elif generate_kwargs:
         raise TypeError(
-            f"`attention_maps` got `{next(iter(generate_kwargs))}`, an argument of `generate`, without `max_new_tokens`."
+            f"`attention_maps` got `{next(iter(generate_kwargs))}`, an argument of `generate`, without "
+            "`max_new_tokens`."
         )
     text_mask = given.pop("_text_mask", None)
     tokens = given["input_ids"]
@@ -339,7 +353,8 @@ def _generated(
     """Generates, and returns the inputs for the whole text: one row of images and masks for each sequence."""
     if not isinstance(inner, XAttnForConditionalGeneration):
         raise TypeError(
-            f"Expected `model` to be an XAttnForConditionalGeneration, which generates, for `max_new_tokens`, got {type_name(model)}."
+            "Expected `model` to be an XAttnForConditionalGeneration, which generates, for `max_new_tokens`, got "
+            f"{type_name(model)}."
         )
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"Expected `max_new_tokens` to be an integer of at least 1 or None, got {max_new_tokens!r}.")

@@ -1,8 +1,8 @@
 """Where the tokens of an image lie in the picture.
 
-A vision tower gives one token for each patch, row by row. Tokens that belong to no patch (class token, registers) come first. Mllama's
-tower does this for each tile, and the tiles of an image also lie row by row. Linear and MLP connectors keep this order, a perceiver
-resampler does not.
+A vision tower gives one token for each patch, row by row. Tokens that belong to no patch (class token, registers) come
+first. Mllama's tower does this for each tile, and the tiles of an image also lie row by row. Linear and MLP connectors
+keep this order, a perceiver resampler does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ..configuration_xattn import XAttnConfig
 from ..images.vision import is_tiled
 
 
-# Towers whose tokens are patches, row by row, and how many tokens come before the patches. Registers are counted by the configuration.
+# Towers whose tokens are patches, row by row, and how many tokens come before the patches. Registers are counted by the
+# configuration.
 PREFIX_TOKENS = {
     "beit": 1,
     "clip_vision_model": 1,
@@ -40,8 +41,8 @@ class PatchGrid(NamedTuple):
         prefix (`int`): tokens of an image, or of a tile, in front of its patches.
         rows, columns (`int`): patches of an image, or of a tile.
         tile_rows, tile_columns (`int`): tiles of the image.
-        covered (`tuple[float, float]`): share of the height and of the width that the patches cover. The tower does not read a rest
-            that is smaller than a patch.
+        covered (`tuple[float, float]`): share of the height and of the width that the patches cover. The tower does
+            not read a rest that is smaller than a patch.
     """
 
     prefix: int
@@ -52,8 +53,9 @@ class PatchGrid(NamedTuple):
     covered: tuple[float, float] = (1.0, 1.0)
 
     def lay(self, weights: torch.Tensor) -> torch.Tensor:
-        """Turns `(..., tokens of the image)` into `(..., patch rows, patch columns)`, over all tiles. Tokens without a patch are left
-        out."""
+        """Turns `(..., tokens of the image)` into `(..., patch rows, patch columns)`, over all tiles. Tokens without a
+        patch are left out.
+        """
         tiles = self.tile_rows * self.tile_columns
         of_tile = self.prefix + self.rows * self.columns
         weights = weights[..., : tiles * of_tile]  # padding tiles come last
@@ -70,27 +72,30 @@ def patch_grid(
     Args:
         config ([`XAttnConfig`]): the model's.
         num_tokens (`int`): tokens of the image.
-        image_size (`tuple[int, int]`, *optional*): height and width of the pixels that the tower has read; None if unknown.
+        image_size (`tuple[int, int]`, *optional*): height and width of the pixels that the tower has read; None if
+            unknown.
         aspect_ratio_id (`int`, *optional*): for a tower with tiles, how the tiles of the image are arranged.
 
     Raises:
-        ValueError: for features, a connector that does not keep positions, a tower whose order of tokens is not known, or another number
-            of tokens than the tower makes.
+        ValueError: for features, a connector that does not keep positions, a tower whose order of tokens is not known,
+            or another number of tokens than the tower makes.
     """
     tower = config.vision_config
     remedy = "Use `weights`, which have one entry an image token."
     if tower is None or image_size is None:
         raise ValueError(
-            f"`grid` needs images that a vision tower has cut into patches, got features (`cross_attention_states`). {remedy}"
+            "`grid` needs images that a vision tower has cut into patches, got features (`cross_attention_states`). "
+            f"{remedy}"
         )
     if config.connector_type == "perceiver":
         raise ValueError(
-            "`grid` needs a connector that keeps positions, got `connector_type='perceiver'`: each of its tokens is made of the whole "
-            f"image. {remedy}"
+            "`grid` needs a connector that keeps positions, got `connector_type='perceiver'`: each of its tokens is "
+            f"made of the whole image. {remedy}"
         )
     if tower.model_type not in PREFIX_TOKENS:
         raise ValueError(
-            f"`grid` needs a vision tower whose patches are known ({', '.join(PREFIX_TOKENS)}), got {tower.model_type!r}. {remedy}"
+            f"`grid` needs a vision tower whose patches are known ({', '.join(PREFIX_TOKENS)}), got "
+            f"{tower.model_type!r}. {remedy}"
         )
     height, width = _pair(getattr(tower, "patch_size", None))
     prefix = PREFIX_TOKENS[tower.model_type] + (getattr(tower, "num_register_tokens", 0) or 0)
@@ -103,8 +108,8 @@ def patch_grid(
     rows, columns = image_size[0] // height, image_size[1] // width
     if prefix < 0 or tiles * (prefix + rows * columns) != num_tokens:
         raise ValueError(
-            f"`grid` expected {tiles * (prefix + rows * columns)} tokens of an image of {image_size} (height, width) and patches of "
-            f"{(height, width)}, got {num_tokens}. {remedy}"
+            f"`grid` expected {tiles * (prefix + rows * columns)} tokens of an image of {image_size} (height, width) "
+            f"and patches of {(height, width)}, got {num_tokens}. {remedy}"
         )
     covered = (rows * height / image_size[0], columns * width / image_size[1])
     return PatchGrid(prefix, rows, columns, *arrangement, covered)
@@ -114,8 +119,8 @@ def _arrangement(tower: PreTrainedConfig, aspect_ratio_id: int | None) -> tuple[
     """Rows and columns of the tiles. A padding image (id 0) has one tile, which is masked."""
     if aspect_ratio_id is None:
         raise ValueError(
-            "`grid` needs the arrangement of the tiles, which a cache of encoded images does not hold. Pass `pixel_values` and "
-            "`aspect_ratio_ids` in `inputs` instead of the cache."
+            "`grid` needs the arrangement of the tiles, which a cache of encoded images does not hold. Pass "
+            "`pixel_values` and `aspect_ratio_ids` in `inputs` instead of the cache."
         )
     ratios: Any = getattr(tower, "supported_aspect_ratios", None) or []
     if not aspect_ratio_id:

@@ -1,4 +1,4 @@
-"""The processor of a checkpoint of added weights that holds none: the tokenizer and the image processor of its bases."""
+"""The processor of a small checkpoint that holds none: the tokenizer and the image processor of its bases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, "tokenizer_config.json")
 
 
 def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Loads tokenizer and image processor of the bases, and says so. None for a folder with files of a processor, and any other checkpoint.
+    """Loads tokenizer and image processor of the bases, and says so. None for a folder with files of a processor, and
+    any other checkpoint.
 
     Args:
         name (`str`): folder or Hub id.
@@ -31,7 +32,8 @@ def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) ->
         `dict`: arguments of [`XAttnProcessor`]. `image_processor` is None for a model without a vision tower.
 
     Raises:
-        ValueError: for a base without a tokenizer or an image processor, and a tokenizer without the model's image marker.
+        ValueError: for a base without a tokenizer or an image processor, and a tokenizer without the model's image
+            marker.
     """
     adapter = Adapter.find(name, load_kwargs)
     text = None if adapter is None else adapter.recorded_base("text_base")
@@ -44,8 +46,8 @@ def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) ->
     token_id = XAttnConfig.from_pretrained(adapter.name, **adapter.hub).image_token_id
     if token_id is not None and token_id >= len(tokenizer):
         raise ValueError(
-            f"{adapter.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, the marker of an image. Save "
-            "the processor that the model was trained with into the folder."
+            f"{adapter.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, the "
+            "marker of an image. Save the processor that the model was trained with into the folder."
         )
     logger.warning_once(
         f"{adapter.name} holds no processor. It is made of the tokenizer of {text}"
@@ -61,5 +63,6 @@ def _load(auto_class: Any, base: BaseSource, name: str, hub: dict[str, Any]) -> 
         return base.load(auto_class.from_pretrained, **hub)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name} holds no processor, and {auto_class.__name__} finds none in its base {base} ({error}). Save a processor into the folder."
+            f"{name} holds no processor, and {auto_class.__name__} finds none in its base {base} ({error}). Save a "
+            "processor into the folder."
         ) from error

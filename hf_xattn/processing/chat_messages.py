@@ -21,7 +21,9 @@ HINTS = ("detail", "cache_control", "min_pixels", "max_pixels", "resized_height"
 
 
 class ImagePart:
-    """Marks the place of an image among the parts of a message. `Conversation.images` holds the images, in the same order."""
+    """Marks the place of an image among the parts of a message. `Conversation.images` holds the images, in the same
+    order.
+    """
 
 
 IMAGE = ImagePart()
@@ -99,8 +101,8 @@ def read_conversation(conversation: Any, where: str, num_frames: int | None, fps
         num_frames, fps: options for videos, see `read_frames`.
 
     Raises:
-        TypeError, ValueError: for a part that is not a text, an image or a video, a part with several sources, and a video part
-            without a source.
+        TypeError, ValueError: for a part that is not a text, an image or a video, a part with several sources, and a
+            video part without a source.
     """
     messages = getattr(conversation, "messages", conversation)
     if not isinstance(messages, (list, tuple)):
@@ -127,8 +129,8 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
         if bare:
             raise ValueError(
                 f"Expected an image for each image part of {where}, got {bare} parts without an image."
-                f"{_names(conversation.unknown_keys)} Write the image into the part, as `image`, `url`, `path` or `base64`, or pass "
-                "`images` in `processor_kwargs`."
+                f"{_names(conversation.unknown_keys)} Write the image into the part, as `image`, `url`, `path` or "
+                "`base64`, or pass `images` in `processor_kwargs`."
             )
         return conversation
     given = list(images) if isinstance(images, (list, tuple)) or getattr(images, "ndim", None) == 4 else [images]
@@ -185,7 +187,8 @@ def _read_part(
     num_frames: int | None,
     fps: float | None,
 ) -> None:
-    """Appends a part to `parts`, its images to `images`, and the unknown keys of an image part without an image to `unknown`.
+    """Appends a part to `parts`, its images to `images`, and the unknown keys of an image part without an image to
+    `unknown`.
 
     A video is replaced by its frames.
     """
@@ -221,7 +224,8 @@ def _read_part(
         parts.extend([IMAGE] * len(frames))
     else:
         raise ValueError(
-            f"Expected the type of each part of {where} to be one of {', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}, got {kind!r}"
+            f"Expected the type of each part of {where} to be one of "
+            f"{', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}, got {kind!r}"
             + (f" in a part with the keys {', '.join(map(str, given))}." if kind is None else ".")
         )
 
@@ -255,7 +259,9 @@ def _names(unknown: list[str]) -> str:
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
-    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client. None for anything else."""
+    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client. None for anything
+    else.
+    """
     if isinstance(value, Mapping):
         return value
     dump = getattr(value, "model_dump", None)

@@ -1,8 +1,8 @@
 """Chat templates of text models, for messages with images.
 
-The template of a text model supports texts only. For a list of parts it may print nothing, print the list itself, or fail. So this
-module tries several forms of the messages, and takes one in which the template shows every text and the marker of every image. A
-template that supports images and writes the same marker itself gets the lists of parts.
+The template of a text model supports texts only. For a list of parts it may print nothing, print the list itself, or
+fail. So this module tries several forms of the messages, and takes one in which the template shows every text and the
+marker of every image. A template that supports images and writes the same marker itself gets the lists of parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from .chat_messages import IMAGE, Message
 
 
-# For models without a template: `User: ...`, `Assistant: ...`, one message per line. An answer ends with the end-of-sequence token.
+# For models without a template: `User: ...`, `Assistant: ...`, one message per line. An answer ends with the
+# end-of-sequence token.
 DEFAULT_CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {{- 'Assistant:' -}}
@@ -61,8 +62,9 @@ def check_template(processor: Any) -> None:
 def to_template(messages: list[Message], marker: str | None, render: Callable[[Dicts], str]) -> Dicts:
     """Returns messages in a form in which the template shows all of their texts and images.
 
-    Each form is tried with made-up words in place of the texts. A template may change a real text on purpose, for example leave
-    out the reasoning of earlier answers. A missing made-up word shows that the template does not support the form.
+    Each form is tried with made-up words in place of the texts. A template may change a real text on purpose, for
+    example leave out the reasoning of earlier answers. A missing made-up word shows that the template does not support
+    the form.
 
     Args:
         messages (`list[Message]`): one conversation.
@@ -125,7 +127,7 @@ def _dict(message: Message, content: Any) -> dict[str, Any]:
 def _lost(
     messages: list[Message], form: list[Form], marker: str | None, render: Callable[[Dicts], str]
 ) -> Exception | list[str]:
-    """Returns what a template does not show of messages in a form, as words for an error; or the error that it raises."""
+    """Returns in words what a template does not show of messages in a form, or the error that it raises."""
     probes = [_probed(message, index) for index, message in enumerate(messages)]
     made = [_dict(probe, _with_canary(form[index](probe))) for index, probe in enumerate(probes)]
     try:
@@ -204,5 +206,6 @@ def _last_resort(
         raise ValueError(f"The chat template fails for this conversation: {errors[0]}") from errors[0]
     fewest = min(losses, key=len)
     raise ValueError(
-        f"The chat template does not show {'; '.join(fewest)}. Pass another template (`chat_template=`), or change the messages."
+        f"The chat template does not show {'; '.join(fewest)}. Pass another template (`chat_template=`), or change the "
+        "messages."
     )

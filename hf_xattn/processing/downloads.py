@@ -1,10 +1,12 @@
 """Fetches an image from the web, within limits: of size, of time, and of the networks that it may come from.
 
-Timeouts of httpx bound each wait, and its decoders unpack whatever comes: a server may send a byte a second for days, or a few kilobytes
-that unpack to gigabytes before anybody counts them. So the whole download has a deadline, and its content is unpacked here.
+Timeouts of httpx bound each wait, and its decoders unpack whatever comes: a server may send a byte a second for days,
+or a few kilobytes that unpack to gigabytes before anybody counts them. So the whole download has a deadline, and its
+content is unpacked here.
 
-Where private addresses are refused, the host's name is resolved here, all its addresses are checked, and the connection goes to one of them:
-a name that resolves to another address a moment later is not asked again. Each redirect is checked in the same way.
+Where private addresses are refused, the host's name is resolved here, all its addresses are checked, and the
+connection goes to one of them: a name that resolves to another address a moment later is not asked again. Each
+redirect is checked in the same way.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class _Deadline:
         self._timer.cancel()
 
     def watch(self, event: str, info: dict[str, Any]) -> None:
-        """Httpx calls this with each step of a request, among them the connections that it makes (its extension `trace`)."""
+        """Httpx calls this with each step of a request, among them the connections that it makes (its extension
+        `trace`).
+        """
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._connection = info["return_value"].get_extra_info("socket")
         if self.passed:
@@ -87,7 +91,8 @@ class _Deadline:
         self.passed = True
         if self._connection is not None:
             try:
-                # Wakes the thread that reads from it, and then sees the end. Of TLS too: `SSLSocket` has a state that only this thread may touch.
+                # Wakes the thread that reads from it, and then sees the end. Of TLS too: `SSLSocket` has a state that
+                # only this thread may touch.
                 socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
             except OSError:  # closed already
                 pass

@@ -1,7 +1,7 @@
 """How large an image may be, and from where it may be fetched.
 
-A few kilobytes may unpack to gigabytes, an address may send bytes for ever, and an address that a client names may lie in the network of the
-server. The limits of this process are [`LIMITS`]; `hf-xattn serve` has its own.
+A few kilobytes may unpack to gigabytes, an address may send bytes for ever, and an address that a client names may lie
+in the network of the server. The limits of this process are [`LIMITS`]; `hf-xattn serve` has its own.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ def check_image_processor(image_processor: Any) -> None:
         for key, side in sides.items():
             if isinstance(side, bool) or not isinstance(side, (int, float)) or not side >= 0:
                 raise ValueError(
-                    f"Expected `{name}` of the image processor to be a number of pixels, got {str(side)[:40]!r} for {key!r}."
+                    f"Expected `{name}` of the image processor to be a number of pixels, got {str(side)[:40]!r} for "
+                    f"{key!r}."
                 )
         edges = [side if counts_pixels and "edge" in key else side * side for key, side in sides.items()]
         pixels = sides["height"] * sides["width"] if {"height", "width"} <= sides.keys() else max(edges, default=0)
         if pixels > LIMITS.max_pixels:
             raise ValueError(
-                f"Expected `{name}` of the image processor to be at most {LIMITS.max_pixels} pixels, got {sides}. A larger limit is set with "
-                "`hf_xattn.processing.image_limits.LIMITS.max_pixels`."
+                f"Expected `{name}` of the image processor to be at most {LIMITS.max_pixels} pixels, got {sides}. A "
+                "larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
             )
     tiles = getattr(image_processor, "max_image_tiles", None)
     if tiles is not None and not (isinstance(tiles, int) and 0 < tiles <= MAX_TILES):

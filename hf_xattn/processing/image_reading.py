@@ -1,7 +1,8 @@
 """Reads images and videos from all common sources as upright RGB images.
 
-Transformers' image processors do not rotate images upright, and depending on their settings keep a palette or an alpha channel. Here
-an image gives the same pixels from every source: a PIL image, an array, a tensor, a path, a URL, a data URL or base64.
+Transformers' image processors do not rotate images upright, and depending on their settings keep a palette or an alpha
+channel. Here an image gives the same pixels from every source: a PIL image, an array, a tensor, a path, a URL, a data
+URL or base64.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def read_image(
 
     Raises:
         TypeError: for an image of any other type.
-        ValueError: for a file that is not an image, is broken, or is larger than `limits` allow; for an address that cannot be loaded;
-            and for an array with a wrong shape or wrong values.
+        ValueError: for a file that is not an image, is broken, or is larger than `limits` allow; for an address that
+            cannot be loaded; and for an array with a wrong shape or wrong values.
     """
     limits = limits or LIMITS
     if isinstance(image, (str, Path)):
@@ -87,15 +88,15 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
     """Returns the frames of a video, as images.
 
     Args:
-        video: an array or tensor `(frames, height, width, channels)` or `(frames, channels, height, width)`, a list of images,
-            or the path or URL of a video file, which needs a decoder (PyAV).
+        video: an array or tensor `(frames, height, width, channels)` or `(frames, channels, height, width)`, a list of
+            images, or the path or URL of a video file, which needs a decoder (PyAV).
         num_frames (`int`, *optional*): number of frames to take, evenly spaced. All frames by default.
         fps (`float`, *optional*): frames per second to take from a video file.
 
     Raises:
         TypeError: for a video of any other type.
-        ValueError: for a video without frames or with more than `LIMITS.max_frames`, for a file that is not a video or is broken, and
-            for `fps` without a video file.
+        ValueError: for a video without frames or with more than `LIMITS.max_frames`, for a file that is not a video or
+            is broken, and for `fps` without a video file.
         ImportError: for a video file if no decoder is installed.
     """
     if num_frames is not None and (isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1):
@@ -107,8 +108,8 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
     if is_array(video):
         if video.ndim != 4:
             raise ValueError(
-                "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, height, "
-                f"width), got shape {tuple(video.shape)}."
+                "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, "
+                f"height, width), got shape {tuple(video.shape)}."
             )
         _check_frames(len(video) if num_frames is None else min(num_frames, len(video)))
         frames = list(video)
@@ -120,7 +121,8 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
                 raise TypeError(f"Expected the frames of `videos` to be {KINDS}, got {type_name(frame)}.")
     else:
         raise TypeError(
-            f"Expected each of `videos` to be an array of frames, a list of images or a video file, got {type_name(video)}."
+            "Expected each of `videos` to be an array of frames, a list of images or a video file, got "
+            f"{type_name(video)}."
         )
     if not frames:
         raise ValueError("Expected each of `videos` to have one frame or more, got a video with no frames.")
@@ -173,8 +175,9 @@ def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> 
     pixels = (metadata.height or 0) * (metadata.width or 0)
     if pixels > LIMITS.max_pixels or pixels * number > 8 * LIMITS.max_pixels:
         raise ValueError(
-            f"{number} frames of {metadata.width} x {metadata.height} pixels are too large: expected at most {LIMITS.max_pixels} pixels in one, "
-            "and 8 times as many in all (`hf_xattn.processing.image_limits.LIMITS.max_pixels`). Choose fewer frames with `num_frames`."
+            f"{number} frames of {metadata.width} x {metadata.height} pixels are too large: expected at most "
+            f"{LIMITS.max_pixels} pixels in one, and 8 times as many in all "
+            "(`hf_xattn.processing.image_limits.LIMITS.max_pixels`). Choose fewer frames with `num_frames`."
         )
     return np.arange(number) * total // number
 
@@ -182,8 +185,8 @@ def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> 
 def _check_frames(number: int) -> None:
     if number > LIMITS.max_frames:
         raise ValueError(
-            f"Expected each of `videos` to have at most {LIMITS.max_frames} frames, got {number}. Choose some with `num_frames`. A larger limit is "
-            "set with `hf_xattn.processing.image_limits.LIMITS.max_frames`."
+            f"Expected each of `videos` to have at most {LIMITS.max_frames} frames, got {number}. Choose some with "
+            "`num_frames`. A larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_frames`."
         )
 
 
@@ -219,8 +222,8 @@ def _open(source: str | Path, name: str, limits: ImageLimits) -> Image:
             raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read as an image.") from error
         as_text = " Pass text as `text=`." if name == "images" and " " in text.strip() else ""
         raise ValueError(
-            f"Expected `{name}` to hold an image, or its path, URL, data URL or base64, got {_short(source)}: there is no such "
-            f"file.{as_text}"
+            f"Expected `{name}` to hold an image, or its path, URL, data URL or base64, got {_short(source)}: there is "
+            f"no such file.{as_text}"
         ) from error
     except _Refused as error:
         raise ValueError(str(error)) from error.__cause__
@@ -254,8 +257,8 @@ def _decoder(file: Any) -> Image:
 def _check_length(text: str, name: str, limits: ImageLimits) -> None:
     if len(text) * 3 // 4 > limits.max_bytes:
         raise _Refused(
-            f"`{name}` holds {_short(text)}: expected at most {limits.max_bytes} bytes of an image (`ImageLimits.max_bytes`), got "
-            f"{len(text) * 3 // 4}."
+            f"`{name}` holds {_short(text)}: expected at most {limits.max_bytes} bytes of an image "
+            f"(`ImageLimits.max_bytes`), got {len(text) * 3 // 4}."
         )
 
 
@@ -263,8 +266,8 @@ def _check_size(image: Image, name: str, limits: ImageLimits) -> None:
     """Raises a `ValueError` for an image that is too large to be read. Its header says so: no pixel is read before."""
     if image.width * image.height > limits.max_pixels:
         raise ValueError(
-            f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {limits.max_pixels} pixels. A larger limit is "
-            "set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
+            f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {limits.max_pixels} "
+            "pixels. A larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_pixels`."
         )
 
 
@@ -289,8 +292,8 @@ def _rgb(image: Image, name: str) -> Image:
             return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
         if image.mode in ("I", "F"):
             raise _Refused(
-                f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of values is "
-                "not known. Scale the values to 0..255 and call `convert('L')`."
+                f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of "
+                "values is not known. Scale the values to 0..255 and call `convert('L')`."
             )
         if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
@@ -313,8 +316,8 @@ def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> 
         tensor = tensor[None]
     elif tensor.ndim != 3:
         raise ValueError(
-            f"Expected each of `{name}` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 axes if "
-            f"it is grayscale, got shape {tuple(image.shape)}."
+            f"Expected each of `{name}` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 "
+            f"axes if it is grayscale, got shape {tuple(image.shape)}."
         )
     else:
         if input_data_format is None:
@@ -329,7 +332,8 @@ def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> 
             tensor = tensor.permute(2, 0, 1)
         if tensor.shape[0] not in (1, 3, 4):
             raise ValueError(
-                f"Expected each of `{name}` to have 1, 3 or 4 channels, got shape {tuple(image.shape)} as {input_data_format}."
+                f"Expected each of `{name}` to have 1, 3 or 4 channels, got shape {tuple(image.shape)} as "
+                f"{input_data_format}."
             )
     if 0 in tensor.shape:
         raise ValueError(f"Expected each of `{name}` to have pixels, got shape {tuple(image.shape)}.")
@@ -369,13 +373,13 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
         return tensor.to(torch.uint8)
     if rescale and (low < 0 or high > 255):
         raise ValueError(
-            f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for values that "
-            "are already rescaled. Pass normalised images to the model, as `pixel_values`."
+            f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for "
+            "values that are already rescaled. Pass normalised images to the model, as `pixel_values`."
         )
     if rescale and 0 < high <= 1 and low != high:
         logger.warning_once(
-            f"`{name}` holds values in 0..1. The image processor divides them by 255, so the image becomes almost black. Pass "
-            "`do_rescale=False` if the values are already rescaled."
+            f"`{name}` holds values in 0..1. The image processor divides them by 255, so the image becomes almost "
+            "black. Pass `do_rescale=False` if the values are already rescaled."
         )
     tensor = tensor.to(torch.float32)
     return tensor.round() if rescale and high > 1 else tensor  # the PIL backend takes whole numbers only

@@ -28,7 +28,8 @@ def read_texts(text: Any, images: Any) -> list[str]:
         wrong = next(entry for entry in text if not isinstance(entry, str))
     swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
     raise TypeError(
-        f"Expected `text` to be a str or a list of str, got {'' if wrong is text else 'a list with '}{type_name(wrong)}."
+        "Expected `text` to be a str or a list of str, got "
+        f"{'' if wrong is text else 'a list with '}{type_name(wrong)}."
         + (" `images` is the first argument and `text` the second: pass them by name." if swapped else "")
     )
 
@@ -53,13 +54,14 @@ def read_samples(
         )
     if texts is not None and len(entries) != len(texts):
         raise ValueError(
-            f"Expected `videos` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. The entry of a text "
-            "without a video is None or []."
+            f"Expected `videos` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. "
+            "The entry of a text without a video is None or []."
         )
     samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
     if len(samples) != len(entries):
         raise ValueError(
-            f"Expected `images` and `videos` to have one entry for each text, got {len(samples)} and {len(entries)} entries."
+            f"Expected `images` and `videos` to have one entry for each text, got {len(samples)} and {len(entries)} "
+            "entries."
         )
     for sample, entry in zip(samples, entries):
         for video in _videos(entry):
@@ -75,7 +77,8 @@ def lay_out(tensors: dict[str, torch.Tensor], samples: list[list[Any]]) -> dict[
         samples (`list[list]`): the images of each text, in the same order.
 
     Returns:
-        `dict`: `(texts, images of the text with most, ...)` each, with zeros as padding; and `image_mask`, False = padding, if there
+        `dict`: `(texts, images of the text with most, ...)` each, with zeros as padding; and `image_mask`, False =
+            padding, if there
         is any.
     """
     widest = max(len(sample) for sample in samples)
@@ -116,8 +119,8 @@ def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[
         return [_images(entries[0] if nested else entries)]
     if texts is not None and len(entries) != len(texts):
         raise ValueError(
-            f"Expected `images` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. The entry of a text "
-            "without an image is None or []."
+            f"Expected `images` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. "
+            "The entry of a text without an image is None or []."
         )
     return [_images(entry) for entry in entries]
 
@@ -147,7 +150,7 @@ def _images(entry: Any) -> list[Any]:
         rank = getattr(image, "ndim", None)
         if rank is not None and rank not in (2, 3):
             raise ValueError(
-                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or 2 axes if "
-                f"it is grayscale, got shape {tuple(image.shape)}."
+                "Expected each of `images` to have 3 axes, (channels, height, width) or (height, width, channels), or "
+                f"2 axes if it is grayscale, got shape {tuple(image.shape)}."
             )
     return images

@@ -1,8 +1,8 @@
 """What a client of `hf-xattn serve` may ask of an answer, before it is generated.
 
-Transformers' server builds a `GenerationConfig` of a request, and anything that stands in it is done: a thousand beams, another cache, a
-file of the server as an assistant model. So a field passes only if it stands in a table here, with a value within bounds, or if it is what
-the model has anyway.
+Transformers' server builds a `GenerationConfig` of a request, and anything that stands in it is done: a thousand
+beams, another cache, a file of the server as an assistant model. So a field passes only if it stands in a table here,
+with a value within bounds, or if it is what the model has anyway.
 """
 
 from __future__ import annotations

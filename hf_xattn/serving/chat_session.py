@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
 
 class _StopWhenAsked(StoppingCriteria):
-    """Ends an answer after the token at which `asked` returns True. No forward pass is interrupted, so the cache stays valid."""
+    """Ends an answer after the token at which `asked` returns True. No forward pass is interrupted, so the cache stays
+    valid.
+    """
 
     def __init__(self, asked: Callable[[], bool]):
         self.asked = asked
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        return torch.full((input_ids.shape[0],), self.asked(), device=input_ids.device, dtype=torch.bool)  # type: ignore[return-value]
+        stops: Any = torch.full((input_ids.shape[0],), self.asked(), device=input_ids.device, dtype=torch.bool)
+        return stops
 
 
 class _Pieces(TextStreamer):
@@ -72,9 +75,9 @@ class Answer:
 class ChatSession:
     """One conversation.
 
-    Every turn renders the whole conversation with the chat template and passes it to `generate` with the cache of earlier turns. The
-    model reads only tokens, and encodes only images, that are not yet in the cache. If the template renders earlier turns differently
-    than before, the cache is cropped to the tokens that are still the same.
+    Every turn renders the whole conversation with the chat template and passes it to `generate` with the cache of
+    earlier turns. The model reads only tokens, and encodes only images, that are not yet in the cache. If the template
+    renders earlier turns differently than before, the cache is cropped to the tokens that are still the same.
 
     Args:
         model ([`XAttnForConditionalGeneration`]): the model.
@@ -122,11 +125,12 @@ class ChatSession:
             text (`str`): the user's message.
             images (`list` of images, *optional*): images that come with this message.
             streamer (`TextStreamer`, *optional*): gets the answer as it is generated.
-            stop (*optional*): called after each token; the answer ends when it returns True. The text until then is the answer.
+            stop (*optional*): called after each token; the answer ends when it returns True. The text until then is
+                the answer.
 
         Raises:
-            ValueError: if the conversation with its answer is longer than the model supports. After any error the conversation is
-                the same as before the question.
+            ValueError: if the conversation with its answer is longer than the model supports. After any error the
+                conversation is the same as before the question.
         """
         messages = [*self.messages, {"role": "user", "content": _content(text, images)}]
         try:
@@ -144,10 +148,11 @@ class ChatSession:
     def stream(
         self, text: str, images: list[Image] | None = None, stop: threading.Event | None = None
     ) -> Iterator[str]:
-        """Asks one question in a thread, and yields the answer piece by piece. The last of `answers` is then the whole answer.
+        """Asks one question in a thread, and yields the answer piece by piece. The last of `answers` is then the whole
+        answer.
 
-        The answer ends after the current token if the caller sets `stop` or closes the iterator, and the text until then is the
-        answer. A question that comes while another is being answered waits for it.
+        The answer ends after the current token if the caller sets `stop` or closes the iterator, and the text until
+        then is the answer. A question that comes while another is being answered waits for it.
 
         Raises:
             ValueError: as [`~ChatSession.ask`].
@@ -215,7 +220,9 @@ class ChatSession:
         return sequences[0, input_ids.shape[1] :]
 
     def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
-        """Returns the cache, cropped to the beginning that it shares with `input_ids`; a new cache if that is not possible."""
+        """Returns the cache, cropped to the beginning that it shares with `input_ids`; a new cache if that is not
+        possible.
+        """
         cache = self._cache  # another thread may drop it meanwhile
         if cache is not None:
             cached = len(self._cached_ids)

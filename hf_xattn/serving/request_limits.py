@@ -1,4 +1,6 @@
-"""ASGI middleware that bounds the body of a request, before an application reads it. For `hf-xattn serve` and `hf-xattn web`."""
+"""ASGI middleware that bounds the body of a request, before an application reads it. For `hf-xattn serve` and
+`hf-xattn web`.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ LINGER = 5.0  # seconds that a refused client may go on sending
 
 
 class RequestLimits:
-    """Reads the body of a request, up to a limit, and gives it to the application at once. A larger one is refused with status 413.
+    """Reads the body of a request, up to a limit, and gives it to the application at once. A larger one is refused
+    with status 413.
 
-    The application would collect the body too, but without a limit where the client does not say its length (chunked encoding), and
-    an error raised inside of it while it reads becomes one of its own.
+    The application would collect the body too, but without a limit where the client does not say its length (chunked
+    encoding), and an error raised inside of it while it reads becomes one of its own.
 
     Args:
         app: the application to protect.
@@ -58,8 +61,8 @@ class RequestLimits:
 async def refuse(receive: Any, send: Any, status: int, error: dict[str, Any]) -> None:
     """Answers a request whose body nobody wants, and closes its connection.
 
-    Most clients read an answer only after they have sent everything. If the connection were closed earlier, they would report that, and
-    not the answer. So the rest is read for a while, and dropped.
+    Most clients read an answer only after they have sent everything. If the connection were closed earlier, they would
+    report that, and not the answer. So the rest is read for a while, and dropped.
     """
     content = json.dumps(error).encode()
     headers = [

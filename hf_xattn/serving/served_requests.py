@@ -1,6 +1,8 @@
-"""What the messages of a request may hold, and what it may ask for beyond them. Other fields would let a client read files of the server.
+"""What the messages of a request may hold, and what it may ask for beyond them. Other fields would let a client read
+files of the server.
 
-Transformers' server hands them to the processor, which reads paths and web addresses, as it should for the code that calls it.
+Transformers' server hands them to the processor, which reads paths and web addresses, as it should for the code that
+calls it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from fastapi import HTTPException
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from ..processing.image_reading import is_pil
-from ..training.row_checks import ROLES
+from ..training.training_rows import ROLES
 from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
 
@@ -30,20 +32,22 @@ ITEMS: dict[str, tuple[str, ...]] = {
 
 
 def check_message(index: int, message: dict) -> None:
-    """Raises an `HTTPException` for a role that chat templates do not have, for tool calls in another form, and for an item that lacks a
-    field. Transformers' server would fail, or leave the message out."""
+    """Raises an `HTTPException` for a role that chat templates do not have, for tool calls in another form, and for an
+    item that lacks a field. Transformers' server would fail, or leave the message out.
+    """
     if "role" in message:
         if message["role"] not in ROLES:
             raise HTTPException(
                 400,
-                f"Expected the `role` of message {index} to be one of {', '.join(ROLES)}, got {short(message['role'])}.",
+                f"Expected the `role` of message {index} to be one of {', '.join(ROLES)}, got "
+                f"{short(message['role'])}.",
             )
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise HTTPException(
                 400,
-                f"Expected `tool_calls` of message {index} to be a list of objects with `function`, which has a `name` and "
-                f"`arguments`, got {short(calls)}.",
+                f"Expected `tool_calls` of message {index} to be a list of objects with `function`, which has a `name` "
+                f"and `arguments`, got {short(calls)}.",
             )
     elif missing := [
         name for name in ITEMS.get(str(message.get("type")), ()) if not isinstance(message.get(name), (str, list))
@@ -67,7 +71,9 @@ def _is_call(call: Any) -> bool:
 
 
 def check_instructions(body: dict) -> None:
-    """Raises an `HTTPException` for instructions of the Responses API that are no text: a list of parts may hold images."""
+    """Raises an `HTTPException` for instructions of the Responses API that are no text: a list of parts may hold
+    images.
+    """
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise HTTPException(400, f"Expected `instructions` to be a text, got {type_name(instructions)}.")
@@ -114,11 +120,11 @@ def check_images_are_read(messages: list[dict]) -> list[dict]:
 
 
 def check_decision(body: dict) -> None:
-    """Raises an `HTTPException` for pictures of `/v1/systemone`, which transformers reads from paths and any address."""
+    """Raises an `HTTPException` for pictures of `/v1/systemone`: transformers reads paths and any address there."""
     for name in PICTURES_OF_DECISIONS:
         if body.get(name):
             raise HTTPException(
                 400,
-                f"Expected no `{name}`: decisions are made about text alone. Ask about pictures with /v1/chat/completions or "
-                "/v1/responses.",
+                f"Expected no `{name}`: decisions are made about text alone. Ask about pictures with "
+                "/v1/chat/completions or /v1/responses.",
             )

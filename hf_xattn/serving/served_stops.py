@@ -1,7 +1,8 @@
-"""Stop strings of a request: the answer ends in front of the first one, also if it is split over tokens or over pieces of a stream.
+"""Stop strings of a request: the answer ends in front of the first one, also if it is split over tokens or over pieces
+of a stream.
 
-Transformers' own criterion compares every stop string with every token of the vocabulary first, which takes seconds for strings that a client
-chooses. And it leaves the string in the answer.
+Transformers' own criterion compares every stop string with every token of the vocabulary first, which takes seconds
+for strings that a client chooses. And it leaves the string in the answer.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ class StopAtText(StoppingCriteria):
 
 
 class UntilStop:
-    """The queue of a streamed answer, as transformers' server reads it, up to a stop string. Text that may begin one is held back.
+    """The queue of a streamed answer, as transformers' server reads it, up to a stop string. Text that may begin one
+    is held back.
 
     Args:
-        queue (`asyncio.Queue`): pieces of text, each an `str` or a class of its own; other things, such as tool calls; None at the end.
+        queue (`asyncio.Queue`): pieces of text, each an `str` or a class of its own; other things, such as tool calls;
+            None at the end.
         stops (`list[str]`): the stop strings.
     """
 

@@ -1,9 +1,10 @@
 """Transformers' OpenAI-compatible server with one model, which is loaded before the server starts.
 
-The server is transformers' own (`transformers.cli.serving`), with five changes, because the original answers some requests wrongly or
-not at all. A message that the server would read only in part is refused, and so is a request that is too large (413), or that asks for more
-than the operator allows (`serving/answer_limits.py`). Images are read in a thread, and a broken image is the client's error (400). An answer ends in
-front of a stop string. The model is never unloaded, and `/v1/models` lists it.
+The server is transformers' own (`transformers.cli.serving`), with five changes, because the original answers some
+requests wrongly or not at all. A message that the server would read only in part is refused, and so is a request that
+is too large (413), or that asks for more than the operator allows (`serving/answer_limits.py`). Images are read in a
+thread, and a broken image is the client's error (400). An answer ends in front of a stop string. The model is never
+unloaded, and `/v1/models` lists it.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
 }
 MESSAGE_FIELDS = frozenset(
-    "role content name refusal tool_calls tool_call_id function_call annotations audio reasoning reasoning_content".split()
-)
+    "role content name refusal tool_calls tool_call_id function_call annotations audio".split()
+) | {"reasoning", "reasoning_content"}
 
 
 class OneModel(ModelManager):
@@ -120,7 +121,9 @@ class OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self.created, "owned_by": "hf_xattn"}]
 
     def shutdown(self) -> None:
-        """Keeps the model: without it the server cannot answer, and a model that it loads again would have no image store."""
+        """Keeps the model: without it the server cannot answer, and a model that it loads again would have no image
+        store.
+        """
 
 
 class _Worded(BaseHandler):
@@ -192,7 +195,8 @@ class _Checked(BaseHandler):
 class _Generation(GenerateManager):
     """Ends answers in front of stop strings, which transformers' manager leaves in them.
 
-    It also fixes two errors of that manager: it fails for stop strings of the model if it gets a processor instead of a tokenizer, and a
+    It also fixes two errors of that manager: it fails for stop strings of the model if it gets a processor instead of
+    a tokenizer, and a
     line break in an error message breaks its stream.
     """
 
@@ -270,8 +274,8 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
     """Yields the image parts of a request, each with a description of its place for errors.
 
     Raises:
-        HTTPException: for messages in a wrong form, and for parts that are neither text nor images, because the server would
-            ignore them.
+        HTTPException: for messages in a wrong form, and for parts that are neither text nor images, because the server
+            would ignore them.
     """
     if items and isinstance(messages, str):
         return
@@ -313,8 +317,8 @@ def read_image(place: str, address: Any, limits: ImageLimits = SERVED) -> Image:
     """Reads an image from the web or from a data URL, as the processor does.
 
     Raises:
-        HTTPException: for any other address, because transformers would also read files of this machine, for an address that `limits`
-            refuse, and for data that are not an image or are too large.
+        HTTPException: for any other address, because transformers would also read files of this machine, for an
+            address that `limits` refuse, and for data that are not an image or are too large.
     """
     url = address.get("url") if isinstance(address, dict) else address
     if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
@@ -418,7 +422,9 @@ def check_answers(name: str, model: XAttnForConditionalGeneration, processor: An
 
 
 class Server(uvicorn.Server):
-    """Calls `ready` when it accepts requests. Stops at Ctrl-C, and gives running requests at most five seconds to finish."""
+    """Calls `ready` when it accepts requests. Stops at Ctrl-C, and gives running requests at most five seconds to
+    finish.
+    """
 
     def __init__(self, app: FastAPI, ready: Callable[[], None], log_level: str = "info") -> None:
         super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5))

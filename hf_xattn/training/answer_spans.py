@@ -1,8 +1,9 @@
 """Finds the assistant's answers in the text that a chat template renders.
 
-Templates are programs: they trim texts, leave out the reasoning of earlier turns, and write headers and end-of-turn tokens. So an answer
-is found by comparison. The conversation is rendered a second time, with a placeholder in place of the answer. The answer is the part in
-which the two rendered texts differ. This works without any knowledge of the template.
+Templates are programs: they trim texts, leave out the reasoning of earlier turns, and write headers and end-of-turn
+tokens. So an answer is found by comparison. The conversation is rendered a second time, with a placeholder in place of
+the answer. The answer is the part in which the two rendered texts differ. This works without any knowledge of the
+template.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def find_answers(
         message = messages[index]
         if message.get("tool_calls"):
             raise ValueError(
-                f"Message {index} has `tool_calls`, which are not part of the text of an answer. Train with `train_on='all'`, or "
-                "remove the calls."
+                f"Message {index} has `tool_calls`, which are not part of the text of an answer. Train with "
+                "`train_on='all'`, or remove the calls."
             )
         if not text_of(message).strip():
             raise ValueError(f"Message {index}, an assistant message, is empty: there is nothing to learn from it.")
@@ -70,7 +71,8 @@ def find_answers(
     stop = end_of_turn(render, messages, answers[-1], special_tokens)
     if stop is None:
         logger.warning_once(
-            "The chat template writes no special token after the assistant's turn: the model does not learn where an answer ends."
+            "The chat template writes no special token after the assistant's turn: the model does not learn where an "
+            "answer ends."
         )
     else:
         after = re.compile(r"\s*" + re.escape(stop))
@@ -84,7 +86,8 @@ def find_answers(
 def end_of_turn(render: Render, messages: Messages, answer: int, special_tokens: Sequence[str]) -> str | None:
     """Returns the token that the template writes after an answer, or None.
 
-    The answer is rendered as the last message, because a token that comes only with the next message belongs to that message.
+    The answer is rendered as the last message, because a token that comes only with the next message belongs to that
+    message.
     """
     probe = render([*messages[:answer], with_text(messages[answer], PLACEHOLDER)])
     rest = probe.rpartition(PLACEHOLDER)[2].lstrip()
@@ -106,10 +109,11 @@ def _find(render: Render, messages: Messages, index: int, text: str, image_token
     bare = written.replace(image_token, "") if image_token else written
     if not squeezed(bare) or squeezed(bare) not in squeezed(said):
         raise ValueError(
-            f"The chat template changes the answer of message {index}: expected {_short(said)}, got {_short(written)}. Change the "
-            "template, or train with `train_on='all'`."
+            f"The chat template changes the answer of message {index}: expected {_short(said)}, got {_short(written)}. "
+            "Change the template, or train with `train_on='all'`."
         )
-    # A template may add a tag such as <think> to the placeholder. If the answer begins with the same tag, the texts do not differ there.
+    # A template may add a tag such as <think> to the placeholder. If the answer begins with the same tag, the texts do
+    # not differ there.
     if said.endswith(written.rstrip()) and text[:end].rstrip().endswith(said):
         start = len(text[:end].rstrip()) - len(said)
     reasoning = {
@@ -127,7 +131,7 @@ def _render_with(render: Render, messages: Messages, index: int, message: dict[s
 
 
 def _difference(text: str, probe: str) -> tuple[int, int] | None:
-    """Returns the range in which `text` differs from `probe`, the text with a placeholder. None if `probe` has no placeholder."""
+    """Returns the range in which `text` differs from `probe`. None if `probe` has no placeholder."""
     if PLACEHOLDER not in probe:
         return None
     shorter = min(len(text), len(probe))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import logging
 
+from ..layers.image_rows import NO_IMAGE
 from ..learning.loss import IGNORED
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
 from .answer_spans import AnswerSpan, find_answers, squeezed
-from .shared_images import in_one_row, share_images
 from .training_rows import Conversation, read_row, text_of
 from .vision_features import VisionFeatures
 
@@ -31,44 +32,47 @@ class _Tokens(NamedTuple):
 
 
 class XAttnDataCollator:
-    r"""Turns rows of chat messages into a batch with labels, for `Trainer` (with `remove_unused_columns=False`), for TRL's
-    `SFTTrainer` or for a `DataLoader`.
+    r"""Turns rows of chat messages into a batch with labels, for `Trainer`, TRL's `SFTTrainer` or a `DataLoader`.
 
-    A row is a dict with `messages`, or with TRL's `prompt` and `completion`. Each of these is a list of chat messages. Images are in
-    the parts of a message (`{"type": "image", "image": ...}`, or `path`, `url`, `base64`) or in a column `images`. Image parts
-    without an image take the images of the column in order. If no message has an image part, the images of the column come in front
-    of the first user message. Columns `tools` and `chat_template_kwargs` are refused; other columns are ignored, unless
-    they hold images or resemble the name `images`: these raise an error. The roles of messages are `system`, `developer`, `user`,
+    `Trainer` needs `remove_unused_columns=False`. A row is a dict with `messages`, or with TRL's `prompt` and
+    `completion`. Each of these is a list of chat messages. Images are in the parts of a message (`{"type": "image",
+    "image": ...}`, or `path`, `url`, `base64`) or in a column `images`. Image parts without an image take the images of
+    the column in order. If no message has an image part, the images of the column come in front of the first user
+    message. Columns `tools` and `chat_template_kwargs` are refused; other columns are ignored, unless they hold images
+    or resemble the name `images`: these raise an error. The roles of messages are `system`, `developer`, `user`,
     `assistant`, `tool`, `function` and `ipython`.
 
-    With `train_on="answers"` the labels are the texts of all assistant messages. In a row with `prompt` and `completion`, only the
-    messages of the completion have labels. The token that ends a turn is included, so that the model learns to stop. All other
-    tokens have the label -100: prompts, headers, image markers, padding. Each answer is found in the text that the chat template
-    renders; then its labels are decoded and compared with that text. Reasoning is part of the answer if the template writes it.
+    With `train_on="answers"` the labels are the texts of all assistant messages. In a row with `prompt` and
+    `completion`, only the messages of the completion have labels. The token that ends a turn is included, so that the
+    model learns to stop. All other tokens have the label -100: prompts, headers, image markers, padding. Each answer is
+    found in the text that the chat template renders; then its labels are decoded and compared with that text. Reasoning
+    is part of the answer if the template writes it.
 
     Args:
-        processor ([`XAttnProcessor`]): its chat template renders the rows. If its tokenizer has no padding token, `eos_token`
-            becomes the padding token.
-        train_on (`str`, defaults to `"answers"`): `"answers"`, or `"all"` for labels on the whole text, except image markers and
-            padding.
-        max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all its answers
-            or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a collator: set this one.
+        processor ([`XAttnProcessor`]): its chat template renders the rows. If its tokenizer has no padding token,
+            `eos_token` becomes the padding token.
+        train_on (`str`, defaults to `"answers"`): `"answers"`, or `"all"` for labels on the whole text, except image
+            markers and padding.
+        max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all
+            its answers or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a
+            collator: set this one.
         padding_side (`str`, *optional*): `"left"` or `"right"`. Default: the tokenizer's.
         pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
-        share_images (`bool`): rows with the same images, in the same order, share one copy of them, and rows without an image have
-            none. The batch says so in `image_rows`. Vision tower and K/V projections then run once for all questions about a picture
-            in a batch, and the gradients are the same. For that, rows about one picture must come in one batch: next to one another in
-            the data, with `train_sampling_strategy="sequential"` of `TrainingArguments`.
+        share_images (`bool`): rows with the same images, in the same order, share one copy of them, and rows without an
+            image have none. The batch says so in `image_rows`. Vision tower and K/V projections then run once for all
+            questions about a picture in a batch, and the gradients are the same. For that, rows about one picture must
+            come in one batch: next to one another in the data, with `train_sampling_strategy="sequential"` of
+            `TrainingArguments`.
         padding_free (`bool`): all rows become one row without padding, whose `position_ids` start again at each (see
-            `decoders/packed_rows.py`). Each row of the data still sees its own text and images only. Not every decoder can do this; the model
-            says so.
-        features ([`VisionFeatures`], *optional*): what the vision tower has returned for the images, which are then files. Batches
-            hold `vision_features` in place of `pixel_values`, and no image is read.
+            `decoders/packed_rows.py`). Each row of the data still sees its own text and images only. Not every decoder
+            can do this; the model says so.
+        features ([`VisionFeatures`], *optional*): what the vision tower has returned for the images, which are then
+            files. Batches hold `vision_features` in place of `pixel_values`, and no image is read.
 
     Raises:
         TypeError: if `processor` is not an `XAttnProcessor`, or `features` are not `VisionFeatures`.
-        ValueError: for unknown options or options that exclude one another, for a tokenizer that gives no offsets or has neither a
-            padding nor an EOS token, and for features that were made with another image processor.
+        ValueError: for unknown options or options that exclude one another, for a tokenizer that gives no offsets or
+            has neither a padding nor an EOS token, and for features that were made with another image processor.
     """
 
     def __init__(
@@ -94,28 +98,25 @@ class XAttnDataCollator:
         for name, flag in (("share_images", share_images), ("padding_free", padding_free)):
             if not isinstance(flag, bool):
                 raise ValueError(f"`{name}` must be True or False, got {flag!r}.")
-        if padding_free:
-            for name, given in (("share_images", share_images or None), ("padding_side", padding_side)):
-                if given is not None:
-                    raise ValueError(
-                        f"Expected `padding_free` without `{name}`, got `{name}={given!r}`: there is one row, and no padding."
-                    )
-            if processor.image_token_id is None:
-                raise ValueError(
-                    "Expected `processor` to have an `image_token` for `padding_free`, got none: the markers tell which images belong to "
-                    "which text."
-                )
+        if padding_free and (share_images or padding_side is not None):
+            name = "share_images" if share_images else "padding_side"
+            raise ValueError(f"Expected `padding_free` without `{name}`, got both: there is one row, and no padding.")
+        if padding_free and processor.image_token_id is None:
+            raise ValueError(
+                "Expected `processor` to have an `image_token` for `padding_free`, got none: the markers tell which "
+                "images belong to which text."
+            )
         tokenizer = processor.tokenizer
         if not tokenizer.is_fast:
             raise ValueError(
-                f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(tokenizer)}), which does not give the "
-                "offsets of its tokens in the text. Load the fast one with `AutoTokenizer`."
+                f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(tokenizer)}), which does "
+                "not give the offsets of its tokens in the text. Load the fast one with `AutoTokenizer`."
             )
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise ValueError(
-                    "Expected `processor` to have a tokenizer with `pad_token` or `eos_token`, got one with neither. Set "
-                    "`processor.tokenizer.pad_token`."
+                    "Expected `processor` to have a tokenizer with `pad_token` or `eos_token`, got one with neither. "
+                    "Set `processor.tokenizer.pad_token`."
                 )
             tokenizer.pad_token = tokenizer.eos_token  # safe: padding is identified by its position, not by its id
         if features is not None and not isinstance(features, VisionFeatures):
@@ -136,10 +137,11 @@ class XAttnDataCollator:
             rows (`Sequence[Mapping]`): the rows of a batch. They are not changed.
 
         Returns:
-            `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, if a row has an image, the processor's
-            image inputs: `pixel_values` (or `vision_features`), `image_mask`, `aspect_ratio_ids`, `aspect_ratio_mask`. With
-            `share_images` these have a batch of their own, and `image_rows` `(batch,)` names the image row of each row. With
-            `padding_free` the batch is 1, and `position_ids` `(1, text_len)` come in place of `attention_mask`.
+            `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, if a row has an image, the
+            processor's image inputs: `pixel_values` (or `vision_features`), `image_mask`, `aspect_ratio_ids`,
+            `aspect_ratio_mask`. With `share_images` these have a batch of their own, and `image_rows` `(batch,)` names
+            the image row of each row. With `padding_free` the batch is 1, and `position_ids` `(1, text_len)` come in
+            place of `attention_mask`.
 
         Raises:
             TypeError, ValueError: for a row that cannot be trained on. The message names the row.
@@ -156,15 +158,14 @@ class XAttnDataCollator:
                 _named(index, conversation, self._processed, [conversation])
             raise
         offsets, ids, mask = batch.pop("offset_mapping"), batch.pop("input_ids"), batch.pop("attention_mask").bool()
-        tokens = [
-            _named(
-                index, conversation, self._labelled, conversation, ids[index][mask[index]], offsets[index][mask[index]]
-            )
-            for index, conversation in enumerate(conversations)
-        ]
+        tokens = []
+        for index, conversation in enumerate(conversations):
+            real = mask[index]
+            row = conversation, ids[index][real], offsets[index][real]
+            tokens.append(_named(index, conversation, self._labelled, *row))
         if self.padding_free:
-            return {**self._flattened(tokens), **in_one_row(batch)}
-        return {**self._padded(tokens), **(share_images(batch) if self.share_images else batch)}
+            return {**self._flattened(tokens), **_in_one_row(batch)}
+        return {**self._padded(tokens), **(_share_images(batch) if self.share_images else batch)}
 
     def _processed(self, conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
         made: Any = self._reader.apply_chat_template(
@@ -180,13 +181,8 @@ class XAttnDataCollator:
         """A row's ids and labels, cut to `max_length`."""
         processor = self.processor
         if self.train_on == "answers":
-            text, spans = find_answers(
-                self._render,
-                conversation.messages,
-                conversation.answers,
-                self._special_tokens(),
-                processor.image_token,
-            )
+            messages, answers, special = conversation.messages, conversation.answers, self._special_tokens()
+            text, spans = find_answers(self._render, messages, answers, special, processor.image_token)
             labels = self._labels_of(text, spans, ids, offsets)
         else:
             labels = ids.clone()
@@ -207,7 +203,7 @@ class XAttnDataCollator:
         return sorted(tokens - {self.processor.image_token})
 
     def _labels_of(self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns labels for the tokens in the spans, and -100 for all others. Checks that the labels decode to the text."""
+        """Returns labels for the tokens in the spans, -100 for all others. Checks that they decode to the text."""
         labels = torch.full_like(ids, IGNORED)
         starts, ends = offsets.unbind(-1)
         for span in spans:
@@ -225,7 +221,7 @@ class XAttnDataCollator:
         return labels
 
     def _decodes_to(self, ids: torch.Tensor, expected: str) -> bool:
-        """Returns whether ids decode to a text. Allows what the tokenizer itself changes: white space, case, unknown words."""
+        """Whether ids decode to a text. Allows what the tokenizer itself changes: white space, case, unknown words."""
         decoded = squeezed(self._decode(ids))
         if decoded == squeezed(expected):
             return True
@@ -240,7 +236,8 @@ class XAttnDataCollator:
         marker = self.processor.image_token_id
         if marker is not None and (ids == marker).sum() != (ids[kept] == marker).sum():
             raise ValueError(
-                f"`max_length={length}` cuts an image marker off a text of {len(ids)} tokens: set a larger `max_length`."
+                f"`max_length={length}` cuts an image marker off a text of {len(ids)} tokens: set a larger "
+                "`max_length`."
             )
         all_labels, labels = (labels != IGNORED).sum(), labels[kept]
         left = (labels != IGNORED).sum()
@@ -298,6 +295,53 @@ def _first_words(row: Any) -> str:
     except (AttributeError, KeyError, StopIteration, TypeError):
         return ""
     return f" ({text if len(text) <= 40 else text[:40] + '...'!r})"
+
+
+def _share_images(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keeps one row of images for all rows of a batch with the same images in the same order, none for rows without.
+
+    Args:
+        images (`Mapping`): the processor's image inputs, each `(batch, num_images, ...)`; empty if no row has an image.
+
+    Returns:
+        `dict`: the same names, with a row for each different row of images, and `image_rows` `(batch,)`; unchanged if
+        there is nothing to share.
+    """
+    if not images:
+        return {}
+    mask = images.get("image_mask")
+    rows_of: dict[bytes, int] = {}
+    kept: list[int] = []
+    index: list[int] = []
+    for row in range(len(next(iter(images.values())))):
+        if mask is not None and not mask[row].any():
+            index.append(NO_IMAGE)
+            continue
+        content = _digest(tensor[row] for tensor in images.values())
+        if content not in rows_of:
+            rows_of[content] = len(kept)
+            kept.append(row)
+        index.append(rows_of[content])
+    if len(kept) == len(index):
+        return dict(images)
+    shared = {name: tensor[kept] for name, tensor in images.items()}
+    if mask is not None and shared["image_mask"].all():
+        del shared["image_mask"]
+    return {**shared, "image_rows": torch.tensor(index)}
+
+
+def _in_one_row(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Puts the real images of all rows into one row, in their order: `(1, images of the batch, ...)`."""
+    mask = images.get("image_mask")
+    tensors = {name: tensor for name, tensor in images.items() if name != "image_mask"}
+    return {name: (tensor.flatten(0, 1) if mask is None else tensor[mask])[None] for name, tensor in tensors.items()}
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> bytes:
+    content = hashlib.blake2b()
+    for tensor in tensors:
+        content.update(tensor.contiguous().view(torch.uint8).numpy())
+    return content.digest()
 
 
 __all__ = ["XAttnDataCollator"]

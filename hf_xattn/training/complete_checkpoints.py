@@ -1,8 +1,8 @@
 """Finds the last complete checkpoint of a run, past those that the run was killed in the middle of.
 
-`Trainer` writes weights, optimizer, schedule and random states into the folder `checkpoint-N`, and `trainer_state.json` last. A run that is
-killed meanwhile leaves a folder that has the highest number and cannot be loaded. `Trainer.train(resume_from_checkpoint=True)` takes the
-highest number.
+`Trainer` writes weights, optimizer, schedule and random states into the folder `checkpoint-N`, and `trainer_state.json`
+last. A run that is killed meanwhile leaves a folder that has the highest number and cannot be loaded.
+`Trainer.train(resume_from_checkpoint=True)` takes the highest number.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..utils.checkpoint_files import check_path
@@ -40,17 +41,18 @@ class FoundCheckpoints(NamedTuple):
 
 
 def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """Returns the checkpoint that a killed run goes on from: `trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))`.
+    """Returns the checkpoint that a killed run goes on from, for `trainer.train(resume_from_checkpoint=...)`.
 
-    A checkpoint is complete if it has `trainer_state.json`, which `Trainer` writes last, if it has weights, and if none of its files is
-    cut off. A warning names each checkpoint with a higher number that is skipped, with the reason. Nothing is loaded or changed.
+    A checkpoint is complete if it has `trainer_state.json`, which `Trainer` writes last, if it has weights, and if none
+    of its files is cut off. A warning names each checkpoint with a higher number that is skipped, with the reason.
+    Nothing is loaded or changed.
 
     Args:
         folder (`str` or `Path`): the `output_dir` of `TrainingArguments`, with folders `checkpoint-N`.
 
     Returns:
-        `str`: the path of the complete checkpoint with the highest number. `None` if there is none, or no such folder: with `None`,
-        `Trainer.train` starts from the beginning.
+        `str`: the path of the complete checkpoint with the highest number. `None` if there is none, or no such folder:
+        with `None`, `Trainer.train` starts from the beginning.
 
     Raises:
         TypeError: for a `folder` that is no path.
@@ -97,10 +99,6 @@ def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
     """Why a checkpoint is not complete, or None."""
     if not (checkpoint / STATE).is_file():
         return f"{STATE}, which is written last, is missing"
-    try:
-        step_of(checkpoint)
-    except (KeyError, TypeError, ValueError):
-        return f"{STATE} is cut off"
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     if not any(path.match(kind) for path in files for kind in WEIGHTS if not _is_beside_weights(path)):
         return "it has no weights"
@@ -113,11 +111,14 @@ def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
             shards = index.get("weight_map") if isinstance(index, dict) else None
             if not isinstance(shards, dict):
                 return f"{name} is damaged"
-            names = {str(shard) for shard in shards.values()}
-            if missing := sorted(shard for shard in names if not (path.parent / shard).is_file()):
+            if missing := sorted({str(each) for each in shards.values() if not (path.parent / str(each)).is_file()}):
                 return f"{missing[0]} of {name} is missing"
         if path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
             return f"{name.parent / '.metadata'}, which is written last, is missing"
+    try:
+        step_of(checkpoint)
+    except (KeyError, TypeError, ValueError):
+        return f"{STATE} is damaged"
     for rank in range(processes if processes > 1 else 0):
         if not (checkpoint / f"rng_state_{rank}.pth").is_file():
             return f"rng_state_{rank}.pth is missing"
@@ -130,33 +131,19 @@ def _is_beside_weights(path: Path) -> bool:
 
 def _is_whole(path: Path) -> bool:
     """Whether a file has its end. Formats that say nothing about it count as whole."""
-    size = path.stat().st_size
-    if path.suffix == ".safetensors":
-        return size == _safetensors_size(path)
-    if path.suffix == ".json":
-        try:
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="pt"):  # compares the size of the file with its header
+                return True
+        if path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            return False
+    except (OSError, RecursionError, SafetensorError, ValueError):
+        return False
     if path.suffix in (".pt", ".pth", ".bin"):
         with path.open("rb") as file:
             is_zip = file.read(2) == b"PK"
-        return size > 0 and (not is_zip or zipfile.is_zipfile(path))  # the directory of a zip file is at its end
+        return path.stat().st_size > 0 and (not is_zip or zipfile.is_zipfile(path))  # a zip file's directory is its end
     return True
-
-
-def _safetensors_size(path: Path) -> int | None:
-    """The size that the header of a safetensors file promises; None if the header is cut off."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= path.stat().st_size - 8:
-            return None
-        try:
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            return 8 + length + max(ends, default=0)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):  # a header that is none
-            return None
 
 
 __all__ = ["last_complete_checkpoint"]

@@ -1,12 +1,12 @@
 """Runs a vision tower once over pictures, and writes its outputs to a folder that [`VisionFeatures`] reads.
 
-Several processes may write into one folder: each takes its share of the pictures and writes files of its own. A file gets its name when it
-is complete, so a run that was killed goes on with the pictures that no complete file holds, also with another number of processes. A run
-over other pictures adds them.
+Each of several processes takes its share of the pictures and writes files of its own. A file gets its name when it is
+complete. So a run, also with another number of processes, encodes the pictures that no complete file holds.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +23,9 @@ from .vision_features import FORMAT, SHARDS, Maker, maker_of, read_shard, tower_
 
 PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
 SHARD_BYTES = 2**28
+
+# Groups of pictures with the model's inputs for them; the pictures that cannot be read, with the reasons.
+_Batch = tuple[list[tuple[list[str], dict[str, torch.Tensor]]], dict[str, str]]
 
 
 class EncodedPictures(NamedTuple):
@@ -113,8 +116,8 @@ def _known(folder: Path, maker: Maker) -> set[str]:
             if ours != theirs:
                 what = {"tower": "vision tower", "image_processor": "image processor", "dtype": "dtype"}[field]
                 raise ValueError(
-                    f"Expected {folder} to hold features of this model, got features of another {what} in {path.name}: {theirs[:12]} "
-                    f"instead of {ours[:12]}. Choose a new folder."
+                    f"Expected {folder} to hold features of this model, got features of another {what} in {path.name}: "
+                    f"{theirs[:12]} instead of {ours[:12]}. Choose a new folder."
                 )
         known.update(shard.digests)
     return known
@@ -135,37 +138,24 @@ def _batches(
         digests,  # type: ignore[arg-type]  # a list is a data set too
         batch_size=batch_size,
         num_workers=workers,
-        collate_fn=_Reader(processor, {digest: pictures[digest] for digest in digests}),
+        collate_fn=functools.partial(_read, processor, {digest: pictures[digest] for digest in digests}),
     )
     return tqdm(loader, desc="Encoding", disable=quiet, leave=False)
 
 
-class _Reader:
-    """Reads a batch of pictures.
-
-    Returns groups of pictures with the model's inputs for them, one group if all have the same size; and the pictures that cannot be
-    read, with the reasons.
-    """
-
-    def __init__(self, processor: XAttnProcessor, pictures: dict[str, Path]):
-        self.processor = processor
-        self.pictures = pictures
-
-    def __call__(self, digests: list[str]) -> tuple[list[tuple[list[str], dict[str, torch.Tensor]]], dict[str, str]]:
-        try:
-            return [(digests, self._read(digests))], {}
-        except (OSError, TypeError, ValueError) as error:
-            if len(digests) == 1:
-                return [], {digests[0]: str(error)}
-        groups, problems = [], {}
-        for digest in digests:
-            group, unreadable = self([digest])
-            groups.extend(group)
-            problems.update(unreadable)
-        return groups, problems
-
-    def _read(self, digests: list[str]) -> dict[str, torch.Tensor]:
-        return dict(self.processor(images=[[self.pictures[digest]] for digest in digests]))
+def _read(processor: XAttnProcessor, pictures: Mapping[str, Path], digests: list[str]) -> _Batch:
+    """Reads a batch of pictures: one group if all have the same size, otherwise a group for each."""
+    try:
+        return [(digests, dict(processor(images=[[pictures[digest]] for digest in digests])))], {}
+    except (OSError, TypeError, ValueError) as error:
+        if len(digests) == 1:
+            return [], {digests[0]: str(error)}
+    groups, problems = [], {}
+    for digest in digests:
+        group, unreadable = _read(processor, pictures, [digest])
+        groups.extend(group)
+        problems.update(unreadable)
+    return groups, problems
 
 
 def _outputs(tower: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -218,7 +208,7 @@ class _Writer:
         self._partial.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Writes a file. It is on the disk before it gets its name, which its pictures decide: no other process has the same."""
+        """Writes a file, and then gives it its name, which its pictures decide: no other process has the same."""
         save_file(self._tensors, str(self._partial), self._metadata)
         self.nbytes += self._partial.stat().st_size
         name = hashlib.sha256("".join(sorted(self._digests)).encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """Thaws and freezes parts of a model at given steps of a `Trainer` run.
 
-What trains depends on the number of the step only, so a run that goes on from a checkpoint trains the same parts as one without a break.
+What trains depends on the number of the step only, so a run that goes on from a checkpoint trains the same parts as one
+without a break.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ OPTIONS = ("text", "vision", "connector", "blocks", "names")
 
 
 class FreezeSchedule(TrainerCallback, ExportableState):
-    """A callback that calls `freeze` at given steps: `Trainer(..., callbacks=[FreezeSchedule({0: {}, 0.5: {"text": False}})])`.
+    """Calls `freeze` at given steps: `Trainer(..., callbacks=[FreezeSchedule({0: {}, 0.5: {"text": False}})])`.
 
     Args:
-        stages (`dict`): for the beginning of each stage, the keyword arguments of `freeze` that hold until the next. A beginning is a
-            number of completed steps (`int`) or a share of all steps (`float` below 1). The first stage begins at 0.
+        stages (`dict`): for the beginning of each stage, the keyword arguments of `freeze` that hold until the next. A
+            beginning is a number of completed steps (`int`) or a share of all steps (`float` below 1). The first stage
+            begins at 0.
 
     The optimizer holds the parameters of all stages. `Trainer` makes such an optimizer by itself; make your own from
-    `parameter_groups(model, ..., include_frozen=True)`. A part that is frozen has no gradients, so no weight decay either, and the
-    optimizer needs memory for a part from the step on at which it is thawed. The learning rate follows the schedule of the whole run.
+    `parameter_groups(model, ..., include_frozen=True)`. A part that is frozen has no gradients, so no weight decay
+    either, and the optimizer needs memory for a part from the step on at which it is thawed. The learning rate follows
+    the schedule of the whole run.
 
     Raises:
         TypeError: for stages that are no `dict`, or a beginning that is no number.
-        ValueError: for beginnings that do not start at 0 or do not increase, for an unknown argument of `freeze`; when the run starts,
-            for anything that `freeze` refuses, an optimizer without some of the parameters, or a run of several processes: DDP and
-            FSDP fix what trains when they wrap the model.
+        ValueError: for beginnings that do not start at 0 or do not increase, for an unknown argument of `freeze`; when
+            the run starts, for anything that `freeze` refuses, an optimizer without some of the parameters, or a run of
+            several processes: DDP and FSDP fix what trains when they wrap the model.
     """
 
     def __init__(self, stages: Mapping[int | float, Mapping[str, Any]] | Iterable[Any]):
@@ -54,8 +57,8 @@ class FreezeSchedule(TrainerCallback, ExportableState):
         """`Trainer` makes its optimizer of what trains, so everything trains here that will train in any stage."""
         if args.world_size > 1:
             raise ValueError(
-                f"Expected a run of one process for a `FreezeSchedule`, got {args.world_size}. DDP and FSDP fix what trains when they "
-                "wrap the model: make a run of each stage, with `freeze` before it."
+                f"Expected a run of one process for a `FreezeSchedule`, got {args.world_size}. DDP and FSDP fix what "
+                "trains when they wrap the model: make a run of each stage, with `freeze` before it."
             )
         self._choices = [choose(model, **options) for options in self.stages.values()]
         apply_choice(model, _union(self._choices))
@@ -76,15 +79,15 @@ class FreezeSchedule(TrainerCallback, ExportableState):
         missing = [name for name, weight in model.named_parameters() if needed[name] and id(weight) not in held]
         if missing:
             raise ValueError(
-                f"Expected an optimizer with the parameters of all stages of the `FreezeSchedule`, got one without {missing[0]} and "
-                f"{len(missing) - 1} others. Pass the schedule as `Trainer(callbacks=[...])`, or make the optimizer from "
-                "`parameter_groups(model, ..., include_frozen=True)`."
+                "Expected an optimizer with the parameters of all stages of the `FreezeSchedule`, got one without "
+                f"{missing[0]} and {len(missing) - 1} others. Pass the schedule as `Trainer(callbacks=[...])`, or make "
+                "the optimizer from `parameter_groups(model, ..., include_frozen=True)`."
             )
         self._begins = [at if isinstance(at, int) else round(at * state.max_steps) for at in self.stages]
         if any(one >= other for one, other in zip(self._begins, self._begins[1:])):
             raise ValueError(
-                f"Expected stages that begin one after the other, got {list(self.stages)}, which are the steps {self._begins} of "
-                f"{state.max_steps}."
+                f"Expected stages that begin one after the other, got {list(self.stages)}, which are the steps "
+                f"{self._begins} of {state.max_steps}."
             )
         if self._begins[-1] >= state.max_steps:
             logger.warning(f"The run ends after {state.max_steps} steps, but a stage begins at {self._begins[-1]}.")

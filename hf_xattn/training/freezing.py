@@ -1,4 +1,4 @@
-"""Chooses which parts of a model train, and tells what trains. `training/freeze_schedule.py` does so at given steps of a run."""
+"""Chooses which parts of a model train (`freeze_schedule.py`: at given steps of a run), and tells what trains."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def freeze(
 ) -> Any:
     """Freezes the parts that are True, and lets the others train. What an earlier call has set does not matter.
 
-    A frozen module stays in evaluation mode when the model is in training mode: no dropout, no router noise, and batch norms keep their
-    statistics.
+    A frozen module stays in evaluation mode when the model is in training mode: no dropout, no router noise, and batch
+    norms keep their statistics.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
@@ -40,16 +40,17 @@ def freeze(
         vision (`bool`, defaults to `True`): the vision tower.
         connector (`bool`, defaults to `False`): the connector.
         blocks (`bool`, defaults to `False`): the cross-attention blocks.
-        names (`dict[str, bool]`, *optional*): exceptions: for patterns of parameter names (`*` stands for anything), True to freeze
-            and False to train, for example `{"*.lm_head.*": False}`. The last pattern that matches a name decides.
+        names (`dict[str, bool]`, *optional*): exceptions: for patterns of parameter names (`*` stands for anything),
+            True to freeze and False to train, for example `{"*.lm_head.*": False}`. The last pattern that matches a
+            name decides.
 
     Returns:
         The model.
 
     Raises:
         TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type.
-        ValueError: for quantized weights that shall train, a pattern that no name matches, or a model with PEFT's adapters: PEFT
-            decides there what trains. The model is not changed then.
+        ValueError: for quantized weights that shall train, a pattern that no name matches, or a model with PEFT's
+            adapters: PEFT decides there what trains. The model is not changed then.
     """
     chosen = choose(model, text=text, vision=vision, connector=connector, blocks=blocks, names=names)
     apply_choice(model, chosen)
@@ -57,12 +58,13 @@ def freeze(
 
 
 def choose(model: Any, **options: Any) -> dict[str, bool]:
-    """Returns for each parameter name whether it trains after `freeze(model, **options)`. Checks all, changes nothing."""
+    """Returns for each parameter name whether it trains after `freeze(model, **options)`. Changes nothing."""
     body = body_of(model)
     if any("base_layer" in each._modules or "original_module" in each._modules for each in body.modules()):
         raise ValueError(
-            "Expected `model` without PEFT's adapters, got adapters inside it. PEFT decides what trains: everything but adapters and "
-            "`modules_to_save` is frozen. Call `freeze` before `get_peft_model`, and pass `modules_to_save=added_modules(model)`."
+            "Expected `model` without PEFT's adapters, got adapters inside it. PEFT decides what trains: everything "
+            "but adapters and `modules_to_save` is frozen. Call `freeze` before `get_peft_model`, and pass "
+            "`modules_to_save=added_modules(model)`."
         )
     names = options.pop("names", None)
     for part in PARTS:
@@ -101,8 +103,8 @@ def body_of(model: Any) -> XAttnModel:
     if isinstance(model, XAttnModel):
         return model
     raise TypeError(
-        f"Expected `model` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. `retrofit` makes such "
-        "a model. Of a model inside PEFT's wrapper pass `get_base_model()`."
+        f"Expected `model` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. "
+        "`retrofit` makes such a model. Of a model inside PEFT's wrapper pass `get_base_model()`."
     )
 
 
@@ -118,8 +120,8 @@ def part_weights(model: Any) -> Iterator[tuple[str, str, nn.Parameter, nn.Module
 def training_table(model: Any) -> str:
     """Returns a table of what trains: for each part its parameters, those that train, and the memory they need.
 
-    `weights` are the bytes of all weights, `gradients` of those that train, and `AdamW` of its two averages, in the dtype of the
-    weights. Activations are not counted.
+    `weights` are the bytes of all weights, `gradients` of those that train, and `AdamW` of its two averages, in the
+    dtype of the weights. Activations are not counted.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper.
@@ -160,13 +162,10 @@ def _checked(names: Any) -> dict[str, bool]:
 def _called(part: str, name: str, model: Any) -> str:
     """What a message calls the part of a weight."""
     if part == "blocks":
-        block = next(
-            each for each in model.base_model.blocks if any(w is model.get_parameter(name) for w in each.parameters())
-        )
-        return f"block {block.layer_idx}"
-    return {"text": "the text model", "vision": "the vision tower", "connector": "the connector"}[
-        part
-    ] + f" (`{part}=False`)"
+        weight = model.get_parameter(name)
+        return next(f"block {b.layer_idx}" for b in body_of(model).blocks if any(w is weight for w in b.parameters()))
+    called = {"text": "the text model", "vision": "the vision tower", "connector": "the connector"}
+    return f"{called[part]} (`{part}=False`)"
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:

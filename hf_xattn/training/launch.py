@@ -11,6 +11,12 @@ from typing import Any
 
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# What a run says if `is_lone_on_cpu`.
+ALONE = (
+    "One process trains: `accelerate launch --cpu` starts several only through MPI (`--mpirun_hostfile`). For several "
+    "on one machine, use `accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N`, with "
+    "`--device cpu`."
+)
 
 
 def num_processes() -> int:
@@ -37,7 +43,7 @@ def quiet_other_processes() -> None:
 
 
 def is_lone_on_cpu() -> bool:
-    """Whether `accelerate launch --cpu --num_processes N` has started one process: it starts several only through MPI."""
+    """Whether `accelerate launch --cpu --num_processes N` has started one process, for want of MPI."""
     of_accelerate = (
         os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") and "MASTER_PORT" in os.environ
     )

@@ -1,13 +1,12 @@
 """Names of modules for PEFT.
 
-A `LoraConfig` finds its layers by the end of their names. `"q_proj"` is a layer of the decoder, of the blocks and of most vision towers. So
-these functions return whole names. Each of them means one module.
+A `LoraConfig` finds its layers by the end of their names. `"q_proj"` is a layer of the decoder, of the blocks and of
+most vision towers. So these functions return whole names. Each of them means one module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -16,6 +15,7 @@ from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..utils.quantized_weights import is_packed
+from .freezing import body_of
 
 
 PLACES = ("text", "blocks", "both", "vision")
@@ -27,18 +27,20 @@ def lora_targets(
     """Returns names of linear layers for `LoraConfig(target_modules=...)`.
 
     Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter. It may be quantized, or have
-            adapters already.
-        where (`str`, defaults to `"text"`): `"text"`: the decoder's own layers, without its head; `"blocks"`: the cross-attention
-            blocks; `"both"`; `"vision"`: the vision tower, which no other choice contains.
-        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. By default all
-            linear layers. Experts that a decoder keeps in one tensor are not linear layers: PEFT's `target_parameters` takes them.
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter. It may be
+            quantized, or have adapters already.
+        where (`str`, defaults to `"text"`): `"text"`: the decoder's own layers, without its head; `"blocks"`: the
+            cross-attention blocks; `"both"`; `"vision"`: the vision tower, which no other choice contains.
+        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. By default
+            all linear layers. Experts that a decoder keeps in one tensor are not linear layers: PEFT's
+            `target_parameters` takes them.
 
     Raises:
         TypeError: for a model without blocks.
-        ValueError: for an unknown place, a vision tower that the model does not have, or a projection that no layer there has.
+        ValueError: for an unknown place, a vision tower that the model does not have, or a projection that no layer
+            there has.
     """
-    body = _body("model", model)
+    body = body_of(model)
     if where not in PLACES:
         raise ValueError(f"`where` must be one of {list(PLACES)}, got {where!r}.")
     if isinstance(projections, str) or not (
@@ -73,7 +75,7 @@ def lora_targets(
 
 
 def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str]:
-    """Returns the names of the blocks and the connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
+    """Returns the names of blocks and connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter.
@@ -81,24 +83,13 @@ def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str
     Raises:
         TypeError: for a model without blocks.
     """
-    body = _body("model", model)
+    body = body_of(model)
     _, layers = find_decoder(body.text_model)
     added = [child for layer in layers for name, child in layer.named_children() if name in BLOCKS]
     if body.connector is not None and any(True for _ in body.connector.parameters()):
         added.append(body.connector)
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(module)] for module in added]
-
-
-def _body(name: str, model: Any) -> XAttnModel:
-    if isinstance(model, XAttnForConditionalGeneration):
-        return model.model
-    if isinstance(model, XAttnModel):
-        return model
-    raise TypeError(
-        f"Expected `{name}` to be an XAttnForConditionalGeneration or an XAttnModel, got {type(model).__name__}. For a model "
-        "inside PEFT's wrapper, pass `get_base_model()`."
-    )
 
 
 def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Groups of parameters for an optimizer: each part of a model with its own learning rate and weight decay."""
+"""What a run makes of a model's weights: groups for an optimizer, float32 for what trains, units for FSDP2."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from ..decoders.activation_wrappers import WRAPPED, unwrapped
 from ..decoders.model_parts import PARTS
-from ..learning.lost_updates import warn_of_lost_updates
+from ..learning.lost_updates import HALF, warn_of_lost_updates
+from ..learning.no_split import names_of_units
 from ..utils.quantized_weights import is_quantized
-from .freezing import part_weights
+from .freezing import body_of, part_weights
 
 
 def parameter_groups(
@@ -22,26 +24,30 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Returns groups for an optimizer of torch: `torch.optim.AdamW(parameter_groups(model, 1e-4, 0.1))`.
 
-    Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not towards one.
+    Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not
+    towards one.
 
-    Warns if a learning rate is so small that AdamW does not move weights in half precision (see `learning/lost_updates.py`).
+    Warns if a learning rate is so small that AdamW does not move weights in half precision (see
+    `learning/lost_updates.py`).
 
     Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of the text model
-            belong to the part `text`, copies of `modules_to_save` to the part they stand for.
-        learning_rate (`float` or `dict[str, float]`): of all parts, or of each: `text`, `vision`, `connector`, `blocks`.
-        weight_decay (`float` or `dict[str, float]`, defaults to 0.0): likewise. Parts that a `dict` does not name have none.
-        include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a [`FreezeSchedule`] that thaws them
-            later. An optimizer passes over them until they have gradients, and needs no memory for them. Quantized weights are left
-            out.
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of
+            the text model belong to the part `text`, copies of `modules_to_save` to the part they stand for.
+        learning_rate (`float` or `dict[str, float]`): of all parts, or of each: `text`, `vision`, `connector`,
+            `blocks`.
+        weight_decay (`float` or `dict[str, float]`, defaults to 0.0): of all parts, or of each. A part that a `dict`
+            does not name has none.
+        include_frozen (`bool`, defaults to `False`): also parameters that are frozen now, for a [`FreezeSchedule`] that
+            thaws them later. An optimizer passes over them until they have gradients, and needs no memory for them.
+            Quantized weights are left out.
 
     Returns:
         `list[dict]`: groups with `params`, `lr`, `weight_decay` and `name`. No group is empty.
 
     Raises:
         TypeError: for a model without blocks, or a rate that is no number.
-        ValueError: for a negative or infinite rate, an unknown part, a part that trains without a learning rate, a weight that trains in
-            no part (the prompts of PEFT's prompt tuning), or if nothing trains.
+        ValueError: for a negative or infinite rate, an unknown part, a part that trains without a learning rate, a
+            weight that trains in no part (the prompts of PEFT's prompt tuning), or if nothing trains.
     """
     rates, decays = _by_part("learning_rate", learning_rate), _by_part("weight_decay", weight_decay)
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {
@@ -54,8 +60,8 @@ def parameter_groups(
     others = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in known]
     if others:
         raise ValueError(
-            f"Expected each weight that trains to be in one of the parts {list(PARTS)}, got {others[0]} of PEFT's wrapper. Make groups "
-            "without `parameter_groups`."
+            f"Expected each weight that trains to be in one of the parts {list(PARTS)}, got {others[0]} of PEFT's "
+            "wrapper. Make groups without `parameter_groups`."
         )
     if not any(groups.values()):
         raise ValueError("`model` has no parameter that trains. Call `hf_xattn.freeze(model, ...)` first.")
@@ -78,7 +84,7 @@ def parameter_groups(
 
 
 def _decays(name: str, weight: nn.Parameter, owner: nn.Module) -> bool:
-    """Whether weight decay is for a parameter. Gates, norms and most biases are vectors; experts have a matrix of biases."""
+    """Whether a parameter decays. Gates, norms and most biases are vectors; experts have a matrix of biases."""
     return weight.ndim > 1 and not name.endswith("bias") and "norm" not in type(owner).__name__.lower()
 
 
@@ -95,4 +101,74 @@ def _by_part(argument: str, given: Any) -> dict[str, float]:
     return rates
 
 
-__all__ = ["parameter_groups"]
+def train_in_float32(model: Any) -> Any:
+    """Converts the weights that train from half precision to float32. Frozen weights keep their dtype and memory.
+
+    In half precision small updates are lost (see `learning/lost_updates.py`). Blocks and connector then work as they
+    are, beside a frozen text model and tower in half precision. Text models and towers that train in part need
+    autocast, because their layers do not convert what they pass on: `bf16=True` of `TrainingArguments`, or
+    `torch.autocast`.
+
+    Call it after `freeze` or `get_peft_model`, and before the first step of an optimizer and before the model is
+    sharded. A saved model is loaded in the dtype of its text model; gates and norms stay float32.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place, also inside PEFT's wrapper.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: for a model without blocks.
+        ValueError: if nothing trains, or for sharded weights.
+    """
+    learning = [weight for _, _, weight, _ in part_weights(model) if weight.requires_grad]
+    if not learning:
+        raise ValueError("`model` has no parameter that trains. Call `hf_xattn.freeze(model, ...)` first.")
+    if any(hasattr(weight, "_local_tensor") or hasattr(weight, "_is_fsdp_flattened") for weight in learning):
+        raise ValueError(
+            "Expected `model` with whole weights, got sharded ones. Call `train_in_float32` before the model is "
+            "sharded."
+        )
+    for weight in learning:
+        if weight.dtype in HALF:
+            gradient, weight.grad = weight.grad, None  # torch refuses a gradient of another dtype
+            weight.data = weight.data.float()
+            weight.grad = None if gradient is None else gradient.float()
+    return model
+
+
+def sharding_units(model: Any) -> list[nn.Module]:
+    """Returns the modules that FSDP2 shards one by one, for runs without accelerate, which finds them by itself.
+
+    ```python
+    for unit in hf_xattn.sharding_units(model):
+        fully_shard(unit)
+    fully_shard(model)  # the rest: embeddings and head
+    ```
+
+    These are the decoder's layers, each with its block, the layers of the vision tower, the tower and the connector. In
+    half precision, gates and norms are float32, and FSDP2 wants one dtype in a unit: then the projections of a block
+    are units of their own, too.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper.
+
+    Returns:
+        `list[nn.Module]`: modules of `model`, those inside others first. Of a layer in a checkpoint wrapper, the
+        wrapper.
+
+    Raises:
+        TypeError: for a model of another kind.
+    """
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body_of(inner)
+    names = names_of_units(inner)
+    modules: list[nn.Module] = list(inner.modules())
+    inside = {id(module._modules[WRAPPED]) for module in modules if WRAPPED in module._modules}
+    return [
+        module for module in reversed(modules) if id(module) not in inside and type(unwrapped(module)).__name__ in names
+    ]
+
+
+__all__ = ["parameter_groups", "sharding_units", "train_in_float32"]

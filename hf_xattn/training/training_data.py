@@ -2,13 +2,14 @@
 
 The file is `metadata.jsonl`, as in `datasets`' ImageFolder. Each line is one example, in one of these forms:
 
-    {"file_name": "a.png", "text": "a red circle"}                                         a caption
-    {"file_name": "a.png", "question": "which colour ?", "answer": "red"}                  a question about a picture
-    {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, ...]}, ...]}     a chat
-    {"prompt": [...], "completion": [...]}                                                 a chat; only the completion is trained on
+    {"file_name": "a.png", "text": "a red circle"}                           a caption
+    {"file_name": "a.png", "question": "which colour ?", "answer": "red"}    a question about a picture
+    {"messages": [...]}                                                      a chat
+    {"prompt": [...], "completion": [...]}                                   a chat; only the completion is trained on
 
-Instead of `file_name`, an example may have `images`, a list of files. Paths are relative to the folder. [`check_rows`] lists all wrong
-lines in one error.
+In a chat, a picture is a part {"type": "image", "path": "a.png"} of a message.
+
+Instead of `file_name`, an example may have `images`, a list of files. Paths are relative to the folder.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..processing.chat_messages import IMAGES
+from ..utils.file_digests import sha256_of
+from ..utils.keywords import suggestion
 from .launch import is_first_process
 from .training_rows import IMAGE_SOURCES, read_row
 
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 METADATA = "metadata.jsonl"
 CAPTION_PROMPT = "Describe the image."
@@ -44,7 +44,8 @@ class PictureRows(NamedTuple):
         rows (`list[dict]`): rows for a collator, with the paths of their pictures.
         lines (`list[int]`): the line of each row, counted from 1.
         fingerprint (`str`): changes if the file or a picture changes.
-        problems (`list[tuple[int, str]]`): lines that are not examples, each with the reason. [`check_rows`] raises them.
+        problems (`list[tuple[int, str]]`): lines that are not examples, each with the reason. [`check_rows`] raises
+            them.
         captions (`int`): number of lines that are captions: `prompt` is their question.
         contents (`dict[Path, str]`): SHA-256 of the file of each picture.
     """
@@ -71,7 +72,8 @@ def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows
     folder = Path(folder)
     file = _metadata_file(folder)
     rows, lines, problems, captions = [], [], [], 0
-    digest, contents = hashlib.sha256(), _Contents()
+    digest = hashlib.sha256()
+    contents: dict[Path, str] = {}  # a file is read once, however many lines show it
     # `splitlines` would also split at U+2028 and U+0085, which JSON allows in a text.
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
@@ -83,13 +85,15 @@ def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows
             problems.append((number, str(error)))
             continue
         for picture in pictures:
+            if picture not in contents:  # `check_rows` tells which files are missing
+                contents[picture] = sha256_of(picture) if picture.is_file() else ""
             digest.update(f"{picture.name}{contents[picture]}".encode())
         rows.append(row)
         lines.append(number)
         captions += is_caption
     if not rows and not problems:
         raise ValueError(f"Expected {file} to hold examples, one per line, got none.")
-    return PictureRows(file, rows, lines, digest.hexdigest(), problems, captions, dict(contents))
+    return PictureRows(file, rows, lines, digest.hexdigest(), problems, captions, contents)
 
 
 def pictures_by_content(data: PictureRows) -> dict[str, Path]:
@@ -117,7 +121,7 @@ def check_rows(
     collate: Callable[[list[dict[str, Any]]], Any],
     with_pixels: Callable[[list[dict[str, Any]]], Any] | None = None,
 ) -> int:
-    """Makes a batch of each row alone, to find pictures that cannot be read, empty or cut answers, and templates that fail.
+    """Makes a batch of each row alone, to find unreadable pictures, empty or cut answers, and templates that fail.
 
     Args:
         folders (`Sequence[PictureRows]`): the examples. One error lists the wrong lines of all of them.
@@ -150,16 +154,16 @@ def check_rows(
 
 def _reason(row: dict[str, Any], error: Exception, folder: Path, collate: Callable[[list[dict[str, Any]]], Any]) -> str:
     """Why a row cannot be trained on: all pictures that cannot be read, and what is wrong beside them."""
-    reasons = {}
-    for part in _picture_parts(row):
-        if reason := _unreadable(Path(part["path"]), folder):
-            reasons[part["path"]] = reason
+    from PIL import Image
+
+    found = {part["path"]: _unreadable(Path(part["path"]), folder) for part in _picture_parts(row)}
+    reasons = {path: reason for path, reason in found.items() if reason}
     if not reasons:
         return _without_row(error)
     readable = copy.deepcopy(row)
     for part in _picture_parts(readable):
         if part["path"] in reasons:
-            part["image"] = _white()
+            part["image"] = Image.new("RGB", (64, 64), "white")
             del part["path"]
     try:
         collate([readable])
@@ -170,12 +174,6 @@ def _reason(row: dict[str, Any], error: Exception, folder: Path, collate: Callab
 
 def _without_row(error: Exception) -> str:
     return str(error).partition(": ")[2]  # without the row's place in a batch of one
-
-
-def _white() -> Image:
-    from PIL import Image
-
-    return Image.new("RGB", (64, 64), "white")
 
 
 def _picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -212,19 +210,6 @@ def _list_problems(file: Path, problems: list[tuple[int, str]]) -> str:
     return f"{file} has {len(problems)} line(s) that cannot be trained on:{shown}{more}"
 
 
-class _Contents(dict[Path, str]):
-    """The hash of each file's content. A file is read once, however many lines show it."""
-
-    def __missing__(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        if path.is_file():  # `check_rows` tells which are missing
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-        self[path] = digest.hexdigest()
-        return self[path]
-
-
 def _metadata_file(folder: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"Expected a folder with pictures and {METADATA}, got {folder}, which is not a folder.")
@@ -257,8 +242,6 @@ def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], li
 
 
 def _check_fields(example: Mapping[str, Any]) -> None:
-    from ..utils.keywords import suggestion
-
     known = [*PICTURES, *(name for form in FORMS for name in form)]
     for name in example:
         if name not in known:

@@ -1,18 +1,20 @@
 """Reads rows of data sets as conversations: messages with their images, and which messages are trained on.
 
-Data sets keep images in the parts of a message, or in a column of their own. Image parts without an image take the images of the column
-in order. If no message has an image part, the images come in front of the first user message (TRL's convention).
+A misspelt column, key or role is an error. Else the model would be trained without the images, or on an unknown role.
 """
 
 from __future__ import annotations
 
+import difflib
 import io
+import mimetypes
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..processing.chat_messages import IMAGES, SOURCES, TEXTS
+from ..processing.image_reading import is_array, is_pil
+from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
-from .row_checks import check_columns, check_message, misnamed_images
 
 
 # Keys under which a part may hold its image. The processor loads the image.
@@ -20,6 +22,19 @@ IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
 # Columns that would change the prompt. They are not supported, so a row with one of them is refused.
 NOT_READ = ("tools", "chat_template_kwargs")
+COLUMNS = ("messages", "prompt", "completion", "images", "image", "tools", "chat_template_kwargs")
+# Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ROLES_ELSEWHERE = {
+    "model": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "human": "user",
+}
+# A column whose name is close to one of these is probably meant as `images`.
+NAMES_OF_IMAGES = ("images", "image", "imgs", "img", "pictures", "picture", "photos", "photo", "pixel_values")
+NEAR = 0.82  # similarity for `difflib`. `image_id` and `image_ids` stay below it: they hold no images
 
 
 class Conversation(NamedTuple):
@@ -42,7 +57,8 @@ def read_row(row: Any) -> Conversation:
 
     Raises:
         TypeError: for a row, a message or a part of a wrong type.
-        ValueError: for missing columns, unknown roles, a misnamed column of images, and if images and image parts differ in number.
+        ValueError: for missing columns, unknown roles, a misnamed column of images, and if images and image parts
+            differ in number.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"Expected a row of the data set to be a dict with `messages`, got {type_name(row)}.")
@@ -50,17 +66,13 @@ def read_row(row: Any) -> Conversation:
     for name in NOT_READ:
         if given.get(name):
             raise ValueError(
-                f"Expected a row without the column `{name}`, which would change the prompt and is not supported. Remove the column."
+                f"Expected a row without the column `{name}`, which would change the prompt and is not supported. "
+                "Remove the column."
             )
     messages, first_answer = _messages(given, row)
-    check_columns(given)
+    _check_columns(given)
     images = _images(given)
-    messages = _with_images(messages, images) if images else messages
-    bare = sum(_is_bare(part) for message in messages for part in _parts(message))
-    if bare:
-        raise ValueError(
-            f"Expected an image for each image part, got {bare} image part(s) without an image and no `images` column."
-        )
+    messages = _with_images(messages, images)
     answers = tuple(
         index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first_answer
     )
@@ -100,8 +112,8 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
         return [*prompt, *completion], len(prompt)
     if not row:
         raise ValueError(
-            "Expected a row with `messages`, got a row without columns: `Trainer` removes columns that are not arguments of the model. "
-            "Set `remove_unused_columns=False` in its arguments."
+            "Expected a row with `messages`, got a row without columns: `Trainer` removes columns that are not "
+            "arguments of the model. Set `remove_unused_columns=False` in its arguments."
         )
     hint = ""
     if "input_ids" in row:
@@ -109,7 +121,7 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
             " The rows are already tokenized. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
             "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`"
         )
-        similar = misnamed_images(row)
+        similar = next((name for name in row if name not in COLUMNS and _is_near_images(name)), None)
         hint += f", not `{similar}`." if similar else "."
     elif set(row) <= {"images", "image"}:
         hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
@@ -131,7 +143,7 @@ def _checked(name: str, messages: Any) -> list[dict[str, Any]]:
             raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {type_name(message)}.")
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where} needs a `role` ('user', 'assistant', ...), got {message.get('role')!r}.")
-        check_message(where, message)
+        _check_message(where, message)
         message = {key: value for key, value in message.items() if value is not None}
         content = message.get("content", "")
         if isinstance(content, Sequence) and not isinstance(content, str):
@@ -170,7 +182,7 @@ def _images(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _decoded(image: Any) -> Any:
-    """Returns an image, or the image or path from a dict. `datasets` uses such a dict for an image that it does not decode."""
+    """Returns an image, or image or path from a dict, in which `datasets` keeps an image that it does not decode."""
     if not isinstance(image, Mapping):
         return image
     if image.get("bytes") is not None:
@@ -183,32 +195,29 @@ def _decoded(image: Any) -> Any:
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """Returns the messages with the images of a column in their parts."""
+    """Returns messages with the images of a column in their parts, or before the first user message (as TRL does)."""
     parts = [part for message in messages for part in _parts(message)]
-    if not any(_is_image(part) for part in parts):
+    if images and not any(part.get("type") in IMAGES for part in parts):
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
             raise ValueError(f"Expected a user message for the {len(images)} image(s) of the row, got none.")
         message = messages[first]
         text = message.get("content", "")
         texts = text if isinstance(text, list) else [{"type": "text", "text": text}]
-        filled = {**message, "content": [*({"type": "image", "image": image} for image in images), *texts]}
-        return [*messages[:first], filled, *messages[first + 1 :]]
+        message = {**message, "content": [*({"type": "image", "image": image} for image in images), *texts]}
+        return [*messages[:first], message, *messages[first + 1 :]]
     bare = sum(_is_bare(part) for part in parts)
     if bare != len(images):
-        raise ValueError(
-            f"Expected one image for each of {bare} image part(s) without an image, got {len(images)} image(s)."
-        )
+        got = f"{len(images)} image(s)" if images else "no `images` column"
+        raise ValueError(f"Expected an image for each of {bare} image part(s) without an image, got {got}.")
     left = iter(images)
-    return [
-        {
-            **message,
-            "content": [{**part, "image": next(left)} if _is_bare(part) else part for part in _parts(message)],
-        }
-        if any(_is_bare(part) for part in _parts(message))
-        else message
-        for message in messages
-    ]
+    filled = []
+    for message in messages:
+        if parts := _parts(message):
+            parts = [{**part, "image": next(left)} if _is_bare(part) else part for part in parts]
+            message = {**message, "content": parts}
+        filled.append(message)
+    return filled
 
 
 def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -216,9 +225,72 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else []
 
 
-def _is_image(part: Mapping[str, Any]) -> bool:
-    return part.get("type") in IMAGES
-
-
 def _is_bare(part: Mapping[str, Any]) -> bool:
-    return _is_image(part) and not any(name in part for name in IMAGE_SOURCES)
+    return part.get("type") in IMAGES and not any(name in part for name in IMAGE_SOURCES)
+
+
+def _check_columns(row: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for a column that is not read, but holds images or has nearly the name `images`."""
+    for name, value in row.items():
+        if name not in COLUMNS and _looks_like_images(name, value):
+            raise ValueError(
+                f"Expected images in the column `images`, got the column `{name}`, which is not read. Did you mean "
+                "`images`? Rename the column, or remove it."
+            )
+
+
+def _check_message(where: str, message: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for an unknown role, and for a key beside `content` that holds images."""
+    role = message["role"]
+    if role not in ROLES:
+        meant = ROLES_ELSEWHERE.get(role.lower())
+        hint = f" Did you mean `{meant}`?" if meant else suggestion(role.lower(), ROLES)
+        raise ValueError(f"Expected the `role` of {where} to be one of {ROLES}, got {role!r}.{hint}")
+    for name, value in message.items():
+        if name not in ("role", "content") and _looks_like_images(name, value):
+            raise ValueError(
+                f"Expected the images of {where} in its `content`, got `{name}` beside it, which is not read. Put them "
+                "into `content` as image parts, or into the column `images`."
+            )
+
+
+def _looks_like_images(name: str, value: Any) -> bool:
+    return value is not None and (_holds_images(value) or (_is_near_images(name) and not _holds_numbers(value)))
+
+
+def _is_near_images(name: Any) -> bool:
+    """Returns whether a name is nearly `images` or one of its usual variants, in upper or lower case."""
+    return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), NAMES_OF_IMAGES, n=1, cutoff=NEAR))
+
+
+def _holds_images(value: Any) -> bool:
+    """Returns whether a value is an image or holds one: PIL, an array of rank 3 or more, or the dict of `datasets`."""
+    if isinstance(value, (str, int, float)):
+        return False
+    if isinstance(value, bytes):
+        return _is_picture(value)
+    if isinstance(value, Mapping):  # `datasets` keeps sound in such a dict too, so the content decides
+        content, path = value.get("bytes"), value.get("path")
+        if isinstance(content, bytes):
+            return _is_picture(content)
+        kind = mimetypes.guess_type(path)[0] if isinstance(path, str) else None
+        return set(value) <= {"bytes", "path"} and (kind or "").startswith("image/")
+    if isinstance(value, Sequence):
+        return any(_holds_images(each) for each in value)
+    return value.ndim >= 3 if is_array(value) else is_pil(value)
+
+
+def _is_picture(content: bytes) -> bool:
+    from PIL import Image
+
+    try:
+        Image.open(io.BytesIO(content)).close()  # reads the header only
+    except Exception:  # Pillow raises errors of many kinds
+        return False
+    return True
+
+
+def _holds_numbers(value: Any) -> bool:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return bool(value) and all(isinstance(each, (int, float)) for each in value)
+    return isinstance(value, (int, float))

@@ -1,10 +1,11 @@
 """The training run of `hf-xattn train`: from a folder of pictures to a folder with the trained model.
 
-`Trainer` trains the model and saves checkpoints with weights, optimizer, schedule and random states. The options of the run are saved
-in the same folder. A run can be resumed only with the same options and the same data, because with others it would be a different run.
+`Trainer` trains the model and saves checkpoints with weights, optimizer, schedule and random states. The options of the
+run are saved in the same folder. A run can be resumed only with the same options and the same data, because with others
+it would be a different run.
 
-A run may be killed at any moment: it goes on from its last complete checkpoint. Under `accelerate launch` or `torchrun`, each process trains
-on its share of each batch, and the first one prints and writes.
+A run may be killed at any moment: it goes on from its last complete checkpoint. Under `accelerate launch` or
+`torchrun`, each process trains on its share of each batch, and the first one prints and writes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.whole_folder import replace_file
 from .complete_checkpoints import STATE, find_checkpoints, step_of
-from .launch import is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
+from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
 
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from ..modeling_xattn import XAttnForConditionalGeneration
     from ..processing_xattn import XAttnProcessor
+    from .collator import XAttnDataCollator
+    from .vision_features import VisionFeatures
 
 OPTIONS_FILE = "training.json"
 UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
@@ -36,6 +39,9 @@ WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its che
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
 # Options that do not change the result. They may be different in a resumed run.
 FREE_OPTIONS = ("output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code")
+
+COUNTS = ("batch_size", "gradient_accumulation", "log_steps", "steps", "eval_steps", "save_steps", "max_length")
+LEAST = {**dict.fromkeys(COUNTS, 1), **dict.fromkeys(("workers", "weight_decay", "seed"), 0)}
 
 
 @dataclasses.dataclass
@@ -70,21 +76,10 @@ class TrainingOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "batch_size",
-            "gradient_accumulation",
-            "log_steps",
-            "steps",
-            "eval_steps",
-            "save_steps",
-            "max_length",
-        ):
+        for name, least in LEAST.items():
             number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{_option(name)} must be at least 1, got {number}.")
-        for name in ("workers", "weight_decay", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_option(name)} must be at least 0, got {getattr(self, name)}.")
+            if number is not None and number < least:
+                raise ValueError(f"{_option(name)} must be at least {least}, got {number}.")
         for name in ("epochs", "learning_rate"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{_option(name)} must be above 0, got {getattr(self, name)}.")
@@ -94,12 +89,13 @@ class TrainingOptions:
                 raise ValueError(f"{_option(name)} must be a share, {above} and below 1, got {share}.")
         if self.eval_steps is not None and self.eval_data is None and self.eval_share is None:
             raise ValueError(
-                f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither, so there are no "
-                "examples to evaluate on. Add one of them, or remove `--eval-steps`."
+                f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither, so "
+                "there are no examples to evaluate on. Add one of them, or remove `--eval-steps`."
             )
         if self.features is not None and self.train_vision:
             raise ValueError(
-                "Expected `--features` or `--train-vision`, got both: features are what a frozen vision tower has returned."
+                "Expected `--features` or `--train-vision`, got both: features are what a frozen vision tower has "
+                "returned."
             )
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`--prompt` must be a text that is not empty.")
@@ -126,18 +122,9 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     """
     quiet_other_processes()
     if is_lone_on_cpu():
-        say(
-            "One process trains: `accelerate launch --cpu` starts several only through MPI (`--mpirun_hostfile`). For several on one "
-            "machine, use `accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N`, with `--device cpu`."
-        )
+        say(ALONE)
     prompt = options.prompt or CAPTION_PROMPT
-    data = read_folder(options.data, prompt)
-    others = [] if options.eval_data is None else [read_folder(options.eval_data, prompt)]
-    if options.prompt is not None and not any(each.captions or each.problems for each in (data, *others)):
-        raise ValueError(
-            f"Expected a line with the field `text` for `--prompt`, which is the question of captions, got none in {data.file}. "
-            "Remove `--prompt`, or write captions as `file_name` and `text`."
-        )
+    data, *others = _read_data(options, prompt)
     saved = options.saved(data, *others)
     if resume:
         _check_resumed(options.output, saved)
@@ -146,37 +133,24 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     from .collator import XAttnDataCollator
     from .vision_features import VisionFeatures
 
-    with_pixels = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right")
-    collator, features = with_pixels, None
-    if options.features is not None:
-        features = VisionFeatures.before_weights(options.features)
-        collator = XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=features)
+    features = None if options.features is None else VisionFeatures.before_weights(options.features)
+    collator, with_pixels = (
+        XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=each)
+        for each in (features, None)
+    )
     longest = check_rows([data, *others], collator, with_pixels)
-    rows, held_out = _split(data, options)
-    if others:
-        held_out = others[0].rows
+    rows, held_out = (data.rows, others[0].rows) if others else _split(data, options)
     say(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
     if num_processes() > 1:
         say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
 
     import torch
-    from transformers import Trainer, TrainerState, set_seed
+    from transformers import TrainerState, set_seed
 
-    from ..checkpoints.adapter_saving import check_bases
     from ..checkpoints.model_card import write_model_card
-    from ..modeling_xattn import XAttnForConditionalGeneration
 
     set_seed(options.seed)
-    model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype, **hub)
-    if model.dtype == torch.float16:
-        raise ValueError(
-            f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Train it with "
-            "`--dtype bfloat16` or `--dtype float32`."
-        )
-    if features is not None:
-        features.check_tower(model)
-    if options.adapter_only:
-        check_bases(model)
+    model = _load_model(options, features, **hub)
     half = model.dtype == torch.bfloat16
     dtypes = _prepare(model, options)
     if is_first_process():
@@ -193,27 +167,14 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
         type(model).from_pretrained(checkpoint, device_map="meta", **hub)  # refused if not whole: `Trainer` only warns
     use_cache = getattr(model.config, "use_cache", None)
-    # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns of any other.
-    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows,
-        eval_dataset=held_out or None,
-        data_collator=collator,
-        processing_class=processor,
-        callbacks=[_logs_last_step()],
-    )
+    trainer = _make_trainer(model, arguments, rows, held_out, collator, processor)
     if finished:
         say(f"no steps left to train after step {before}")
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if held_out:
-        last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
-        if last["step"] != trainer.state.global_step:
-            last = trainer.evaluate()
-        say(f"evaluation loss {last['eval_loss']:.4f}")
+        say(f"evaluation loss {_last_evaluation(trainer):.4f}")
     _save(model, processor, trainer, options, dtypes, use_cache)
     if not is_first_process():
         return
@@ -225,9 +186,71 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say(_last_loss(trainer.state.log_history, before, options.log_steps))
 
 
+def _read_data(options: TrainingOptions, prompt: str) -> list[PictureRows]:
+    """Returns the examples to train on, then those of `--eval-data`."""
+    folders = [options.data] if options.eval_data is None else [options.data, options.eval_data]
+    data = [read_folder(folder, prompt) for folder in folders]
+    if options.prompt is not None and not any(each.captions or each.problems for each in data):
+        raise ValueError(
+            "Expected a line with the field `text` for `--prompt`, which is the question of captions, got none in "
+            f"{data[0].file}. Remove `--prompt`, or write captions as `file_name` and `text`."
+        )
+    return data
+
+
+def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub: Any) -> XAttnForConditionalGeneration:
+    import torch
+
+    from ..checkpoints.adapter_saving import check_bases
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+    model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype, **hub)
+    if model.dtype == torch.float16:
+        raise ValueError(
+            f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. "
+            "Train it with `--dtype bfloat16` or `--dtype float32`."
+        )
+    if features is not None:
+        features.check_tower(model)
+    if options.adapter_only:
+        check_bases(model)
+    return model
+
+
+def _make_trainer(
+    model: XAttnForConditionalGeneration,
+    arguments: TrainingArguments,
+    rows: list[dict[str, Any]],
+    held_out: list[dict[str, Any]],
+    collator: XAttnDataCollator,
+    processor: XAttnProcessor,
+) -> Trainer:
+    from transformers import Trainer
+
+    # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns
+    # of any other.
+    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
+    return Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        eval_dataset=held_out or None,
+        data_collator=collator,
+        processing_class=processor,
+        callbacks=[_logs_last_step()],
+    )
+
+
+def _last_evaluation(trainer: Trainer) -> float:
+    """The loss after the last step: logged, or computed now."""
+    last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), {"step": -1})
+    if last["step"] != trainer.state.global_step:
+        last = trainer.evaluate()
+    return last["eval_loss"]
+
+
 def _logs_last_step() -> TrainerCallback:
-    """Logs after the last step too. `Trainer` averages a loss over the processes when it logs it: the mean of all steps would count the
-    steps after the last log with the rows of one process."""
+    """Logs after the last step too, because `Trainer` averages a loss over the processes only when it logs."""
     from transformers import TrainerCallback
 
     class LogsLastStep(TrainerCallback):
@@ -275,17 +298,17 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
             )
         if name == "processes":
             raise ValueError(
-                f"`--resume`: expected {before[name]} process(es), as in the run in {output}, got {value}, which would train on other "
-                "batches. Launch it in the same way, or start in a new folder."
+                f"`--resume`: expected {before[name]} process(es), as in the run in {output}, got {value}, which would "
+                "train on other batches. Launch it in the same way, or start in a new folder."
             )
         raise ValueError(
-            f"`--resume`: expected {_option(name)} to be {before.get(name)!r}, as in the run in {output}, got {value!r}. Use the same "
-            "value, or start in a new folder."
+            f"`--resume`: expected {_option(name)} to be {before.get(name)!r}, as in the run in {output}, got "
+            f"{value!r}. Use the same value, or start in a new folder."
         )
 
 
 def _write_options(output: Path, saved: dict[str, Any]) -> None:
-    """Writes the options under another name first: a run that is killed meanwhile leaves the file whole, or leaves none."""
+    """Writes the options under another name first: a run that is killed meanwhile leaves no half of a file."""
     (output / UNFINISHED).write_text(json.dumps(saved, indent=2) + "\n")
     replace_file(output / UNFINISHED, output / OPTIONS_FILE)
 
@@ -333,10 +356,12 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
 
     from ..processing_xattn import XAttnProcessor
 
-    if AutoConfig.from_pretrained(name).vision_config is None:
+    config = AutoConfig.from_pretrained(name, **hub)
+    if config.vision_config is None:
         raise ValueError(
-            f"Expected a model with a vision tower, because the data hold pictures, got {name}, which has none: its blocks read features. "
-            "Retrofit its text model with `--vision`, or train on features in Python (`cross_attention_states`)."
+            f"Expected a model with a vision tower, because the data hold pictures, got {name}, which has none: its "
+            "blocks read features. Retrofit its text model with `--vision`, or train on features in Python "
+            "(`cross_attention_states`)."
         )
     try:
         processor = AutoProcessor.from_pretrained(name, **hub)
@@ -344,10 +369,11 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
         raise ValueError(f"{name} was saved without a processor: save an `XAttnProcessor` into its folder.") from error
     if getattr(processor, "image_processor", None) is None:
         raise ValueError(
-            f"{name} was saved without an image processor, so it cannot read pictures. Save an `XAttnProcessor` into its folder."
+            f"{name} was saved without an image processor, so it cannot read pictures. Save an `XAttnProcessor` into "
+            "its folder."
         )
     if not isinstance(processor, XAttnProcessor):  # the processor of an imported model
-        marker = AutoConfig.from_pretrained(name, **hub).image_token_id
+        marker = config.image_token_id
         token = None if marker is None else processor.tokenizer.convert_ids_to_tokens(marker)
         template = processor.chat_template or processor.tokenizer.chat_template
         processor = XAttnProcessor(processor.image_processor, processor.tokenizer, template, image_token=token)
@@ -356,13 +382,14 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
         processor.apply_chat_template(chat, tokenize=False)
     except Exception as error:
         raise ValueError(
-            f"{name} has no chat template that works: {error} Set `processor.chat_template` and save the processor again."
+            f"{name} has no chat template that works: {error} Set `processor.chat_template` and save the processor "
+            "again."
         ) from error
     return processor
 
 
 def _split(data: PictureRows, options: TrainingOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the rows to train on and the rows to evaluate on. The latter are a random share."""
+    """Returns the rows to train on, and a random share of them to evaluate on."""
     if options.eval_share is None:
         return data.rows, []
     if len(data.rows) < 2:
@@ -376,21 +403,20 @@ def _split(data: PictureRows, options: TrainingOptions) -> tuple[list[dict[str, 
 
 
 def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> dict[str, torch.dtype]:
-    """Freezes the parameters that are not trained, and converts the others to float32, because half precision loses small updates.
+    """Freezes what is not trained, and converts the rest to float32, because half precision loses small updates.
 
     Returns:
         `dict`: the original dtypes of the converted parameters.
     """
     from ..utils.quantized_weights import check_trainable
     from .freezing import freeze
+    from .parameter_groups import train_in_float32
 
     if options.train_text:
         check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
     freeze(model, text=not options.train_text, vision=not options.train_vision)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, parameter in model.named_parameters():
-        if name in dtypes:
-            parameter.data = parameter.data.float()
+    train_in_float32(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     say(f"{trainable:,} of {model.num_parameters():,} parameters train")
     return dtypes
@@ -400,7 +426,8 @@ def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: b
     import torch
     from transformers import TrainingArguments
 
-    # Each process gets a batch of its own from the same order of rows, and their gradients are averaged over all their labels.
+    # Each process gets a batch of its own from the same order of rows, and their gradients are averaged over all their
+    # labels.
     an_epoch = math.ceil(num_rows / (options.batch_size * options.gradient_accumulation * num_processes()))
     steps = options.steps or math.ceil(an_epoch * options.epochs)
     return TrainingArguments(

@@ -1,11 +1,11 @@
-"""Reads what a frozen vision tower has returned for the pictures of a data set, so that it need not run again in every epoch.
+"""Reads what a frozen vision tower has returned for the pictures of a data set, so that it need not run in every epoch.
 
-`training/features_encoding.py` (`hf-xattn encode --features`) runs the tower once over all pictures and writes its outputs, the input of the
-connector, to a folder of safetensors files (shards). Each picture is found by the SHA-256 of its file, so training neither decodes it nor
-runs the image processor. Shards are memory-mapped: a picture's features are read from the disk when a batch needs them.
+`training/features_encoding.py` (`hf-xattn encode --features`) has written these outputs, the input of the connector, to
+safetensors files (shards). A picture is found by the SHA-256 of its file, so training neither decodes it nor runs the
+image processor. Shards are memory-mapped: features are read from the disk when a batch needs them.
 
-Each shard carries the identity of the tower (configuration, weights and their dtype) and of the image processor. Features of another
-tower have the right shape, but they are noise for this model, so they are refused.
+Each shard carries the identity of the tower (configuration, weights and their dtype) and of the image processor.
+Features of another tower have the right shape, but they are noise for this model, so they are refused.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def tower_of(model: Any) -> Any:
         raise ValueError("Expected `model` to have a vision tower, got one without (`config.vision_config` is None).")
     if any(hasattr(weight, "_local_tensor") for weight in body.vision_tower.parameters()):
         raise ValueError(
-            "Expected `model` to hold the whole vision tower, got one whose weights are sharded over processes. Do this before the "
-            "model is sharded."
+            "Expected `model` to hold the whole vision tower, got one whose weights are sharded over processes. Do "
+            "this before the model is sharded."
         )
     return body.vision_tower
 
@@ -116,11 +116,11 @@ def read_shard(path: Path) -> Shard | None:
 class VisionFeatures:
     """What a frozen vision tower has returned for the pictures of a data set: a folder of `hf-xattn encode --features`.
 
-    `XAttnDataCollator(processor, features=VisionFeatures(folder, model))` makes batches with `vision_features` in place of
-    `pixel_values`. The rows name their pictures by path.
+    `XAttnDataCollator(processor, features=VisionFeatures(folder, model))` makes batches with `vision_features` in place
+    of `pixel_values`. The rows name their pictures by path.
 
-    The weights are compared here, once. Make a new object after the tower was trained. In training mode, the model refuses
-    `vision_features` as long as its tower has trainable weights.
+    The weights are compared here, once. Make a new object after the tower was trained. In training mode, the model
+    refuses `vision_features` as long as its tower has trainable weights.
 
     Args:
         folder (`str` or `Path`): the folder.
@@ -133,7 +133,7 @@ class VisionFeatures:
     """
 
     def __init__(self, folder: str | Path, model: Any):
-        tower_of(model)
+        tower_of(model)  # the model is checked before the folder is read
         self._read(folder)
         self.check_tower(model)
 
@@ -164,7 +164,8 @@ class VisionFeatures:
             self._tiled = shard.tiled
         if not makers:
             raise ValueError(
-                f"Expected `folder` to hold vision features, got {folder}, which holds none. `hf-xattn encode --features` writes them."
+                f"Expected `folder` to hold vision features, got {folder}, which holds none. `hf-xattn encode "
+                "--features` writes them."
             )
         if len(makers) > 1:
             raise ValueError(
@@ -181,13 +182,14 @@ class VisionFeatures:
             return
         if str(tower.dtype) != self.maker.dtype:
             raise ValueError(
-                f"Expected `model` with a vision tower in {self.maker.dtype}, which has made the features in {self.folder}, got one in "
-                f"{tower.dtype}. Load the model in this dtype, or encode the pictures again, into a new folder."
+                f"Expected `model` with a vision tower in {self.maker.dtype}, which has made the features in "
+                f"{self.folder}, got one in {tower.dtype}. Load the model in this dtype, or encode the pictures again, "
+                "into a new folder."
             )
         raise ValueError(
-            f"Expected `model` with the vision tower that has made the features in {self.folder}, got another tower, or other weights: "
-            f"the identity of its tower is {identity[:12]}, that of the features is {self.maker.tower[:12]}. Encode the pictures again, "
-            "into a new folder."
+            f"Expected `model` with the vision tower that has made the features in {self.folder}, got another tower, "
+            f"or other weights: the identity of its tower is {identity[:12]}, that of the features is "
+            f"{self.maker.tower[:12]}. Encode the pictures again, into a new folder."
         )
 
     def reader(self, processor: XAttnProcessor) -> XAttnProcessor:
@@ -198,8 +200,8 @@ class VisionFeatures:
         """
         if image_processor_identity(processor) != self.maker.image_processor:
             raise ValueError(
-                f"Expected `processor` with the image processor that has made the features in {self.folder}, got another one, or other "
-                "settings. Encode the pictures again, into a new folder."
+                f"Expected `processor` with the image processor that has made the features in {self.folder}, got "
+                "another one, or other settings. Encode the pictures again, into a new folder."
             )
         reader = copy.copy(processor)
         reader._look_up = self._look_up
@@ -229,8 +231,8 @@ class VisionFeatures:
         shapes = {tuple(each.shape) for each in features}
         if len(shapes) > 1:
             raise ValueError(
-                f"Expected features of the same shape for all images of a batch, got {sorted(shapes)}. Set `do_resize` or `size` of the "
-                "image processor, and encode the pictures again."
+                f"Expected features of the same shape for all images of a batch, got {sorted(shapes)}. Set `do_resize` "
+                "or `size` of the image processor, and encode the pictures again."
             )
         return lay_out({"vision_features": torch.stack(features), **tensors}, samples)
 
@@ -238,8 +240,8 @@ class VisionFeatures:
         """The SHA-256 of a picture's file, which is read again only if it has changed."""
         if not isinstance(image, (str, Path)):
             raise TypeError(
-                f"Expected the images of the rows to be files, because `features` are found by the files' content, got {type_name(image)}. "
-                "Write paths into the rows."
+                "Expected the images of the rows to be files, because `features` are found by the files' content, got "
+                f"{type_name(image)}. Write paths into the rows."
             )
         path = _path_of(image)
         if not os.path.isfile(path):  # unlike `Path.is_file`, this takes texts of any length
@@ -255,8 +257,8 @@ class VisionFeatures:
             known = self._digests[str(path)] = (state, sha256_of(path))
         if known[1] not in self._shards:
             raise ValueError(
-                f"{self.folder} holds no features of the picture {path}. Run `hf-xattn encode --features` again with the same "
-                "`--output`: it adds the pictures that are missing."
+                f"{self.folder} holds no features of the picture {path}. Run `hf-xattn encode --features` again with "
+                "the same `--output`: it adds the pictures that are missing."
             )
         return known[1]
 
@@ -267,7 +269,7 @@ class VisionFeatures:
         return self._files[path]
 
     def _features(self, digest: str) -> torch.Tensor:
-        """The tower's output for a picture: `(tokens, width)`, or `(tiles, tokens, width)`. Nothing else may reach the model."""
+        """The tower's output for a picture: `(tokens, width)`, or `(tiles, tokens, width)`. Refuses anything else."""
         features, axes = self._tensor(digest), 3 if self._tiled else 2
         if features.ndim != axes or not features.numel() or str(features.dtype) != self.maker.dtype:
             raise self._damaged(
@@ -286,8 +288,8 @@ class VisionFeatures:
 
     def _damaged(self, digest: str, expected: str) -> ValueError:
         return ValueError(
-            f"{self._shards[digest]} is damaged: expected {expected}, for the picture {digest[:12]}. Remove the file and run "
-            "`hf-xattn encode --features` again, which writes it anew."
+            f"{self._shards[digest]} is damaged: expected {expected}, for the picture {digest[:12]}. Remove the file "
+            "and run `hf-xattn encode --features` again, which writes it anew."
         )
 
 

@@ -64,7 +64,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_hf_hook": ("integrations.accelerate", OLDEST),
     "_gradient_checkpointing_func": ("modeling_layers", OLDEST),
     "_set_gradient_checkpointing": ("modeling_utils", OLDEST),
-    "_get_num_items_in_batch": ("trainer", OLDEST),
     # Generation
     "_is_stateful": ("generation.utils", OLDEST),
     "_prepare_cache_for_generation": ("generation.utils", OLDEST),

@@ -1,6 +1,8 @@
-"""A page to play with a model: draw or drop pictures, ask, and see where the model looked. Needs the extra `web` (Gradio).
+"""A page to play with a model: draw or drop pictures, ask, and see where the model looked. Needs the extra `web`
+(Gradio).
 
-`hf-xattn web DIR` serves it. [`build_page`] makes the same page for a loaded model, for example in a Hugging Face Space.
+`hf-xattn web DIR` serves it. [`build_page`] makes the same page for a loaded model, for example in a Hugging Face
+Space.
 
 - `page.py`: Gradio's side: what a browser may ask for, one answer at a time.
 - `static/`: the page. It loads nothing from other hosts.

@@ -1,8 +1,9 @@
 """What a visitor draws on: a canvas with the shape of the pictures that the model reads, many times as large.
 
-The image processor scales the drawing down to the picture. So the canvas has the picture's ratio of width to height (another one would
-distort the drawing), a whole number of canvas pixels for each pixel of the picture, and a pen that is about 1.5 pixels of the picture
-wide: thinner lines fade when they are scaled down, thicker ones close the loops of small digits.
+The image processor scales the drawing down to the picture. So the canvas has the picture's ratio of width to height
+(another one would distort the drawing), a whole number of canvas pixels for each pixel of the picture, and a pen that
+is about 1.5 pixels of the picture wide: thinner lines fade when they are scaled down, thicker ones close the loops of
+small digits.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def drawing_for(
     Args:
         config ([`XAttnConfig`]): the model's.
         image_processor: its image processor.
-        canvas (`tuple[int, int]`, *optional*): width and height of the canvas. By default those of the picture that the model reads,
-            times a whole number.
-        ink, paper (`str`, *optional*): colours, as in CSS. By default white on black for pictures of fewer than 64 pixels on a side,
-            else black on white. They should be those of the pictures that the model was trained on.
+        canvas (`tuple[int, int]`, *optional*): width and height of the canvas. By default those of the picture that
+            the model reads, times a whole number.
+        ink, paper (`str`, *optional*): colours, as in CSS. By default white on black for pictures of fewer than 64
+            pixels on a side, else black on white. They should be those of the pictures that the model was trained on.
     """
     reads = _picture_size(config, image_processor)
     height, width = reads

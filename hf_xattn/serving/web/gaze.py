@@ -68,7 +68,8 @@ class Gaze:
 
         Args:
             tokens (`range`): tokens of a word. Their mean is shown.
-            layer (`int`, *optional*): one of `layers`; the mean of its blocks if it has several. By default the mean of all blocks.
+            layer (`int`, *optional*): one of `layers`; the mean of its blocks if it has several. By default the mean
+                of all blocks.
 
         Raises:
             ValueError: for a layer without a block.

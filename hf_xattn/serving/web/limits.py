@@ -26,7 +26,8 @@ class NoUploads:
 
 
 class BoundedQueue:
-    """ASGI middleware: refuses a question while too many others wait for the model. One that is being answered does not wait.
+    """ASGI middleware: refuses a question while too many others wait for the model. One that is being answered does
+    not wait.
 
     `gradio.Server` makes its queue only in `launch`, and without a limit.
 

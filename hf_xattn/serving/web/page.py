@@ -1,6 +1,7 @@
 """Serves the page: a `gradio.Server` with the page's own files, and what it may ask for.
 
-Gradio's queue lets one question at a time to the model, streams the answer, and closes the answer's iterator when a tab is closed.
+Gradio's queue lets one question at a time to the model, streams the answer, and closes the answer's iterator when a
+tab is closed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 THUMBNAIL = 240  # pixels
 MAX_REQUEST = MAX_BYTES * 4 // 3 + 2**16  # bytes: a picture in base64, and what is around it
 MAX_QUEUE = 32  # questions and looks that wait for the model
-# Nothing on the page comes from another host, and browsers keep it so. No page of another host shows it in a frame, where a visitor would
-# click without knowing, except those of Hugging Face Spaces.
+# Nothing on the page comes from another host, and browsers keep it so. No page of another host shows it in a frame,
+# where a visitor would click without knowing, except those of Hugging Face Spaces.
 POLICY = (
     "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; object-src 'none'; "
     "frame-ancestors 'self' https://huggingface.co https://*.hf.space"
@@ -68,11 +69,11 @@ def build_page(
         model ([`XAttnForConditionalGeneration`]): the model.
         processor: its processor; or its tokenizer, for a page without pictures.
         title (`str`): the heading of the page.
-        questions (`list[str]`, *optional*): questions that visitors can choose with one click. By default those in the card of the
-            model's folder (`widget`), if there are any.
+        questions (`list[str]`, *optional*): questions that visitors can choose with one click. By default those in the
+            card of the model's folder (`widget`), if there are any.
         system (`str`, *optional*): a system message.
-        canvas (`tuple[int, int]`, *optional*): width and height of the canvas for drawings. By default the size of the pictures that
-            the image processor makes, times a whole number.
+        canvas (`tuple[int, int]`, *optional*): width and height of the canvas for drawings. By default the size of the
+            pictures that the image processor makes, times a whole number.
         ink, paper (`str`, *optional*): colours of the canvas, as in CSS; see `drawing_for` for the defaults.
         generate_kwargs (`dict`, *optional*): arguments of `generate`. By default at most 256 new tokens.
 
@@ -81,7 +82,8 @@ def build_page(
 
     Raises:
         ImportError: without Gradio.
-        TypeError, ValueError: for arguments that do not fit, and for a model whose chat template cannot render a question.
+        TypeError, ValueError: for arguments that do not fit, and for a model whose chat template cannot render a
+            question.
     """
     _check(model, processor, title, questions, system, canvas, ink, paper, generate_kwargs)
     gradio = load_gradio()
@@ -212,7 +214,9 @@ def _add_api(server: Any, error_type: Callable[..., Exception], visitors: Visito
 
     @api(**in_turn)
     def ask(visitor: str, text: str) -> Iterator[dict]:
-        """Yields the answer so far. The last one has words (start, length), and tells whether there is something to look at."""
+        """Yields the answer so far. The last one has words (start, length), and tells whether there is something to
+        look at.
+        """
         found = visitors.find(visitor)
         session, said = found.session, ""
         for piece in found.ask(text):

@@ -57,7 +57,8 @@ class Visitor:
         """Adds a picture to the next message.
 
         Args:
-            source (`str`): the picture as a data URL. A path or a web address would let visitors read files of the server.
+            source (`str`): the picture as a data URL. A path or a web address would let visitors read files of the
+                server.
             name (`str`): name of the file, for messages.
 
         Raises:
@@ -194,7 +195,9 @@ class Visitors:
         return name
 
     def make_room(self, name: str) -> None:
-        """Forgets others until all pictures that are kept take at most `MAX_KEPT` bytes. To be called after a visitor has added one."""
+        """Forgets others until all pictures that are kept take at most `MAX_KEPT` bytes. To be called after a visitor
+        has added one.
+        """
         with self._lock:
             kept = {known: visitor.kept for known, visitor in self._visitors.items()}
             total = sum(kept.values())
@@ -206,7 +209,9 @@ class Visitors:
                     del self._visitors[known]
 
     def _idle(self, name: str) -> list[str]:
-        """Names of the visitors that can be forgotten, except `name`: first those who have done nothing yet, then who came longest ago."""
+        """Names of the visitors that can be forgotten, except `name`: first those who have done nothing yet, then who
+        came longest ago.
+        """
         idle = [known for known, visitor in self._visitors.items() if known != name and not visitor.answering]
         return sorted(idle, key=lambda known: self._visitors[known].has_begun)
 
