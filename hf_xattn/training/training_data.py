@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..processing.chat_messages import IMAGES
-from ..utils.file_digests import sha256_of
+from ..utils.checkpoint_files import sha256_of
 from ..utils.keywords import suggestion
 from .launch import is_first_process
 from .training_rows import IMAGE_SOURCES, read_row
