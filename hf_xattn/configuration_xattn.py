@@ -496,6 +496,3 @@ def complete_cross_attention_config(partial: dict | None, text_config: PreTraine
     if "initializer_range" not in fields and isinstance(getattr(decoder, "initializer_range", None), float):
         fields["initializer_range"] = decoder.initializer_range
     return CrossAttentionConfig(**fields)
-
-
-__all__ = ["CrossAttentionConfig", "PerceiverConfig", "XAttnConfig"]
