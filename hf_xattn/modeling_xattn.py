@@ -369,7 +369,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
         return self.get_output_embeddings()
 
     def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns labels with -100 in place of image markers and of ids without a row in the head: the loss ignores both.
+        """Returns labels with -100 for image markers and for ids without a row in the head: the loss ignores both.
 
         Call it in your own collator or training loop, before labels are counted for `num_items_in_batch`. With label
         smoothing, `Trainer` computes the loss itself and leaves out -100 only.
