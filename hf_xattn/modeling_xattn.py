@@ -203,7 +203,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             )
         if not call.output_attentions:
             return None
-        return tuple(each for _, each in sorted(weights.items()) if each is not None)
+        ordered = [weights[index] for index in sorted(weights)]
+        return tuple(each for each in ordered if each is not None)
 
     def forward(
         self,
