@@ -203,7 +203,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             )
         if not call.output_attentions:
             return None
-        return tuple(each for _, each in sorted(weights.items()) if each is not None)
+        ordered = [weights[index] for index in sorted(weights)]
+        return tuple(each for each in ordered if each is not None)
 
     def forward(
         self,
@@ -369,7 +370,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
         return self.get_output_embeddings()
 
     def mask_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns labels with -100 in place of image markers and of ids without a row in the head: the loss ignores both.
+        """Returns labels with -100 for image markers and for ids without a row in the head: the loss ignores both.
 
         Call it in your own collator or training loop, before labels are counted for `num_items_in_batch`. With label
         smoothing, `Trainer` computes the loss itself and leaves out -100 only.

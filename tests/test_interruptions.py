@@ -48,6 +48,15 @@ def empty_cache(model, kind):
     return EncoderDecoderCache(text, DynamicCache())
 
 
+def reset_if_broken(cache, kind):
+    """Empties a cache whose text nothing can take back: one of static size, which each layer overwrites."""
+    if not getattr(cache, "broken", False):
+        return False
+    assert kind == "static"
+    cache.reset()
+    return True
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupts that Python swallows itself
 @pytest.mark.parametrize("times", [2, pytest.param(60, marks=slow)], ids=["some", "many"])
 @pytest.mark.parametrize("store", [False, True], ids=["", "store"])
@@ -72,6 +81,7 @@ def test_ctrl_c_in_generate(kind, store, times):
         assert torch.equal(generate(model, ids, pixel_values=images), expected)
         if store:
             model.image_store.clear()
+        reset_if_broken(cache, kind)
         length = int(cache.get_seq_length())
         # As after any call: what is cached is the beginning of the answer, and the rest is read.
         assert torch.equal(
@@ -84,11 +94,10 @@ def test_ctrl_c_in_generate(kind, store, times):
         generate(model, ids, pixel_values=images, past_key_values=cache)
         with CtrlC(rng.randrange(1, turn.calls)):
             generate(model, more, past_key_values=cache)
+        given = {"pixel_values": images} if reset_if_broken(cache, kind) else {}
         length = int(cache.get_seq_length())
-        assert torch.equal(
-            generate(model, second[:, : max(length + 1, more.shape[1])], past_key_values=cache)[:, : second.shape[1]],
-            second,
-        )
+        again = second[:, : max(length + 1, more.shape[1])]
+        assert torch.equal(generate(model, again, past_key_values=cache, **given)[:, : second.shape[1]], second)
 
 
 def test_ctrl_c_while_a_cache_is_adopted():

@@ -31,7 +31,7 @@ from hf_xattn import CrossAttentionConfig, GatedCrossAttention
 from hf_xattn.cache.cross_cache import CrossCache
 from hf_xattn.cache.image_layout import ImageLayout
 from hf_xattn.cache.int8_cache import quantize
-from hf_xattn.layers import attention as attention_module
+from hf_xattn.layers import kernels
 from hf_xattn.layers.context import CrossAttentionContext
 
 
@@ -40,12 +40,12 @@ WAYS = ("plain", "int8", "dequantised")
 
 @contextmanager
 def dequantised_first() -> Iterator[None]:
-    rule = attention_module.multiplies_few
-    attention_module.multiplies_few = lambda query: False
+    rule = kernels.multiplies_few
+    kernels.multiplies_few = lambda query: False
     try:
         yield
     finally:
-        attention_module.multiplies_few = rule
+        kernels.multiplies_few = rule
 
 
 def _ways(call: Callable[[Any], Any], plain: Any, small: Any) -> dict[str, Callable[[], Any]]:

@@ -34,9 +34,10 @@ from conversations import (
     mask_inputs,
     raising,
 )
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.image_cache import select_images
+from hf_xattn.cache.xattn_cache import BROKEN
 from hf_xattn.utils.transformers_api import has
 
 
@@ -283,7 +284,11 @@ class Talk:
             return function()
         except ValueError as error:
             # What a layer overwrites in place cannot be taken back, and a `generate` that failed has read its prompt.
-            if not re.search("cannot be restored|Expected `input_ids` with the text in `past_key_values`", str(error)):
+            if str(error) == BROKEN and any(
+                type(layer) is not DynamicLayer for layer in self.cache.self_attention_cache.layers
+            ):
+                raise Over from error
+            if "Expected `input_ids` with the text in `past_key_values`" not in str(error):
                 raise
             raise Over from error
 
