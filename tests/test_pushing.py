@@ -65,9 +65,10 @@ def logits_of(model):
 def test_adapter_only(model, uploaded):
     """The bases' weights on the Hub, a card that is transformers' empty form, or a name of a folder that is gone."""
     model, cache = model
-    model.push_to_hub("somebody/added", adapter_only=True)
+    model.push_to_hub("somebody/added", adapter_only=True, with_code=True)
     files = {path.name for path in uploaded.iterdir()}
-    assert {"cross_attention.json", "cross_attention.safetensors", "config.json", "xattn_stub.py"} <= files
+    added = {"cross_attention.json", "cross_attention.safetensors", "config.json"}
+    assert added | {"xattn_stub.py", "xattn_code.py"} <= files
     assert not any(name.startswith("model") and name.endswith(".safetensors") for name in files)
     assert "## What was added" in (uploaded / "README.md").read_text()
     loaded = AutoModelForImageTextToText.from_pretrained(uploaded, cache_dir=cache)

@@ -125,7 +125,7 @@ def a_file(model, path):
 EQUAL, NOTHING = "equal logits", "nothing is written"
 CASES = {
     "plain": ({}, EQUAL, EQUAL),
-    "with_code": ({"with_code": True}, EQUAL, "does not work together with `adapter_only=True`"),
+    "with_code": ({"with_code": True}, EQUAL, EQUAL),
     "shards": ({"max_shard_size": "60KB"}, EQUAL, EQUAL),
     "not_main": ({"is_main_process": False}, NOTHING, NOTHING),
     "variant": ({"variant": "new"}, EQUAL, "does not work together with `variant`"),

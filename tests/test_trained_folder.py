@@ -1,16 +1,21 @@
 """What `hf-xattn train` leaves behind: a model that answers what it learnt, in whatever way the folder and the commands offer."""
 
 import json
+import logging
 import re
+import shutil
 
 import pytest
 import transformers
 from command_runs import FAST, interrupted, run
+from known_checkpoints import SIGLIP, make_siglip
 from template_models import make_chat_model, make_processor, save_chat_model
+from tiny_models import make_text
 from training_examples import CAPTIONS, COLOURS, draw, write_examples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
 from hf_xattn import retrofit
+from hf_xattn.checkpoints import bases
 from hf_xattn.training.training_data import CAPTION_PROMPT
 from hf_xattn.training.training_run import CHECKPOINTS
 
@@ -152,3 +157,29 @@ def test_tied_weights_of_a_checkpoint(tmp_path, capsys, monkeypatch, caplog):
     assert "missing keys" not in caplog.text + error
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
     assert one == other
+
+
+def test_unused_weights_are_told_once(tmp_path, capsys, caplog, monkeypatch):
+    """SigLIP's table of its text half, again and again: each save without the bases loads them."""
+    transformers.logging.enable_propagation()
+    monkeypatch.setattr("hf_xattn.checkpoints.bases._unused_told", set())
+
+    def tables():
+        found = {id(record): record.getMessage() for record in caplog.records if "LOAD REPORT" in record.getMessage()}
+        caplog.clear()
+        return [message.partition("from: ")[2].splitlines()[0] for message in found.values()]
+
+    make_text().save_pretrained(tmp_path / "text")
+    make_siglip(tmp_path)
+    shutil.copytree(tmp_path / SIGLIP, tmp_path / "other")
+    command = ["retrofit", tmp_path / "text", "--vision", tmp_path / SIGLIP, "--output", tmp_path / "out"]
+    status, _, error = run(capsys, *command, "--adapter-only")
+    assert status == 0 and tables() == [str(tmp_path / SIGLIP)], error
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert tables() == []
+    retrofit(tmp_path / "text", tmp_path / "other")
+    assert tables() == [str(tmp_path / "other")]
+    for _ in range(2):
+        with bases._unused_told_once("somewhere"):
+            logging.getLogger("transformers.modeling_utils").warning("A LOAD REPORT from: somewhere\nbias | MISSING")
+        assert tables() == ["somewhere"], "a missing weight is told each time"

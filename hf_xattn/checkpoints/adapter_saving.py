@@ -32,6 +32,7 @@ def save_adapter(
     model: Any,
     target: Path,
     bases: dict[str, Any],
+    with_code: bool,
     state_dict: dict[str, torch.Tensor] | None,
     options: dict[str, Any],
 ) -> None:
@@ -41,6 +42,7 @@ def save_adapter(
         model ([`XAttnPreTrainedModel`]): the model.
         target (`Path`): where it goes.
         bases (`dict`): `text_base` and `vision_base`, where the caller names them.
+        with_code (`bool`): save the code of this package too.
         state_dict (`dict`, *optional*): all weights of the model, where they are gathered already.
         options (`dict`): the other keyword arguments of `PreTrainedModel.save_pretrained`.
 
@@ -82,7 +84,7 @@ def save_adapter(
         # Loading lays them over the weights of a base in memory, so they keep the names that they have there.
         options = {**options, "state_dict": added, "save_original_format": False}
         with without_quantizer(model, keeps_config=not requantized), saved_by_one(model):
-            model._write(fresh, False, options, target)
+            model._write(fresh, with_code, options, target, small=True)
         for path in sorted(fresh.glob("model*")):
             if path.suffix == ".safetensors":
                 path.rename(fresh / path.name.replace("model", WEIGHTS, 1))

@@ -6,8 +6,10 @@ A model that was made from checkpoints remembers their names, so that it can be 
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import resolve_revision
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
 from .loading_checks import check_config_file, check_folder, check_size, refuse_pickles
+
+
+_unused_told: set[tuple[str, str]] = set()  # checkpoints and classes whose table of unused weights was logged
 
 
 def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
@@ -307,8 +312,33 @@ def _load(
         check_size(auto_class, known, checked.headers, quantized, f"`{name}` ({source})")
     options = {} if config is None else {"config": config}
     options |= {"output_loading_info": True}
-    model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
+    with _unused_told_once(source):
+        model, found = auto_class.from_pretrained(source, **{"use_safetensors": True, **load_kwargs, **options})
     return model, found["missing_keys"]
+
+
+@contextmanager
+def _unused_told_once(source: str | Path) -> Iterator[None]:
+    """Drops transformers' table of unused weights if it was logged for this checkpoint.
+
+    A base is loaded again where a model is saved without it.
+    """
+    where = os.path.abspath(source) if os.path.isdir(source) else str(source)
+
+    def is_new(record: logging.LogRecord) -> bool:
+        model, report, table = record.getMessage().partition(" LOAD REPORT")
+        if not report or any(status in table for status in ("MISSING", "MISMATCH", "CONVERSION")):
+            return True
+        known = (where, model) in _unused_told
+        _unused_told.add((where, model))
+        return not known
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _check_whole(name: str, source: str | Path, model: PreTrainedModel, lost: list[str]) -> None:

@@ -101,7 +101,7 @@ class XAttnSavingMixin(Model):
                 default where the parts were loaded from.
             with_code (`bool`): save the code of this package too, so that the folder loads with
                 `trust_remote_code=True` where the package is not installed. Without it, the folder has a stub that
-                imports the package. Not with `adapter_only`.
+                imports the package.
 
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
@@ -110,7 +110,7 @@ class XAttnSavingMixin(Model):
                 for a part of the caller's own class (see `checkpoints/own_parts.py`); and with `adapter_only` for a
                 base without a name or a checkpoint.
         """
-        _check_options(adapter_only, with_code)
+        check_flags(adapter_only=adapter_only, with_code=with_code)
         for name in kwargs:  # transformers takes any name
             if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
                 raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
@@ -126,7 +126,7 @@ class XAttnSavingMixin(Model):
         if adapter_only:
             if args:
                 raise ValueError(f"With `adapter_only=True` pass other arguments by name, got {args!r}.")
-            self._save_adapter(target, is_main_process, bases, kwargs)
+            self._save_adapter(target, is_main_process, bases, with_code, kwargs)
         else:
             _refuse_bases(text_base, vision_base)
             saved: Any = super()
@@ -153,7 +153,7 @@ class XAttnSavingMixin(Model):
             TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is
                 created.
         """
-        _check_options(adapter_only, with_code)
+        check_flags(adapter_only=adapter_only, with_code=with_code)
         if not self._saves_peft_adapter():
             refuse_own_parts(self)
         options: dict[str, Any] = {"with_code": with_code}
@@ -185,7 +185,7 @@ class XAttnSavingMixin(Model):
                 self._saved_as = before or None
 
     def _save_adapter(
-        self, target: Path, is_main_process: bool, bases: dict[str, Any], options: dict[str, Any]
+        self, target: Path, is_main_process: bool, bases: dict[str, Any], with_code: bool, options: dict[str, Any]
     ) -> None:
         from .adapter_saving import save_adapter
 
@@ -203,7 +203,7 @@ class XAttnSavingMixin(Model):
             state_dict = gathered_weights(self)
         is_unnamed = self._takes_name_of_folder()
         if is_main_process:
-            save_adapter(self, target, bases, state_dict, options)
+            save_adapter(self, target, bases, with_code, state_dict, options)
         if is_unnamed:
             self._take_name(target)
 
@@ -261,6 +261,7 @@ class XAttnSavingMixin(Model):
         target: Path,
         is_main_process: bool = True,
         whole: WholeFolder | None = None,
+        small: bool = False,
     ) -> None:
         """Writes the files of a model, or of its adapter (PEFT), into `target` or a folder that becomes it."""
         if is_main_process and not self._saves_peft_adapter():
@@ -268,7 +269,7 @@ class XAttnSavingMixin(Model):
             config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             save_code([(part, own) for part, own in parts if part is not None and own is not None], folder)
-            write_stub(folder, with_code, target)
+            write_stub(folder, with_code, target, small)
         self._write_by_transformers(folder, options, is_main_process, whole)
         if is_main_process:
             self._write_card(folder)
@@ -336,16 +337,6 @@ class XAttnSavingMixin(Model):
             files_timestamps = {name: math.inf for name in os.listdir(working_dir) if name not in new}
         uploading: Any = super()
         return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
-
-
-def _check_options(adapter_only: Any, with_code: Any) -> None:
-    check_flags(adapter_only=adapter_only, with_code=with_code)
-    if adapter_only and with_code:
-        raise ValueError(
-            "`with_code=True` does not work together with `adapter_only=True`: only the package loads such a folder, "
-            "because the code in a folder cannot put weights and bases together. Save the whole model, or leave "
-            "`with_code` out."
-        )
 
 
 def _refuse_bases(text_base: Any, vision_base: Any) -> None:

@@ -4,10 +4,8 @@ With `trust_remote_code=True`, transformers runs the code that the `auto_map` of
 that imports this package. So the installed package runs. If it is not installed, the error says so.
 
 `save_pretrained(folder, with_code=True)` writes the code beside the stub, which uses it if the package is not
-installed. Transformers
-copies the file that a file imports with `from .x import y`, but no folders. So all code is one file: a loader, and
-    below it the files of
-this package as comments.
+installed. Transformers copies the file that a file imports with `from .x import y`, but no folders. So all code is one
+file: a loader, and below it the files of this package as comments.
 """
 
 from __future__ import annotations
@@ -97,6 +95,8 @@ ENTRIES = {
     "registration": ("register_names",),
 }
 
+SMALL = "checkpoints.adapters"  # loads small checkpoints
+
 WITH_CODE = f"    from .{CODE} import find\n\n" + "".join(
     f'    {name} = find("{module}", "{name}")\n' for module, names in ENTRIES.items() for name in names
 )
@@ -129,7 +129,9 @@ def references(model_type: str) -> dict[str, str]:
     return {auto_class: f"{STUB}.{name}" for auto_class, name in CLASSES.get(model_type, {}).items()}
 
 
-def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: Path | None = None) -> None:
+def write_stub(
+    folder: str | os.PathLike[str], with_code: bool = False, target: Path | None = None, small: bool = False
+) -> None:
     """Writes the stub into a folder, and the code.
 
     Args:
@@ -139,6 +141,7 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: 
             package is not installed.
         target (`Path`, *optional*): the folder that the files will be moved to, which `own_code` lists; by default
             `folder`.
+        small (`bool`): the checkpoint is a small one (`adapter_only=True`), which needs more code to load.
 
     Raises:
         ValueError: if that folder holds another file with the name of one that is written.
@@ -151,7 +154,9 @@ def write_stub(folder: str | os.PathLike[str], with_code: bool = False, target: 
     texts = {"notice": NOTICE, "version": __version__, "how_to_install": HOW_TO_INSTALL, "otherwise": otherwise}
     files = {f"{STUB}.py": TEMPLATE.format(**texts)}
     if with_code:
-        files[f"{CODE}.py"] = "\n".join([NOTICE, _source(LOADER), *map(_as_comments, code_modules())])
+        files[f"{CODE}.py"] = "\n".join(
+            [NOTICE, _source(LOADER), *map(_as_comments, code_modules(small or _loads_small(folder)))]
+        )
     foreign = [
         name
         for name in files
@@ -183,10 +188,16 @@ def is_own_file(path: Path) -> bool:
     return path.suffix == ".py" and path.read_text(encoding="utf-8", errors="replace").startswith(NOTICE)
 
 
-def code_modules() -> list[str]:
+def _loads_small(folder: Path) -> bool:
+    """Whether the code that a folder has by now loads small checkpoints: the configuration writes it again."""
+    code = folder / f"{CODE}.py"
+    return code.is_file() and f"# ==== {SMALL.replace('.', '/')}.py\n" in code.read_text(encoding="utf-8")
+
+
+def code_modules(small: bool = False) -> list[str]:
     """The modules that a checkpoint's classes import at their top, and folders. What a function imports stays out."""
     found: set[str] = set()
-    asked = {*ENTRIES, LOADER}
+    asked = {*ENTRIES, LOADER, *([SMALL] if small else [])}
     while asked:
         found |= asked
         asked = {name for module in asked for name in _imports(module)} - found
