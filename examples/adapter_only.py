@@ -1,4 +1,5 @@
-"""Trains two sets of blocks on one frozen base, saves only what was added, and switches between them on one loaded base.
+"""Trains two sets of blocks on one frozen base, saves only what was added, and switches between them on one loaded
+base.
 
 python examples/adapter_only.py
 

@@ -2,8 +2,8 @@
 
 A chat client sends the picture again at every turn. The server recognises it, and encodes it only once.
 
-Start a server in another terminal with `hf-xattn serve MODEL`, which prints its address. Without arguments this script makes a
-small model with random weights and starts a server for it.
+Start a server in another terminal with `hf-xattn serve MODEL`, which prints its address. Without arguments this script
+makes a small model with random weights and starts a server for it.
 
 python examples/ask_server.py [ADDRESS IMAGE]
 """

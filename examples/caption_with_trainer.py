@@ -2,7 +2,8 @@
 
 python examples/caption_with_trainer.py
 
-The rows have the columns `messages` and `images`. `XAttnDataCollator` makes the batches, in which only the captions are labels.
+The rows have the columns `messages` and `images`. `XAttnDataCollator` makes the batches, in which only the captions
+are labels.
 """
 
 import tempfile
@@ -19,7 +20,8 @@ QUESTION = "what is in the picture ?"
 
 def main(folder: Path) -> None:
     model, processor = make_chat_model(folder)
-    # With a real model, freeze the pretrained weights: hf_xattn.freeze_base(model). This one has random weights, so all are trained.
+    # With a real model, freeze the pretrained weights: hf_xattn.freeze_base(model). This one has random weights, so
+    # all are trained.
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -34,7 +36,8 @@ def main(folder: Path) -> None:
             report_to="none",
             remove_unused_columns=False,  # the collator reads columns that the model does not know
         ),
-        # Each row is {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}], "images": [picture]}.
+        # Each row is {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": caption}],
+        # "images": [picture]}.
         train_dataset=caption_rows(QUESTION),
         data_collator=XAttnDataCollator(processor),
     )

@@ -1,4 +1,5 @@
-"""Imports a vision-language checkpoint with cross-attention, compares it with transformers' own model, and exports it again.
+"""Imports a vision-language checkpoint with cross-attention, compares it with transformers' own model, and exports it
+again.
 
 python examples/import_checkpoint.py [SOURCE OUTPUT]    # Llama 3.2 Vision or Idefics: a folder or a Hub id
 

@@ -6,7 +6,8 @@ The text model first learns a text task: sums in words. Then it learns to captio
 
 - frozen: only blocks, connector and vision tower train. Its logits for text stay as they were, bit for bit.
 - unfrozen, on pictures alone: the text model forgets its sums.
-- unfrozen, on pictures and text: rows without a picture stand among those with one, in one training set. The text model keeps its sums.
+- unfrozen, on pictures and text: rows without a picture stand among those with one, in one training set. The text
+model keeps its sums.
 
 The command above gave, with a perplexity of 1.12 before:
 
@@ -41,7 +42,8 @@ from hf_xattn import (
 
 
 QUESTION = "what is in the picture ?"
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen".split()
+NUMBERS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen""".split()
 SUMS = ("how much is {} plus {} ?", "add {} and {}", "what is the sum of {} and {} ?")
 
 
@@ -62,7 +64,9 @@ def text_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def make_checkpoints(folder: Path, steps: int) -> XAttnProcessor:
-    """Saves a text model that can add and a vision tower with random weights as `folder / "text"` and `folder / "vision"`."""
+    """Saves a text model that can add and a vision tower with random weights as `folder / "text"` and `folder /
+    "vision"`.
+    """
     more = {word for row in sum(text_rows(), []) for message in row["messages"] for word in message["content"].split()}
     text, vision = folder / "text", folder / "vision"
     make_text_checkpoint(text, more_words=sorted(more - set(WORDS)))
@@ -141,7 +145,8 @@ def main(folder: Path, steps: int, text_steps: int) -> None:
     before = perplexity(base, batch)
     print(f"perplexity of held-out answers before: {before:.2f}")
     print(
-        "| text model, training set | captions right | perplexity after | logits of text bit-identical |\n|---|---|---|---|"
+        "| text model, training set | captions right | perplexity after | logits of text bit-identical "
+        "|\n|---|---|---|---|"
     )
     print(*lines, sep="\n")
     print(f"frozen, the perplexity stays: {after[0] == before}")

@@ -1,8 +1,10 @@
-"""Trains a LoRA adapter on a retrofitted model, with PEFT: on the text model, beside blocks that train whole. Then merges it.
+"""Trains a LoRA adapter on a retrofitted model, with PEFT: on the text model, beside blocks that train whole. Then
+merges it.
 
 python examples/lora.py
 
-`lora_targets` names exact modules. With `target_modules=["q_proj"]`, PEFT would also adapt the vision tower, whose layers have that name.
+`lora_targets` names exact modules. With `target_modules=["q_proj"]`, PEFT would also adapt the vision tower, whose
+layers have that name.
 """
 
 import tempfile

@@ -2,8 +2,8 @@
 
 python examples/quantized_base.py
 
-bitsandbytes quantizes the text model. Blocks, connector and vision tower stay in high precision by themselves. torchao works alike:
-`TorchAoConfig(Int8WeightOnlyConfig())`.
+bitsandbytes quantizes the text model. Blocks, connector and vision tower stay in high precision by themselves. torchao
+works alike: `TorchAoConfig(Int8WeightOnlyConfig())`.
 """
 
 import tempfile
@@ -26,7 +26,8 @@ def main(folder: Path) -> None:
     print(f"text model: {model.model.text_model.model.layers[0].self_attn.q_proj.weight.dtype}")
     print(f"blocks: {model.blocks[0].attn.q_proj.weight.dtype}")
     freeze_base(model)  # only blocks and connector train
-    # This text model has random weights and knows no words: its embeddings and head, which are not quantized, train too.
+    # This text model has random weights and knows no words: its embeddings and head, which are not quantized, train
+    # too.
     model.get_input_embeddings().requires_grad_(True)
     model.get_output_embeddings().requires_grad_(True)
     trainer = Trainer(

@@ -1,8 +1,8 @@
 """Gives a text model ears: it learns to name the frequency of a noisy sine wave in a few seconds.
 
 Cross-attention reads any features. Here these are spectra of short windows, `(batch, windows, frequencies)`, passed as
-`cross_attention_states`: there is no vision tower. Windows have an order, so the blocks use a position bias. The text model stays as it
-is, only the blocks learn.
+`cross_attention_states`: there is no vision tower. Windows have an order, so the blocks use a position bias. The text
+model stays as it is, only the blocks learn.
 
 python examples/time_series.py
 """

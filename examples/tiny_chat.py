@@ -1,4 +1,6 @@
-"""Makes a small model with random weights that chats about drawn shapes, so that the training examples run without a download."""
+"""Makes a small model with random weights that chats about drawn shapes, so that the training examples run without a
+download.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,9 @@ torch.set_num_threads(1)
 COLOURS, SHAPES = ("red", "blue"), ("circle", "square")
 # A text model's own template knows text only: the processor places the images.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ' : ' }}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}{% endif %}"
-    "{{ ' [EOS] ' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ' : ' }}{% if message['content'] is string %}{{ "
+    "message['content'] }}{% else %}{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% "
+    "endfor %}{% endif %}{{ ' [EOS] ' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
 )
 
 

@@ -50,7 +50,8 @@ if __name__ == "__main__":
             folder = Path(name)
             make_chat_model(folder)
             data = make_folder(folder / "data")
-            # The small model has random weights, so all are trained. With a real model, leave out the last three options.
+            # The small model has random weights, so all are trained. With a real model, leave out the last three
+            # options.
             main(
                 str(folder / "model"),
                 str(data),

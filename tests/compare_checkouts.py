@@ -2,11 +2,12 @@
 
     python tests/compare_checkouts.py OTHER_CHECKOUT [--only WORD]
 
-Each checkout runs the same small models in a process of its own: decoder types, options of the block, caches, saved folders, image stores and
-chats. Logits are compared bit for bit, tokens one by one, saved folders by names and bytes. Stored hashes would not do: kernels round
-differently on another processor.
+Each checkout runs the same small models in a process of its own: decoder types, options of the block, caches, saved
+folders, image stores and chats. Logits are compared bit for bit, tokens one by one, saved folders by names and bytes.
+Stored hashes would not do: kernels round differently on another processor.
 
-A case is a function below whose name starts with `case_`, or an entry of a table. It gets a `Record` and adds what must stay.
+A case is a function below whose name starts with `case_`, or an entry of a table. It gets a `Record` and adds what
+must stay.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 # Each is built from `tiny_architectures.py`, with weights strong enough that a lost state shows.
 TYPES = (
-    "llama qwen3 mistral gemma3_text gemma2 gpt2 opt gpt_neox phi3 olmo2 mixtral qwen3_moe bloom falcon mamba mamba2 jamba bamba "
-    "falcon_h1 qwen3_next lfm2 zamba2 granitemoehybrid gptj xglm bert deepseek_v3 llama4_text"
+    "llama qwen3 mistral gemma3_text gemma2 gpt2 opt gpt_neox phi3 olmo2 mixtral qwen3_moe bloom falcon mamba mamba2 "
+    "jamba bamba falcon_h1 qwen3_next lfm2 zamba2 granitemoehybrid gptj xglm bert deepseek_v3 llama4_text"
 ).split()
 # Options of block, connector and model, each on a Llama.
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,6 @@
-"""Adapter-only folders that are not whole, whose base has changed or is gone, and saves that fail or meet other files."""
+"""Adapter-only folders that are not whole, whose base has changed or is gone, and saves that fail or
+meet other files.
+"""
 
 import hashlib
 import json
@@ -161,7 +163,9 @@ def test_another_save_into_the_same_folder(vision, tmp_path):
 
 
 def test_files_of_others(vision, tmp_path):
-    """A user's backup of trained blocks that a save removes; a trainer's files that make the folder one of pickled weights."""
+    """A user's backup of trained blocks that a save removes; a trainer's files that make the folder one of pickled
+    weights.
+    """
     model = make(tmp_path, vision)
     folder = tmp_path / "added"
     folder.mkdir()
@@ -208,7 +212,9 @@ def test_folders_without_a_name(folder, vision, tmp_path, monkeypatch):
 
 
 def test_edited_files_are_refused(vision, tmp_path):
-    """A configuration of another model beside these weights, and any other file that the manifest names: changed, or gone."""
+    """A configuration of another model beside these weights, and any other file that the manifest names: changed, or
+    gone.
+    """
     folder = tmp_path / "added"
     make(tmp_path, vision).save_pretrained(folder, adapter_only=True)
     manifest = json.loads((folder / MANIFEST).read_text())

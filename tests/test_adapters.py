@@ -1,4 +1,6 @@
-"""Checkpoints without the weights of their bases: bases and folder together are the model, bit for bit, or nothing is loaded."""
+"""Checkpoints without the weights of their bases: bases and folder together are the model, bit for bit, or nothing is
+loaded.
+"""
 
 import os
 import shutil
@@ -121,7 +123,9 @@ def test_added_vocabulary(name, in_head, vision, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_what_was_trained_beside_the_blocks(name, vision, tmp_path):
-    """A tower, a text weight or a tied embedding that was trained and is taken from the base again; -0.0 that becomes 0.0."""
+    """A tower, a text weight or a tied embedding that was trained and is taken from the base again; -0.0 that becomes
+    0.0.
+    """
     model = make(tmp_path, vision, name)
     tower = model.model.vision_tower.state_dict()
     changed = next(n for n in tower if n.endswith("fc1.weight"))
@@ -279,7 +283,9 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("revision", ["", "main"])
 def test_bases_of_the_hub(revision, vision, tmp_path):
-    """A commit that is not recorded, or a base that is looked for as a folder. The Hub's cache stands in for the Hub."""
+    """A commit that is not recorded, or a base that is looked for as a folder. The Hub's cache stands in
+    for the Hub.
+    """
     make_base(tmp_path / "text")
     for name in ("text", "vision"):
         cache = tmp_path / "cache" / f"models--org--{name}"

@@ -36,7 +36,9 @@ def words_tokenizer():
 
 @pytest.mark.parametrize("make", [byte_tokenizer, metaspace_tokenizer, words_tokenizer])
 def test_words_have_the_tokens_that_spell_them(make):
-    """A word that gets the tokens of its neighbour, so that its picture shows where the model looked for another one."""
+    """A word that gets the tokens of its neighbour, so that its picture shows where the model looked
+    for another one.
+    """
     tokenizer = make()
     eos = tokenizer.eos_token_id
     ids = [eos, *tokenizer("a red circle.")["input_ids"], eos]

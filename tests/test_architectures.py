@@ -1,4 +1,6 @@
-"""Every decoder architecture of transformers: what the package promises holds, or the table says why it is not served."""
+"""Every decoder architecture of transformers: what the package promises holds, or the table says why it
+is not served.
+"""
 
 import copy
 
@@ -24,7 +26,7 @@ REFUSED = [name for name in causal_model_types() if architecture(name).refused i
 FAMILIES = """llama mistral mixtral ministral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text gemma gemma2 gemma3_text
 gemma4_text phi phi3 phimoe gpt2 gpt_neo gpt_neox gptj opt bloom falcon mpt codegen starcoder2 olmo olmo2 olmo3 olmoe cohere
 cohere2 granite granitemoe deepseek_v2 deepseek_v3 glm glm4 glm4_moe gpt_oss smollm3 stablelm nemotron llama4_text bitnet jamba
-bamba falcon_h1 lfm2 mamba2""".split()
+bamba falcon_h1 lfm2 mamba2""".split()  # noqa: E501
 
 
 def check_packed(model, ids, states):
@@ -50,8 +52,9 @@ def check_packed(model, ids, states):
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SERVED)
 def test_served(model_type, tmp_path):
-    """An architecture on which a fresh retrofit differs from its base, images change nothing or change text that may not
-    see them, a cache changes the answer, or a saved model comes back different."""
+    """An architecture on which a fresh retrofit differs from its base, images change nothing or change text that may
+    not see them, a cache changes the answer, or a saved model comes back different.
+    """
     logging.disable_progress_bar()
     text = make_tiny(model_type)
     base = copy.deepcopy(text)
@@ -134,7 +137,9 @@ def test_half_precision(model_type, dtype):
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["mamba2", "falcon_h1", "bamba", "llama", *FORGETFUL])
 def test_continued_generation(model_type):
-    """A state-space decoder whose cache does not know how much text it has read, and that reads it again; one that drops its state."""
+    """A state-space decoder whose cache does not know how much text it has read, and that reads it again; one that
+    drops its state.
+    """
     model = randomize(retrofitted(strengthen(make_tiny(model_type))))
     ids = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(1))
     states = torch.randn(2, 5, CONTEXT_SIZE, generator=torch.Generator().manual_seed(2))
@@ -227,7 +232,9 @@ def test_refused(model_type):
 
 @pytest.mark.parametrize("model_type", [name for name, entry in ARCHITECTURES.items() if entry.since != OLDEST])
 def test_decoders_of_newer_versions(model_type):
-    """A decoder that sees text to come, or forgets text, in an older transformers, and is retrofitted there without a word."""
+    """A decoder that sees text to come, or forgets text, in an older transformers, and is retrofitted there without a
+    word.
+    """
     entry = ARCHITECTURES[model_type]
     if is_before(entry.since):
         with pytest.raises(ValueError, match=f"cannot take.*: its decoder needs transformers {entry.since} or newer"):
@@ -249,7 +256,9 @@ def test_static_caches_of_newer_versions():
 
 
 def test_table_is_complete():
-    """An architecture that a release of transformers adds and nobody looked at; families that were served and are not."""
+    """An architecture that a release of transformers adds and nobody looked at; families that were served
+    and are not.
+    """
     assert len(SERVED) >= 120
     later = {name for name, entry in ARCHITECTURES.items() if is_before(entry.since)}
     named = {*FAMILIES, *DIFFERENT, *EXPERTS} & set(causal_model_types())

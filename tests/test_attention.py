@@ -332,7 +332,9 @@ def test_buckets_equal_t5(num_buckets, max_distance):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("quiet", [False, True])
 def test_position_bias_in_the_output(heads, implementation, quiet):
-    """Rules out a bias that goes to another head or token, counts padding, has the sign of the distance wrong, or has no gradient."""
+    """Rules out a bias that goes to another head or token, counts padding, has the sign of the distance wrong, or has
+    no gradient.
+    """
     layer = make_layer(
         implementation,
         torch.float64,

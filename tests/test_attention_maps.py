@@ -98,7 +98,9 @@ def test_weights_by_hand(kernel, options):
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
 @pytest.mark.parametrize("given", [inputs, left_padded])
 def test_generated_weights_are_those_of_the_steps(name, given):
-    """One reading of the whole text that differs from the steps which generated it: positions of padded text, a shifted token."""
+    """One reading of the whole text that differs from the steps which generated it: positions of padded text, a
+    shifted token.
+    """
     model, given = make_model(name), given()
     maps = attention_maps(model, given, max_new_tokens=5, do_sample=False)
     steps = model.generate(
@@ -203,7 +205,9 @@ def test_the_decoder_gives_no_weights(monkeypatch):
 
 
 def test_a_decoder_that_computes_something_else_where_weights_are_asked_for():
-    """Maps of another text than the model's own: transformers' Falcon is not causal with `output_attentions=True` and SDPA."""
+    """Maps of another text than the model's own: transformers' Falcon is not causal with `output_attentions=True` and
+    SDPA.
+    """
     text = AutoModelForCausalLM.from_config(tiny_config("falcon")).eval()
     config = XAttnConfig(text_config=text.config, vision_config=vision_config(), cross_attention_layers=[1, 3])
     model = randomize(XAttnForConditionalGeneration(config, text_model=text).eval())
@@ -212,7 +216,9 @@ def test_a_decoder_that_computes_something_else_where_weights_are_asked_for():
 
 
 def test_another_thread_meanwhile():
-    """A kernel that is switched on the model, so that another thread gets other logits or weights it did not ask for."""
+    """A kernel that is switched on the model, so that another thread gets other logits or weights it did
+    not ask for.
+    """
     model, given = make_model(), inputs()
     with torch.no_grad():
         expected = model(**given).logits

@@ -26,7 +26,9 @@ def save(bases, **options):
 
 
 def test_bases_give_it(bases, caplog, capsys):
-    """A folder that loads as a model, and of which nobody can ask anything; another marker of images than the model's."""
+    """A folder that loads as a model, and of which nobody can ask anything; another marker of images
+    than the model's.
+    """
     logging.enable_propagation()
     tokenizer = AutoTokenizer.from_pretrained(bases / "text")
     tokenizer.add_tokens(["<image>"], special_tokens=True)
@@ -45,7 +47,9 @@ def test_bases_give_it(bases, caplog, capsys):
 
 
 def test_its_own_comes_first(bases):
-    """Settings that were saved with the model, and are replaced by those of the bases; a folder that is refused because they were saved."""
+    """Settings that were saved with the model, and are replaced by those of the bases; a folder that is refused
+    because they were saved.
+    """
     added = save(bases)
     mine = AutoProcessor.from_pretrained(added)
     mine.chat_template = "{{ messages }} mine"

@@ -79,7 +79,9 @@ def test_block_that_does_not_start_at_the_identity():
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
 def test_text_that_sees_nothing_keeps_its_state(dtype, fields, grad, num_tokens):
-    """Rules out the leaks of Mllama (attention) and Idefics (MLP): a text position without image is the base model's."""
+    """Rules out the leaks of Mllama (attention) and Idefics (MLP): a text position without image is
+    the base model's.
+    """
     block = randomized(dtype, **fields)
     hidden, states = inputs(dtype)
     states = states[:, :num_tokens] * 1e3
@@ -110,7 +112,9 @@ def test_text_that_sees_nothing_keeps_its_state(dtype, fields, grad, num_tokens)
 @pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
 @torch.no_grad()
 def test_stream_of_another_dtype_than_the_weights(stream, weights, fields, num_tokens):
-    """Rules out a block that raises where a decoder keeps its residual stream in float32 (Mamba), or rounds that stream."""
+    """Rules out a block that raises where a decoder keeps its residual stream in float32 (Mamba), or rounds that
+    stream.
+    """
     block = randomized(weights, **fields)
     hidden, states = inputs(stream)
     states = states[:, :num_tokens]
@@ -277,7 +281,9 @@ def test_round_trip(tmp_path, style, fields):
 @every_style
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_missing_weights_start_as_in_a_fresh_block(tmp_path, style, dtype):
-    """Rules out a block that loads without some of its weights, and noise or empty memory in those that were built on meta."""
+    """Rules out a block that loads without some of its weights, and noise or empty memory in those that were built on
+    meta.
+    """
     block = randomized(**STYLES[style], **FULL, initializer_range=0.1)
     block.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -315,7 +321,9 @@ def test_missing_weights_start_as_in_a_fresh_block(tmp_path, style, dtype):
 @every_style
 @every_mlp
 def test_no_random_number_is_drawn_for_nothing(style, mlp_type):
-    """Rules out weights that are drawn twice, or drawn and then set to zero: that took most of the time of a retrofit."""
+    """Rules out weights that are drawn twice, or drawn and then set to zero: that took most of the time
+    of a retrofit.
+    """
     block = fresh(**STYLES[style], **FULL, mlp_type=mlp_type)
     after = torch.rand(1)
     torch.manual_seed(1)

@@ -299,7 +299,9 @@ def test_lora_stands_in_the_way(folders):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sets_on_a_quantized_base(method, tmp_path, caplog):
-    """A text model that is taken for another one because its weights are packed, or a base that nobody compares without a word."""
+    """A text model that is taken for another one because its weights are packed, or a base that nobody compares
+    without a word.
+    """
     transformers.logging.enable_propagation()
     for seed, name in enumerate("ab"):
         model = randomize(retrofit(quantized_folder() / "text", quantized_folder() / "vision", every=1), seed)

@@ -1,4 +1,6 @@
-"""Several blocks at one place of a decoder: everything that one block does, in their order, under names that one block keeps."""
+"""Several blocks at one place of a decoder: everything that one block does, in their order, under names that one block
+keeps.
+"""
 
 import copy
 
@@ -32,7 +34,9 @@ def given():
 @at_every_place
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_fresh_blocks_add_nothing(name, layers):
-    """A block of several that gets weights of the decoder's rule, which knows no zeros; an order other than that of the list."""
+    """A block of several that gets weights of the decoder's rule, which knows no zeros; an order other than that of
+    the list.
+    """
     text = make_text(name)
     expected = text(token_ids()).logits
     model = retrofit(copy.deepcopy(text), AutoModel.from_config(vision_config()), cross_attention_layers=layers)

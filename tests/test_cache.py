@@ -331,7 +331,9 @@ def test_repeat_after_select():
 
 @torch.no_grad()
 def test_repeat_counts_text_rows():
-    """Questions that share images, or have none, counted as image rows when they are repeated: later text of their number is refused."""
+    """Questions that share images, or have none, counted as image rows when they are repeated: later text of their
+    number is refused.
+    """
     model = make_model()
     cache = model.encode_images(pixel_values=pixels(2))
     ids = token_ids(6, 5)

@@ -1,8 +1,8 @@
 """Random conversations with caches against one forward without.
 
 Every seed is a conversation: a decoder, a rule of visibility, a kind of cache, and turns in which images and text are
-added, repeated, refused or taken back. What its text may see comes from `conversations.py`, which knows no cache. One seed
-alone: `pytest tests/test_cache_fuzz.py -k seed_00123`; thousands more: `-m slow`.
+added, repeated, refused or taken back. What its text may see comes from `conversations.py`, which knows no cache. One
+seed alone: `pytest tests/test_cache_fuzz.py -k seed_00123`; thousands more: `-m slow`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def seeds(first: int, count: int) -> list:
 
 @pytest.mark.parametrize("seed", seeds(0, NUM_QUICK))
 def test_a_cached_conversation_equals_one_forward(seed):
-    """Text that sees another image, or an image at another time, because of how it was read: through which cache, in which
-    pieces, with which images given again, after which failed call."""
+    """Text that sees another image, or an image at another time, because of how it was read: through which cache, in
+    which pieces, with which images given again, after which failed call.
+    """
     check(seed)
 
 

@@ -1,4 +1,6 @@
-"""Random conversations whose cached images are padding, against one forward without a cache (see `test_cache_fuzz.py`)."""
+"""Random conversations whose cached images are padding, against one forward without a cache (see
+`test_cache_fuzz.py`).
+"""
 
 from dataclasses import replace
 
@@ -10,7 +12,9 @@ from random_talks import CHAT, add_text, cached, check
 
 
 def bring_back_padding(talk: Talk) -> None:
-    """Padding of the cache that is given without `image_mask`, named a real image, or shown by a mask for each text token."""
+    """Padding of the cache that is given without `image_mask`, named a real image, or shown by a mask for each text
+    token.
+    """
     rng = talk.rng
     if not talk.aligned or talk.own_masks or talk.cache is talk.original:
         return
@@ -53,7 +57,9 @@ PADDING = replace(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_padding_in_the_cache_stays_padding(seed):
-    """A cached padding image that a mask shows, or that comes back as a real one, and takes the marker of a new image."""
+    """A cached padding image that a mask shows, or that comes back as a real one, and takes the marker of
+    a new image.
+    """
     check(seed, PADDING)
 
 

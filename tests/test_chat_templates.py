@@ -180,7 +180,7 @@ def test_what_a_template_may_leave_out():
     assert processor.apply_chat_template(chat) == "<|user|>a dog ?<|assistant|>a cat .<|user|>what ?"
     certain = (
         LOOP
-        + "{% if not message.content.startswith('a') %}{{ raise_exception('start with a') }}{% endif %}{{ message.content }}"
+        + "{% if not message.content.startswith('a') %}{{ raise_exception('start with a') }}{% endif %}{{ message.content }}"  # noqa: E501
     )
     processor = make_processor(certain + "{% endfor %}")
     assert processor.apply_chat_template([{"role": "user", "content": [text("a dog")]}]) == "a dog"
@@ -188,7 +188,7 @@ def test_what_a_template_may_leave_out():
         processor.apply_chat_template([{"role": "user", "content": "dog"}])
     calls = (
         LOOP
-        + "{% if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% else %}{{ message.content }}{% endif %}"
+        + "{% if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% else %}{{ message.content }}{% endif %}"  # noqa: E501
     )
     chat = [
         {"role": "user", "content": "a"},
@@ -271,7 +271,8 @@ def test_without_any_template():
     assert processor.chat_template is None
     made = processor.apply_chat_template(TALK, add_generation_prompt=True)
     assert made == (
-        "System: be brief .\nUser: what is this ?and this ?\nAssistant: a dog and a cat .[EOS]\nUser: is one ?\nAssistant:"
+        "System: be brief .\nUser: what is this ?and this ?\nAssistant: a dog and a cat .[EOS]\nUser: is one "
+        "?\nAssistant:"
     )
     assert make_processor(marker="<image>").apply_chat_template(TALK).count("<image>") == 3
     begins = make_processor(bos=True)

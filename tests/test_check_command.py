@@ -51,7 +51,9 @@ def lines_of(out):
 
 
 def test_lines(folder, capsys):
-    """A line that is missing, has no number, or comes only when all is over; a status that says otherwise than the lines."""
+    """A line that is missing, has no number, or comes only when all is over; a status that says otherwise than the
+    lines.
+    """
     status, out, error = run(capsys, folder / "model", "--base", folder / "text")
     assert status == 0, out + error
     assert out.startswith("hf_xattn ") and "transformers " in out.splitlines()[0] and "float32" in out.splitlines()[0]
@@ -192,7 +194,9 @@ def test_code_of_a_checkpoint(checkpoints, capsys):
 
 
 def test_wrong_usage(folder, tmp_path, capsys):
-    """A text checkpoint that is checked, a base of another kind, or a misspelled check: after work, with a traceback."""
+    """A text checkpoint that is checked, a base of another kind, or a misspelled check: after work,
+    with a traceback.
+    """
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "adapter_config.json").write_text("{")
     model, text = folder / "model", folder / "text"

@@ -104,7 +104,9 @@ def test_nested_layers_are_refused():
 
 @pytest.mark.parametrize("name", ["NO_REENTRANT", "REENTRANT"])
 def test_wrappers_of_torch(name):
-    """Encoded images whose gradients a reentrant wrapper drops: connector and projections stay as they are, without a word."""
+    """Encoded images whose gradients a reentrant wrapper drops: connector and projections stay as they are, without a
+    word.
+    """
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
     model, ids = make_model().train(), token_ids()

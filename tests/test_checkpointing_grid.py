@@ -84,7 +84,9 @@ def test_compiled_gradients(frozen, reentrant):
 
 
 def test_compiled_with_graph_breaks():
-    """A graph that breaks inside of a layer: the layer then runs as it is, and reentrant checkpointing loses the images."""
+    """A graph that breaks inside of a layer: the layer then runs as it is, and reentrant checkpointing loses the
+    images.
+    """
     torch._dynamo.reset()
     expected = plain_gradients(make_small)
     model = freeze(without_dropout(make_small()))

@@ -158,7 +158,9 @@ def test_rows_that_see_the_image_of_another(vision, monkeypatch):
 
 @torch.no_grad()
 def test_rows_of_8_bit_layers():
-    """Rounding by other rows that is called a leak: with large activations, these layers choose columns by the values of all rows."""
+    """Rounding by other rows that is called a leak: with large activations, these layers choose columns by the values
+    of all rows.
+    """
     model = quantized_retrofit("bitsandbytes_8bit")
     for block in model.blocks:
         block.attn.o_proj.weight.mul_(100)
@@ -304,7 +306,9 @@ class ForgetfulLlama(LlamaForCausalLM):
 
 
 def test_a_decoder_that_ignores_its_cache():
-    """A fault that the base has alone and that is taken for one of the blocks, or a base that nobody could ask and that is called right."""
+    """A fault that the base has alone and that is taken for one of the blocks, or a base that nobody could ask and
+    that is called right.
+    """
     text = ForgetfulLlama(make_text().config).eval()
     config = XAttnConfig(text_config=text.config, cross_attention_config={"context_size": 16})
     model = randomize(XAttnForConditionalGeneration(config, text_model=strengthen(text)).eval())
@@ -317,7 +321,9 @@ def test_a_decoder_that_ignores_its_cache():
 
 
 def test_a_decoder_that_wants_no_cache():
-    """No cache at all, which equals no cache, and an image that is projected at every step (as MPT's configuration asks)."""
+    """No cache at all, which equals no cache, and an image that is projected at every step (as MPT's configuration
+    asks).
+    """
     model = make_model()
     model.config.text_config.use_cache = model.generation_config.use_cache = False
     results = checked(model, "projected-once", "cache-dynamic", "cache-encoded")

@@ -112,7 +112,9 @@ def test_sft_trainer_with_our_collator(tmp_path):
 
 
 def test_sft_trainer_on_text_alone(tmp_path):
-    """TRL's trainer, which makes tokens of rows without images before a collator sees them, and an error that names no remedy."""
+    """TRL's trainer, which makes tokens of rows without images before a collator sees them, and an error that names no
+    remedy.
+    """
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("trl")
     text = datasets.Dataset.from_list([SHORT] * 4)

@@ -51,7 +51,9 @@ def needed(command):
 
 @pytest.mark.parametrize("command", DEVICES)
 def test_devices(saved, data, tmp_path, capsys, command):
-    """A traceback of torch after minutes of loading, for a device that this machine lacks; choices of one command that another refuses."""
+    """A traceback of torch after minutes of loading, for a device that this machine lacks; choices of one command that
+    another refuses.
+    """
     needed(command)
     arguments = with_model(saved / "model", data, tmp_path / "out")[command]
     for device in ("foo", "cuda:99", "meta", "Cuda", ""):
@@ -98,7 +100,9 @@ def test_a_model_without_a_tower(saved, data, tmp_path, capsys):
 
 @needs_part("special tokens of a GGUF file")
 def test_a_damaged_tokenizer(saved, tmp_path, capsys):
-    """A traceback after the model was loaded and written; a tokenizer that is said to be missing, and a model saved without it."""
+    """A traceback after the model was loaded and written; a tokenizer that is said to be missing, and a model saved
+    without it.
+    """
     pytest.importorskip("gguf")
     from tiny_gguf import write_gguf
 

@@ -69,8 +69,9 @@ def test_import_and_export(tmp_path, capsys):
     ids=["mllama", "idefics"],
 )
 def test_imported_models_answer(make, make_processor, marker, tmp_path, capsys):
-    """An imported model whose own processor the commands do not understand, or that reads a prompt about cached images in
-    another way."""
+    """An imported model whose own processor the commands do not understand, or that reads a prompt about cached images
+    in another way.
+    """
     make().save_pretrained(tmp_path / "theirs")
     make_processor().save_pretrained(tmp_path / "theirs")
     assert run(capsys, "import", tmp_path / "theirs", "--output", tmp_path / "ours")[0] == 0
@@ -272,8 +273,9 @@ def test_errors_are_one_line(saved, capsys, tmp_path):
 
 
 def test_what_comes_next(saved, tmp_path, capsys):
-    """A first day that ends with figures: a model that cannot see, or not yet, and nobody says so; one block where every fourth layer
-    was meant."""
+    """A first day that ends with figures: a model that cannot see, or not yet, and nobody says so; one block where
+    every fourth layer was meant.
+    """
     command = ["retrofit", saved / "text", "--every", "2", "--output"]
     status, out, _ = run(capsys, *command, tmp_path / "my model", "--vision", saved / "vision")
     *_, state, following = out.splitlines()
@@ -308,7 +310,9 @@ def test_a_model_that_does_not_see(saved, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_blocks_that_are_fresh(gated):
-    """A trained model that is said to see nothing, because one of its factors is zero; a fresh one that is not known by its gates."""
+    """A trained model that is said to see nothing, because one of its factors is zero; a fresh one that is not known
+    by its gates.
+    """
     options = {"zero_init": not gated, "gate_init": 0.0 if gated else 0.5}
     model = make_model(random=False, cross_attention_config={"hidden_size": 32, "num_attention_heads": 4, **options})
     assert is_fresh(model)

@@ -1,4 +1,6 @@
-"""What transformers' common tests ask of every model in the library, on every kind of base, with a vision tower and without."""
+"""What transformers' common tests ask of every model in the library, on every kind of base, with a vision tower and
+without.
+"""
 
 import copy
 import re
@@ -68,7 +70,9 @@ def test_tuples_equal_outputs(made, base, tower):
 @torch.no_grad()
 @on_both_classes
 def test_shapes_of_hidden_states_and_attentions(made, base, tower):
-    """Hidden states or attentions that the base alone returns and the model around it does not, or in another number."""
+    """Hidden states or attentions that the base alone returns and the model around it does not, or
+    in another number.
+    """
     model, given = build(base, tower, made, random=False), inputs_for(tower)
     text = base_of(base)
     state = model_text(model).state_dict()
@@ -196,7 +200,9 @@ def test_window_of_the_base():
 
 @pytest.mark.parametrize(("base", "tied"), [*((base, True) for base in BASES), ("dense", False)])
 def test_resized_embeddings(base, tied, tmp_path):
-    """Weights, sizes or ties that are lost when the vocabulary grows or shrinks, or in the files that are saved after it."""
+    """Weights, sizes or ties that are lost when the vocabulary grows or shrinks, or in the files that are saved after
+    it.
+    """
     model = build(base, "siglip", text={"tie_word_embeddings": tied})
     given = inputs_for("siglip")
     given["input_ids"] = given["input_ids"] % 80
@@ -284,7 +290,9 @@ def test_offload(base, tmp_path):
 @torch.no_grad()
 @on_every_base
 def test_mismatched_sizes(base, tmp_path):
-    """Weights of another size that pass without a word; with `ignore_mismatched_sizes`, others that are lost beside them."""
+    """Weights of another size that pass without a word; with `ignore_mismatched_sizes`, others that are lost beside
+    them.
+    """
     model = build(base, "siglip")
     model.save_pretrained(tmp_path)
     wider = configuration(base, "siglip", cross_attention_config={"intermediate_size": 40})
@@ -307,7 +315,9 @@ def test_mismatched_sizes(base, tmp_path):
 
 @on_both_classes
 def test_missing_weights_start_as_new_ones(made, base, tower):
-    """A weight or buffer without a start of its own where a checkpoint lacks it, or where a model comes from the meta device."""
+    """A weight or buffer without a start of its own where a checkpoint lacks it, or where a model comes from the meta
+    device.
+    """
     torch.manual_seed(5)
     new = made(configuration(base, tower))
     loaded = made.from_pretrained(None, config=configuration(base, tower), state_dict={})
@@ -373,7 +383,9 @@ def test_float32_list_is_the_models_own(made, base, tmp_path):
 @pytest.mark.parametrize(("base", "tower"), [*KINDS, ("dense", "clip"), ("hybrid", "clip")])
 @pytest.mark.parametrize("checkpointed", [None, {"use_reentrant": False}, {"use_reentrant": True}])
 def test_every_weight_gets_a_gradient(base, tower, checkpointed):
-    """Weights that DDP waits for and no loss depends on, such as the last norm of CLIP; other gradients under checkpointing."""
+    """Weights that DDP waits for and no loss depends on, such as the last norm of CLIP; other gradients under
+    checkpointing.
+    """
     found = []
     for options in (None, checkpointed) if checkpointed else (None,):
         model = build(base, tower).train()
@@ -430,7 +442,9 @@ def test_shifted_labels(base):
 
 @on_every_base
 def test_what_a_class_declares(base):
-    """Names that tools read from every model: the main input, the prefix of the body, the embeddings, tied weights, small parts."""
+    """Names that tools read from every model: the main input, the prefix of the body, the embeddings, tied weights,
+    small parts.
+    """
     for made in CLASSES:
         model = build(base, "siglip", made)
         assert model.main_input_name == "input_ids" and model.base_model_prefix == "model"

@@ -45,7 +45,9 @@ def test_one_graph_for_all_generates(name, method):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_one_graph_with_shared_images(name):
-    """Beams or questions that share an image row, whose number becomes a guard. (`generate` compiles no beam search.)"""
+    """Beams or questions that share an image row, whose number becomes a guard. (`generate` compiles
+    no beam search.)
+    """
     model = make_model(name)
     backend, graphs = counting_backend()
     step = torch.compile(model.forward, backend=backend, fullgraph=True)
@@ -85,7 +87,9 @@ def test_one_graph_with_masks_and_markers(visibility):
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next", "jamba", "mamba", "mamba2"])
 def test_one_graph_for_stateful_decoders(name):
-    """A graph for every token beside a decoder that keeps states: a growing mask, or a length that is a Python integer."""
+    """A graph for every token beside a decoder that keeps states: a growing mask, or a length that is a Python
+    integer.
+    """
     model, images = state_space(name), pixels()
     backend, graphs = counting_backend()
     for index in range(2):

@@ -202,7 +202,9 @@ def warnings(caplog, monkeypatch):
 
 @pytest.mark.parametrize("make", [CrossAttentionConfig, PerceiverConfig, xattn_config])
 def test_unknown_fields_are_told(make, warnings, tmp_path):
-    """An option of a newer version, or of another library, that is kept as an attribute and does nothing, without a word."""
+    """An option of a newer version, or of another library, that is kept as an attribute and does nothing, without a
+    word.
+    """
     config = make(num_labels=3, _name_or_path="here", use_cache=True, dtype="float32", temperature=1.0)
     config.save_pretrained(tmp_path)
     type(config).from_pretrained(tmp_path)

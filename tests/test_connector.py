@@ -14,8 +14,9 @@ from hf_xattn.images.perceiver import PerceiverResampler
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "perceiver"])
 def test_initial_weights(kind):
-    """Features that shrink or grow on their way to the blocks, because another module's initialisation fills the layers; a bias
-    that adds noise; latents that are all alike."""
+    """Features that shrink or grow on their way to the blocks, because another module's initialisation fills the
+    layers; a bias that adds noise; latents that are all alike.
+    """
     perceiver = {"num_latents": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
     options = {"perceiver_config": perceiver, "cross_attention_config": {"context_size": 24}}
     connector: Any = make_model(connector_type=kind, **(options if kind == "perceiver" else {})).model.connector

@@ -78,7 +78,9 @@ def test_code_runs_only_where_it_may(checkpoints, monkeypatch):
 
 
 def test_saving_a_loaded_model_does_not_ask(checkpoints, monkeypatch):
-    """A prompt in the middle of a job, from the model card, which builds the model once more; a card without figures."""
+    """A prompt in the middle of a job, from the model card, which builds the model once more; a
+    card without figures.
+    """
     retrofit(checkpoints / "text", checkpoints / "vision", trust_remote_code=True).save_pretrained(
         checkpoints / "model"
     )
@@ -123,7 +125,7 @@ def test_commands_run_code_only_where_they_may(checkpoints, monkeypatch, capsys)
         ["encode", model, "--image", picture, "--output", folder / "images.safetensors"],
         ["encode", model, "--features", folder, "--output", folder / "features"],
         ["train", model, "--data", folder, "--output", folder / "trained", "--steps", "1", "--device", "cpu"],
-        ["train", model, "--data", folder, "--output", folder / "trained", "--steps", "1", "--device", "cpu", "--resume"],
+        ["train", model, "--data", folder, "--output", folder / "trained", "--steps", "1", "--device", "cpu", "--resume"],  # noqa: E501
     ]  # fmt: skip
     lines = iter(["what is it ?"])
 

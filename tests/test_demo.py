@@ -44,7 +44,9 @@ def finished(tmp_path_factory):
 
 
 def test_the_last_line_answers(finished, capsys):
-    """A newcomer's first question that comes back empty or wrong, because the command asks in another form than the training."""
+    """A newcomer's first question that comes back empty or wrong, because the command asks in another form than the
+    training.
+    """
     check_last_line(finished[2], capsys, finished[0])
     assert example_questions(str(finished[0] / "model")) == [demo.PROMPT]
 
@@ -97,7 +99,9 @@ def test_artifacts_load_with_the_auto_classes(finished):
 
 
 def test_the_card_is_of_this_model(finished):
-    """A published card with figures of a model that the demo no longer makes; a saved one that says nothing of the run."""
+    """A published card with figures of a model that the demo no longer makes; a saved one that says nothing of the
+    run.
+    """
     folder, results, _ = finished
     said = rows_of((ROOT / "model_cards" / "hf-xattn-demo.md").read_text())
     front, card = card_of(folder / "model")

@@ -76,7 +76,9 @@ def parts(source, tmp_path_factory):
 
 
 def test_a_run_keeps_the_text_and_saves_what_loads(finished):
-    """A text model that training changed; a folder that only the demo itself can read; figures that are not those of the table."""
+    """A text model that training changed; a folder that only the demo itself can read; figures that are not those of
+    the table.
+    """
     folder, results, _ = finished
     assert results["text-only logits bit-identical before training"] and results["text-only logits bit-identical"]
     assert results["answered token for token as the base"] == results["text-only questions"] == len(TEST_PROMPTS) == 40
@@ -226,7 +228,9 @@ def test_a_place_counts_alone():
 
 
 def test_the_most_frequent_answer_knows_the_digits_that_are_asked_for():
-    """A baseline that counts `six top left` and `two top left` as two answers: it would look weaker than guessing the place."""
+    """A baseline that counts `six top left` and `two top left` as two answers: it would look weaker than guessing the
+    place.
+    """
     pool, rng = DigitPool(held_out=True), np.random.default_rng(0)
     asked = [ask(kind, pool, rng) for kind in KINDS for _ in range(60)]
     best = most_frequent_by_kind(asked)

@@ -85,7 +85,9 @@ def test_trainer(of_trainer):
 
 @pytest.mark.parametrize("name", ["with_trl", "with_accelerate", "with_fsdp2"])
 def test_the_others_give_the_same_losses(name, quick, of_trainer):
-    """Other labels, other rows, gradients that are a mean of means, norms over one rank's part, weights that are not whole."""
+    """Other labels, other rows, gradients that are a mean of means, norms over one rank's part, weights that are not
+    whole.
+    """
     if name == "with_trl":
         pytest.importorskip("trl")
     recipe = quick(name)

@@ -1,4 +1,6 @@
-"""Saving from two processes over gloo that hold half of each weight: the whole model, and what was added to its bases."""
+"""Saving from two processes over gloo that hold half of each weight: the whole model, and what was added
+to its bases.
+"""
 
 from pathlib import Path
 
@@ -73,7 +75,9 @@ def _work(rank, folder):
 
 
 def test_sharded_weights(tmp_path):
-    """Half of each weight in a file, a process that waits for ever for the other one, or sharded weights taken for changed ones."""
+    """Half of each weight in a file, a process that waits for ever for the other one, or sharded weights taken for
+    changed ones.
+    """
     make_text().save_pretrained(tmp_path / "text")
     torch.manual_seed(7)
     AutoModel.from_config(vision_config()).save_pretrained(tmp_path / "vision")

@@ -41,8 +41,9 @@ def of_type(model_type):
     ],
 )
 def test_decode_steps_of_a_program(name, rule, mask):
-    """`Recorder` is no pytree node; a program that serves one length of the text, or one set of weights, because a cache holds what
-    no graph reads; logits that differ from the model's."""
+    """`Recorder` is no pytree node; a program that serves one length of the text, or one set of weights, because a
+    cache holds what no graph reads; logits that differ from the model's.
+    """
     options = {"image_token_id": MARKER, "image_visibility": rule} if rule != "all" else {}
     model, ids = small(name, **options), token_ids(2, 9)
     if rule != "all":
@@ -113,7 +114,9 @@ def test_decoders_that_images_reach_beside_their_arguments(model_type):
 @torch.no_grad()
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_static_cache_and_no_cache(use_cache):
-    """Encoded images that cannot be an argument of a program, where there is no cache to hold them; a static cache that cannot be one."""
+    """Encoded images that cannot be an argument of a program, where there is no cache to hold them; a static cache
+    that cannot be one.
+    """
     model, inputs = small(), {"input_ids": token_ids(2, 9), "pixel_values": pixels(2, 2)}
     generation_config = copy.deepcopy(model.generation_config)
     generation_config.use_cache = use_cache

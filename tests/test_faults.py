@@ -1,4 +1,6 @@
-"""Processes that are killed while they write: what they leave is the old state, the new one, or a folder that is refused."""
+"""Processes that are killed while they write: what they leave is the old state, the new one, or a folder that is
+refused.
+"""
 
 import os
 
@@ -41,7 +43,9 @@ def files_of(path):
 
 
 def check_moments(before, work, name, action, new, at_most):
-    """Kills `action` at moments, and runs it again after some kills. Returns the states in which the kills left a path."""
+    """Kills `action` at moments, and runs it again after some kills. Returns the states in which the kills left a
+    path.
+    """
     old, states = files_of(before / name), []
     for index, moment in enumerate(at_moments(before, work, action, at_most)):
         states.append(files_of(work / name))
@@ -96,7 +100,9 @@ WAYS = {
     + [pytest.param(way, None, marks=slow) for way in WAYS],
 )
 def test_save_pretrained(way, at_most, models, tmp_path):
-    """Weights of two saves, or of one with the configuration of the other; files of others that are lost; leftovers for ever."""
+    """Weights of two saves, or of one with the configuration of the other; files of others that are lost; leftovers
+    for ever.
+    """
     first, then = WAYS[way]
     before = tmp_path / "before"
     before.mkdir()
@@ -176,7 +182,9 @@ def command(folder, name, output):
     ],
 )
 def test_commands(name, is_there, at_most, checkpoints, tmp_path):
-    """A half-made folder that blocks its own rerun; hidden folders that nobody removes; a model without its processor."""
+    """A half-made folder that blocks its own rerun; hidden folders that nobody removes; a model
+    without its processor.
+    """
     before, work = tmp_path / "before", tmp_path / "work"
     before.mkdir()
     if is_there:

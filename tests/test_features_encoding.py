@@ -1,4 +1,6 @@
-"""`hf-xattn encode --features` and training from its folder: the vision tower runs once for each picture, and never in training."""
+"""`hf-xattn encode --features` and training from its folder: the vision tower runs once for each picture, and never in
+training.
+"""
 
 import functools
 import json
@@ -91,8 +93,9 @@ def many_pictures(folder, count):
 
 
 def test_each_picture_once(model, data, features, tmp_path, capsys, monkeypatch):
-    """A picture encoded for each of its lines or names; the tower's output after the connector, or of other pixels; a second run that
-    encodes all again; a picture that was added and is not encoded."""
+    """A picture encoded for each of its lines or names; the tower's output after the connector, or of other pixels; a
+    second run that encodes all again; a picture that was added and is not encoded.
+    """
     assert len(list(features.iterdir())) == 1
     stored = tensors(features)
     assert stored.keys() == {sha256_of(data / f"{colour}.png") for colour in COLOURS}
@@ -155,7 +158,9 @@ def test_training_from_features(model, data, features, tmp_path, capsys, monkeyp
 
 
 def test_bit_identical_training(model, tmp_path, capsys):
-    """Features rounded on the way to the disk or back. Batches of one picture: the tower's outputs depend on the batch's size."""
+    """Features rounded on the way to the disk or back. Batches of one picture: the tower's outputs depend on the
+    batch's size.
+    """
     data = write_examples(tmp_path / "data", CAPTIONS)
     features = tmp_path / "tower"
     assert main(encode(model, data, features, "--batch-size", "1")) == 0

@@ -73,7 +73,9 @@ def test_other_rows_of_generate(kind):
     [*((kind, "image_mask") for kind in KINDS), ("cross_attention_states", "cross_attention_mask")],
 )
 def test_padding_may_hold_anything(kind, mask, value):
-    """Padding that was never written, or time series that are padded with NaN: 0 times NaN in attention, and in gradients."""
+    """Padding that was never written, or time series that are padded with NaN: 0 times NaN in attention, and in
+    gradients.
+    """
     model = without_dropout(freeze(make_model(), vision=kind == "vision_features"))
     found = []
     for held in (0.0, value):
@@ -135,7 +137,7 @@ def test_report_of_the_tower():
     images = pixels(3, 2)
     images[BAD, 1] = 1e6
     model(IDS, pixel_values=images)
-    told = r"from the vision tower \(siglip_vision_model\) for finite `pixel_values`, got nan in row 1, image 1 \(torch.float16\).*bfloat16"
+    told = r"from the vision tower \(siglip_vision_model\) for finite `pixel_values`, got nan in row 1, image 1 \(torch.float16\).*bfloat16"  # noqa: E501
     with check_images(model), pytest.raises(ValueError, match=told):
         model(IDS, pixel_values=images)
     model.enable_image_store()

@@ -20,7 +20,9 @@ def native(request, monkeypatch):
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("kv_heads", [1, 3, 4])
 def test_equals_float32(kv_heads, group, masked):
-    """Heads, rows or masks that are mixed up between parts, a last part that is left out, a result that is rounded twice."""
+    """Heads, rows or masks that are mixed up between parts, a last part that is left out, a result that is rounded
+    twice.
+    """
     query = torch.randn(2, kv_heads * group, 5, 16).half()
     key, value = (torch.randn(2, kv_heads, 40, 16).half() for _ in range(2))
     mask = None

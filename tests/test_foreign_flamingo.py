@@ -1,4 +1,6 @@
-"""Parity with flamingo-pytorch, an independent implementation of Flamingo: gated block, perceiver resampler and mask of the latest image."""
+"""Parity with flamingo-pytorch, an independent implementation of Flamingo: gated block, perceiver resampler and mask
+of the latest image.
+"""
 
 import random
 
@@ -89,7 +91,9 @@ def test_resampler(seed):
 
 
 class Reference:
-    """A Llama with blocks and resampler of flamingo-pytorch in front of its layers. Text without an image skips a block."""
+    """A Llama with blocks and resampler of flamingo-pytorch in front of its layers. Text without an image skips a
+    block.
+    """
 
     def __init__(self):
         self.blocks = [
@@ -145,7 +149,9 @@ def documents():
 
 @torch.no_grad()
 def test_model_and_generated_tokens(tmp_path):
-    """The second image with the position of the first; images of a padded row; positions lost in a file or after the first step."""
+    """The second image with the position of the first; images of a padded row; positions lost in a file or after the
+    first step.
+    """
     reference = Reference()
     model = import_open_flamingo(reference.state(), make_text(), make_clip(), image_token_id=MARKER, head_dim=8)
     model.save_pretrained(tmp_path)
@@ -180,7 +186,9 @@ def keys(cache):
 @torch.no_grad()
 @pytest.mark.parametrize("store", [False, True])
 def test_positions_go_on_in_later_turns(store):
-    """Images of a second turn, or from the store, with the positions of the first; padding images that take a position."""
+    """Images of a second turn, or from the store, with the positions of the first; padding images that take a
+    position.
+    """
     model = with_positions()
     if store:
         model.enable_image_store()
@@ -222,7 +230,9 @@ def test_more_images_than_positions():
 
 @torch.no_grad()
 def test_positions_of_text_rows_that_share_images():
-    """A new image that gets the place that it has for the first of its text rows, or an old one whose place is no longer right."""
+    """A new image that gets the place that it has for the first of its text rows, or an old one whose place is no
+    longer right.
+    """
     model, images = with_positions(), pixels(1, 3)
     ids, mask = token_ids(2), torch.tensor([[True, True], [True, False]])
     cache = model.encode_images(images[:, :2])

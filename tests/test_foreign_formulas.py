@@ -33,10 +33,11 @@ def randomized(module, seed):
 
 
 def torchtune_layer(x, states, mask, block, config, head_eps=1e-5, eps=1e-6):
-    """`TransformerCrossAttentionLayer` of torchtune's `modules/transformer.py`, as its `llama3_2_vision_decoder` builds it.
+    """`TransformerCrossAttentionLayer` of torchtune's `modules/transformer.py`, as its `llama3_2_vision_decoder`
+    builds it.
 
-    The norms of the layer keep the default of `modules/rms_norm.py`, 1e-6. Those of queries and keys get 1e-5. A text position whose
-    mask is all False adds neither attention nor MLP.
+    The norms of the layer keep the default of `modules/rms_norm.py`, 1e-6. Those of queries and keys get 1e-5. A text
+    position whose mask is all False adds neither attention nor MLP.
     """
     weights = dict(block.named_parameters())
     skip = None if mask is None else (~mask).all(dim=-1, keepdim=True)
@@ -118,7 +119,9 @@ def test_images_of_another_epsilon_are_not_taken():
 
 
 class KempnerNorm(nn.Module):
-    """KempnerForge's `build_norm(norm_type, dim)`: `model/transformer.py` passes a block no epsilon, so it is always 1e-5."""
+    """KempnerForge's `build_norm(norm_type, dim)`: `model/transformer.py` passes a block no epsilon, so it is always
+    1e-5.
+    """
 
     def __init__(self, kind, state, name):
         super().__init__()
@@ -213,7 +216,9 @@ def test_kempnerforge_over_a_text_with_another_epsilon():
 @torch.no_grad()
 @pytest.mark.parametrize("visibility", ["latest", "previous"])
 def test_open_flamingo_mask(visibility):
-    """The mask of OpenFlamingo's `MaskedCrossAttention` (`src/helpers.py`): `text_time == media_time`, or `>=` for all previous."""
+    """The mask of OpenFlamingo's `MaskedCrossAttention` (`src/helpers.py`): `text_time == media_time`, or `>=` for all
+    previous.
+    """
     model = make_model(image_visibility=visibility, image_token_id=MARKER)
     for seed in range(20):
         draw = random.Random(seed)

@@ -1,6 +1,7 @@
 """Mllama and Idefics of transformers, twenty random configurations each, against what they become here.
 
-Each case draws sizes, head layout, epsilon, places of the layers, a batch with rows of different length, and images for each row.
+Each case draws sizes, head layout, epsilon, places of the layers, a batch with rows of different length, and images
+for each row.
 """
 
 import random
@@ -85,7 +86,9 @@ def random_text(draw, counts, marker, length=9):
 @torch.no_grad()
 @pytest.mark.parametrize("seed", CASES)
 def test_mllama(seed):
-    """Sizes, epsilons, head layouts or places that the importer takes for others; tiles, padding or a row that leak into another."""
+    """Sizes, epsilons, head layouts or places that the importer takes for others; tiles, padding or a row that leak
+    into another.
+    """
     draw = random.Random(seed)
     theirs = random_mllama(draw, seed)
     ours = import_checkpoint(theirs)

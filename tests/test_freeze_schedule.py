@@ -66,7 +66,9 @@ def test_a_run_goes_on_from_a_checkpoint(killed, tmp_path):
 
 
 def test_with_groups(tmp_path):
-    """An optimizer made before the schedule, which misses what thaws later: it would never train, and nobody is told."""
+    """An optimizer made before the schedule, which misses what thaws later: it would never train, and
+    nobody is told.
+    """
     model = freeze(make_model(random=False))
     watch = Watch()
 

@@ -29,7 +29,9 @@ def test_each_part_on_its_own(part):
 
 
 def test_names():
-    """A pattern that the parts overrule, an order that does not count, a tied weight that only its first name reaches."""
+    """A pattern that the parts overrule, an order that does not count, a tied weight that only its
+    first name reaches.
+    """
     names = {"*.layers.2.*": False, "*.layers.2.mlp.*": True, "*cross_attention_block.mlp.*": True}
     found = learning(freeze(make_model(), names=names))
     assert any(".layers.2.self_attn." in name for name in found) and not any(".layers.2.mlp." in name for name in found)
@@ -79,7 +81,9 @@ def make_text_of(config):
 
 
 def test_dropout_of_a_frozen_text_model_is_off():
-    """A frozen base whose hidden states are noise in training; a block's neighbours that stay in evaluation mode once thawed."""
+    """A frozen base whose hidden states are noise in training; a block's neighbours that stay in evaluation mode once
+    thawed.
+    """
     model, states = freeze(with_dropout()).train(), torch.randn(2, 5, 32)
     assert model.training and all(block.training for block in model.blocks)
     first, second = (model(IDS, cross_attention_states=states, labels=IDS).loss for _ in range(2))

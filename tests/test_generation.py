@@ -258,7 +258,9 @@ def test_callers_cache(name, method):
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_three_generates_with_different_images(cache):
-    """The images of an earlier call in a later one: a cache kept on the model, or one that reports "updated" for ever."""
+    """The images of an earlier call in a later one: a cache kept on the model, or one that reports
+    "updated" for ever.
+    """
     model = make_model()
     for seed in (1, 2, 3):
         ids, images = token_ids(2, 6 + seed), pixels(2, 1 + seed % 2, seed=seed)

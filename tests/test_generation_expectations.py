@@ -1,4 +1,6 @@
-"""What transformers' generation tests ask of every model that generates, on every kind of base, with a vision tower and without."""
+"""What transformers' generation tests ask of every model that generates, on every kind of base, with a vision tower
+and without.
+"""
 
 import pytest
 import torch
@@ -56,8 +58,9 @@ def test_methods_and_caches(base, tower, method):
 
 @on_every_kind
 def test_candidates(base, tower):
-    """Candidates of the prompt or of an assistant that change the answer; a decoder with a state that takes them back; a class that
-    promises so for all decoders, which transformers' tests ask."""
+    """Candidates of the prompt or of an assistant that change the answer; a decoder with a state that takes them back;
+    a class that promises so for all decoders, which transformers' tests ask.
+    """
     model = build(base, tower)
     assert type(model)._is_stateful and model._is_stateful == (base == "hybrid")
     given = {"input_ids": token_ids(1, 4).repeat(1, 3), **images_for(tower, 1)}
@@ -100,7 +103,9 @@ def test_outputs(base, tower, method):
 
 @on_every_kind
 def test_continued(base, tower):
-    """An answer that another `generate` continues from its cache, with ids or with embeddings, and that forgets the images."""
+    """An answer that another `generate` continues from its cache, with ids or with embeddings, and that forgets the
+    images.
+    """
     model, given = build(base, tower), inputs_for(tower)
     whole = generate(model, given, do_sample=False)
     first = generate(model, given, new=2, do_sample=False, return_dict_in_generate=True)
@@ -117,7 +122,9 @@ def test_continued(base, tower):
 @on_every_kind
 @pytest.mark.parametrize("cache", CACHES)
 def test_embeddings(base, tower, cache):
-    """A prompt of embeddings whose answer differs from that to its ids, or whose images are not expanded to the beams."""
+    """A prompt of embeddings whose answer differs from that to its ids, or whose images are not expanded
+    to the beams.
+    """
     model, given = build(base, tower), inputs_for(tower)
     options = CACHES[cache]
     embeds = {**given, "inputs_embeds": model.get_input_embeddings()(given["input_ids"]).detach()}

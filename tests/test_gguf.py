@@ -1,4 +1,6 @@
-"""GGUF files as text models: the base's logits, tokenizer and chat template, and nothing left behind that hinders saving."""
+"""GGUF files as text models: the base's logits, tokenizer and chat template, and nothing left behind that hinders
+saving.
+"""
 
 import json
 import os
@@ -58,7 +60,9 @@ def theirs(folder, **load_kwargs):
     + [("path", "auto"), ("path", torch.bfloat16), ("loaded", torch.bfloat16)],
 )
 def test_fresh_logits_are_the_base_s(folder, how, dtype, monkeypatch):
-    """Weights of another dtype, of another file of the same name, or in another order; marks of a quantizer that only reads files."""
+    """Weights of another dtype, of another file of the same name, or in another order; marks of a quantizer that only
+    reads files.
+    """
     options = {} if dtype is None else {"dtype": dtype}
     base = theirs(folder, **options)
     monkeypatch.chdir(folder.parent)
@@ -106,7 +110,9 @@ def test_whole_model_is_saved_and_trains(folder, tmp_path, loaded):
 
 @pytest.mark.parametrize("how", ["path", "keyword", "loaded", "bfloat16"])
 def test_adapter_only_on_a_gguf_base(folder, tmp_path, how):
-    """A folder that looks for safetensors beside the GGUF file; weights that are unpacked into another dtype; a copy of the base."""
+    """A folder that looks for safetensors beside the GGUF file; weights that are unpacked into another dtype; a copy
+    of the base.
+    """
     model = {
         "path": lambda: retrofit(folder / "tiny.gguf", every=2),
         "keyword": lambda: retrofit(folder, every=2, gguf_file="tiny.gguf"),
@@ -128,7 +134,9 @@ def test_adapter_only_on_a_gguf_base(folder, tmp_path, how):
 
 
 def test_adapter_only_on_a_gguf_base_that_moved(folder, tmp_path, caplog):
-    """An error about safetensors; a base that is another and not worth a word; a base whose file is gone and not named."""
+    """An error about safetensors; a base that is another and not worth a word; a base whose file is gone and not
+    named.
+    """
     shutil.copy(folder / "tiny.gguf", tmp_path / "here.gguf")
     model = randomize(retrofit(tmp_path / "here.gguf", every=2))
     model.save_pretrained(tmp_path / "added", adapter_only=True)
@@ -238,7 +246,9 @@ def test_import_onto_a_gguf_file(folder, tmp_path, capsys):
 
 
 def test_files_that_are_none(folder, tmp_path, monkeypatch):
-    """Advice about Hub ids for a path; a stack trace out of `struct`; weights that stay random; a file that is silently not read."""
+    """Advice about Hub ids for a path; a stack trace out of `struct`; weights that stay random; a file that is
+    silently not read.
+    """
     whole = (folder / "tiny.gguf").read_bytes()
     broken = {
         "none.gguf": (b"PK\x03\x04" + whole[4:], "starts with b'PK"),
@@ -287,6 +297,8 @@ def test_files_with_a_part_of_a_model(tmp_path):
 
 
 def test_packed_on_request(folder):
-    """A `quantization_config` that is overruled. Without kernels transformers unpacks what it was told to keep packed."""
+    """A `quantization_config` that is overruled. Without kernels transformers unpacks what it was told
+    to keep packed.
+    """
     assert torch.equal(logits(retrofit(folder / "tiny.gguf", quantization_config=GgufConfig())), logits(theirs(folder)))
     assert hf_xattn.retrofit is retrofit

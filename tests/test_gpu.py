@@ -30,7 +30,9 @@ def test_caches_give_the_same_tokens(name, cache):
 
 
 def test_image_store():
-    """Keys and values that stay on the host, are counted without their storage, or come back on a device that the model has left."""
+    """Keys and values that stay on the host, are counted without their storage, or come back on a device that the
+    model has left.
+    """
     model, ids, images = make_model(), token_ids(), pixels(2, 2)
     model.enable_image_store()
     model.generate(ids, pixel_values=images, **OPTIONS)

@@ -1,4 +1,6 @@
-"""Checkpoints of added weights, adapters of PEFT and files of importers that a stranger may bring. See `test_hostile_checkpoints.py`."""
+"""Checkpoints of added weights, adapters of PEFT and files of importers that a stranger may bring. See
+`test_hostile_checkpoints.py`.
+"""
 
 import json
 import os

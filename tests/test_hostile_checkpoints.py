@@ -1,4 +1,6 @@
-"""Checkpoints of strangers and of bad disks: refused with an error of this package, or the model that was saved, and nothing else."""
+"""Checkpoints of strangers and of bad disks: refused with an error of this package, or the model that was saved, and
+nothing else.
+"""
 
 import shutil
 import subprocess

@@ -45,7 +45,9 @@ def shards(digest, tensors, metadata):
 
 
 def test_folders_of_features(tmp_path, tmp_path_factory):
-    """Features of another shape or of no number that a model learns from, or an error from inside of safetensors or torch."""
+    """Features of another shape or of no number that a model learns from, or an error from inside of safetensors or
+    torch.
+    """
     model, data, features = save_features(tmp_path_factory.mktemp("features"))
     ours, processor = AutoModelForImageTextToText.from_pretrained(model), AutoProcessor.from_pretrained(model)
     pictures = [data / name for name in ("red.png", "again.png")]

@@ -1,4 +1,6 @@
-"""GGUF files of strangers and of bad disks as text models: refused with an error of this package, or the weights of the file."""
+"""GGUF files of strangers and of bad disks as text models: refused with an error of this package, or the weights of
+the file.
+"""
 
 import random
 import struct
@@ -86,7 +88,9 @@ def truncated(data):
 
 
 def flipped(data):
-    """Bits of the counts, of the list of tensors, and of settings that hold sizes. Others cannot be told: there is no checksum."""
+    """Bits of the counts, of the list of tensors, and of settings that hold sizes. Others cannot be told: there is no
+    checksum.
+    """
     generator = random.Random(2)
     table = place(data, "output_norm.weight") - 60
     for at in [*range(4, 24), *generator.sample(range(table, place(data, "blk.0.ffn_norm.weight") + 20), 12)]:
@@ -108,7 +112,9 @@ def refused(path, weights):
 
 @pytest.mark.parametrize("group", [written, truncated, flipped], ids=lambda group: group.__name__)
 def test_files_are_refused_or_the_same(group, whole, tmp_path):
-    """A file that gives other weights than it holds, an error from inside of numpy or torch, or random weights in a loaded model."""
+    """A file that gives other weights than it holds, an error from inside of numpy or torch, or random weights in a
+    loaded model.
+    """
     path = tmp_path / "tiny.gguf"
     path.write_bytes(whole)
     weights = {name: tensor.clone() for name, tensor in retrofit(path, every=1).state_dict().items()}

@@ -247,7 +247,9 @@ def test_downloads_have_an_end(path, server):
 
 
 def test_private_addresses(server, monkeypatch):
-    """A server that fetches for its clients what only it can reach, by a number, a name, or a name that changes its address."""
+    """A server that fetches for its clients what only it can reach, by a number, a name, or a name that changes its
+    address.
+    """
     port = server
     refused = "of this machine or of a private network"
     for host in (
@@ -293,9 +295,9 @@ def test_redirects_are_checked(server, monkeypatch):
 @pytest.mark.parametrize(
     ("address", "public"),
     [
-        ("8.8.8.8", True), ("2606:4700::1111", True), ("127.0.0.1", False), ("10.1.2.3", False), ("172.16.0.1", False), ("192.168.1.1", False),
-        ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("255.255.255.255", False), ("::1", False),
-        ("fe80::1", False), ("fc00::1", False), ("::ffff:10.0.0.1", False), ("::ffff:8.8.8.8", True), ("64:ff9b::a00:1", False),
+        ("8.8.8.8", True), ("2606:4700::1111", True), ("127.0.0.1", False), ("10.1.2.3", False), ("172.16.0.1", False), ("192.168.1.1", False),  # noqa: E501
+        ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("255.255.255.255", False), ("::1", False),  # noqa: E501
+        ("fe80::1", False), ("fc00::1", False), ("::ffff:10.0.0.1", False), ("::ffff:8.8.8.8", True), ("64:ff9b::a00:1", False),  # noqa: E501
         ("2002:7f00:1::", False),
     ],
 )  # fmt: skip

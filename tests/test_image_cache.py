@@ -125,7 +125,9 @@ def test_a_file_with_null_keys(tmp_path):
 
 
 def test_images_of_a_forward(tmp_path):
-    """Images that a forward has put into its cache, and that cannot be saved because nobody wrote down who encoded them."""
+    """Images that a forward has put into its cache, and that cannot be saved because nobody wrote down who encoded
+    them.
+    """
     model, ids = make_model(), token_ids()
     cache = model(ids, pixel_values=pixels()).past_key_values
     assert cache.cross_attention_cache.made_by is None

@@ -27,8 +27,10 @@ def clip(**config) -> XAttnForConditionalGeneration:
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["model", "body"])
 def test_contract(part):
-    """A bare tensor where transformers expects an output, features of another kind than the forward's, or the tower's pooled token in
-    their place; an axis of images where the pixels have none: transformers expects two axes for each sample of those."""
+    """A bare tensor where transformers expects an output, features of another kind than the forward's, or the tower's
+    pooled token in their place; an axis of images where the pixels have none: transformers expects two axes for each
+    sample of those.
+    """
     whole, ids, images = make_model(), token_ids(), pixels(2, 3)
     model = whole if part == "model" else whole.model
     outputs = model.get_image_features(images)
@@ -82,7 +84,8 @@ def test_tiled_tower():
     expected = theirs.model.vision_model(**given, **asks)
     assert outputs.last_hidden_state.shape[:3] == (2, 2, TILES)
     assert torch.allclose(outputs.last_hidden_state, expected.last_hidden_state, atol=1e-5)
-    # transformers' own tower returns empty tuples here. Three local layers and a global one, over all tiles of an image.
+    # transformers' own tower returns empty tuples here. Three local layers and a global one, over all tiles of an
+    # image.
     assert [len(each) for each in (outputs.hidden_states, outputs.attentions)] == [5, 4]
     tokens = outputs.hidden_states[0].shape[1]
     assert all(each.shape == (4, tokens, 16) for each in outputs.hidden_states)

@@ -1,4 +1,6 @@
-"""`image_rows`: text rows that share an image row in training, in any number and order, against the image repeated for each of them."""
+"""`image_rows`: text rows that share an image row in training, in any number and order, against the image repeated for
+each of them.
+"""
 
 import functools
 
@@ -67,7 +69,9 @@ def images_of(index, masks=""):
 @pytest.mark.parametrize("rule", ["all", "previous", "latest_group"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradients_are_those_of_repeated_images(order, rule, masks):
-    """A text row that looks at another row's images, or with another row's mask; a gradient that is lost or counted twice."""
+    """A text row that looks at another row's images, or with another row's mask; a gradient that is lost or counted
+    twice.
+    """
     model, index = shared_model(rule=rule), ORDERS[order]
     shared, every = images_of(index, masks)
     text = text_of(len(index), rule)
@@ -176,7 +180,9 @@ def test_ddp(tmp_path):
 
 
 def test_data_parallel_is_refused():
-    """One image for four questions on two GPUs of one process: `DataParallel` drops two of the questions without a word."""
+    """One image for four questions on two GPUs of one process: `DataParallel` drops two of the questions without a
+    word.
+    """
     model, text = make_model(), token_ids(4)
     shared = {"pixel_values": pixels(1), "image_rows": torch.zeros(4, dtype=torch.long)}
     assert model.model._replicate_for_data_parallel()._is_replica, "torch's mark of a replica"

@@ -13,7 +13,9 @@ from hf_xattn.importers import import_checkpoint
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("batch,num_images", [(1, 1), (2, 3)])
 def test_second_question_runs_no_encoder(kind, batch, num_images):
-    """A picture encoded again for every question; other answers than without a store, or from a store than from the tower."""
+    """A picture encoded again for every question; other answers than without a store, or from a store than from the
+    tower.
+    """
     model, ids, images = make_model(**MODELS[kind]), token_ids(batch), pixels(batch, num_images)
     expected, other = asked(model, ids, pixel_values=images), asked(model, ids + 1, pixel_values=images)
     with_store(model)
@@ -49,7 +51,9 @@ def test_chat_sends_every_image_again(rule, kept):
 @pytest.mark.parametrize("rule", ["all", "latest"])
 @pytest.mark.parametrize("kind", ["plain", "quiet"])
 def test_rows_are_put_together(rule, kind):
-    """Hits and misses of a batch in each other's places, an image that comes twice encoded twice, padding images stored or seen."""
+    """Hits and misses of a batch in each other's places, an image that comes twice encoded twice, padding images
+    stored or seen.
+    """
     model = marked(rule, **MODELS[kind])
     a, b, c, d = pixels(4, 1).unbind(0)
     batch = torch.stack([torch.cat([a, b, a]), torch.cat([c, b, d]), torch.cat([b, d, c])])
@@ -169,7 +173,9 @@ def test_ways_to_decode(how):
 
 @torch.no_grad()
 def test_encode_images_and_forks():
-    """`encode_images` that encodes again, or gives other caches; a caller's cache that the store and it write into together."""
+    """`encode_images` that encodes again, or gives other caches; a caller's cache that the store and it write into
+    together.
+    """
     model, plain, ids = with_store(make_model()), make_model(), token_ids(2)
     images = pixels(2, 3)
     encoded, expected = (served.encode_images(pixel_values=images[:, :2]) for served in (model, plain))

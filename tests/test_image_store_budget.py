@@ -31,7 +31,9 @@ def storages_of(store):
 
 @pytest.mark.parametrize("kind", ["plain", "quiet", "qk_norm"])
 def test_budget_is_never_passed(kind):
-    """A budget passed for a moment, views that keep a whole batch alive, or the image that was just asked for dropped first."""
+    """A budget passed for a moment, views that keep a whole batch alive, or the image that was just asked for dropped
+    first.
+    """
     model, ids = make_model(**MODELS[kind]), token_ids(4)
     with_store(model, 10**9)
     generate(model, ids, pixel_values=pixels(4, 1))
@@ -120,7 +122,9 @@ def test_enable_twice_disable_and_clear():
 
 
 def test_copies_are_empty(tmp_path):
-    """A copy that shares images with a model that is trained on, a lock that cannot be pickled, or images in a checkpoint."""
+    """A copy that shares images with a model that is trained on, a lock that cannot be pickled, or images in a
+    checkpoint.
+    """
     model, ids, images = with_store(make_model(), 10**6), token_ids(), pixels()
     expected = asked(model, ids, pixel_values=images)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

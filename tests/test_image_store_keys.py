@@ -96,7 +96,9 @@ def test_a_changed_weight_drops_all_images(how):
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["numpy", "hook"])
 def test_clear_after_a_change_that_goes_unnoticed(how):
-    """Images of before that outlive `clear`, which documents name for a write through a NumPy view and a hook on the connector."""
+    """Images of before that outlive `clear`, which documents name for a write through a NumPy view and a hook on the
+    connector.
+    """
     model, ids, images = with_store(make_model()), token_ids(), pixels()
     asked(model, ids, pixel_values=images)
     if how == "hook":
@@ -204,7 +206,9 @@ def test_other_devices_are_other_makers():
 
 
 def test_moved_model_drops_all_images(monkeypatch):
-    """A model on another GPU that gets keys and values of the first. There is no second device here, so its name is made up."""
+    """A model on another GPU that gets keys and values of the first. There is no second device here, so its name is
+    made up.
+    """
     from hf_xattn import images_xattn
 
     model, ids, images = with_store(make_model()), token_ids(), pixels()

@@ -79,8 +79,9 @@ def test_open_flamingo_block():
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["published", "whole"])
 def test_open_flamingo_model(layout, tmp_path):
-    """Blocks in front of the wrong layers, a class token that the resampler should not see, text that sees the wrong image,
-    embeddings that were trained and are left behind."""
+    """Blocks in front of the wrong layers, a class token that the resampler should not see, text that sees the wrong
+    image, embeddings that were trained and are left behind.
+    """
     state = flamingo_checkpoint(layout)
     base = make_text()
     if layout == "whole":  # holds all weights of the layers

@@ -118,7 +118,9 @@ def test_the_model_has_the_name_of_its_folder(tmp_path):
     reason="the memory of a process is in /proc/self/status, which only Linux has",
 )
 def test_memory_of_one_file(tmp_path):
-    """A conversion that holds more than one file of weights at a time, so that large checkpoints need large machines."""
+    """A conversion that holds more than one file of weights at a time, so that large checkpoints
+    need large machines.
+    """
     text = {"vocab_size": VOCAB, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 9}
     make_mllama(**text, cross_attention_layers=[3, 6]).save_pretrained(tmp_path / "theirs", max_shard_size="30MB")
     sizes = [file.stat().st_size for file in (tmp_path / "theirs").glob("*.safetensors")]

@@ -204,7 +204,9 @@ NEIGHBOURS = {
 @torch.no_grad()
 @pytest.mark.parametrize("neighbours", NEIGHBOURS)
 def test_neighbouring_cross_attention_layers(neighbours, tmp_path):
-    """A cross-attention layer that is dropped, runs before its neighbour, or takes the weights or the keys of its neighbour."""
+    """A cross-attention layer that is dropped, runs before its neighbour, or takes the weights or the keys of its
+    neighbour.
+    """
     count, cross, places = NEIGHBOURS[neighbours]
     theirs = make_mllama(num_hidden_layers=count, cross_attention_layers=cross)
     theirs.save_pretrained(tmp_path / "theirs")

@@ -1,4 +1,6 @@
-"""Blocks in a decoder's own layers: the decoder stays what it was, and whatever handles its layers handles the blocks."""
+"""Blocks in a decoder's own layers: the decoder stays what it was, and whatever handles its layers
+handles the blocks.
+"""
 
 import copy
 import gc
@@ -30,7 +32,9 @@ def _answer_in_child(path, queue):
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
 def test_base_names_and_weights_stay(name):
-    """Renamed, re-initialised or doubled base parameters: adapters, quantisers and checkpoints look for the old names."""
+    """Renamed, re-initialised or doubled base parameters: adapters, quantisers and checkpoints look for
+    the old names.
+    """
     base = {key: value.clone() for key, value in make_text(name).named_parameters(remove_duplicate=False)}
     model = make_model(name)
     after = dict(model.model.text_model.named_parameters(remove_duplicate=False))
@@ -80,7 +84,9 @@ def test_keyword_stops_at_the_layer(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_copies_answer_the_same(name, tmp_path):
-    """A layer class made at run time that pickle, deepcopy or `torch.save` cannot restore, or restores without a block."""
+    """A layer class made at run time that pickle, deepcopy or `torch.save` cannot restore, or restores without a
+    block.
+    """
     model, ids, images = make_model(name), token_ids(), pixels()
     expected = model(ids, pixel_values=images).logits
     torch.save(model, tmp_path / "model.pt")
@@ -202,7 +208,9 @@ def test_block_takes_device_and_dtype_of_its_layer():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_blocks_are_made_in_half_precision(dtype):
-    """A float32 copy of each new weight, which doubles the memory that a retrofit needs; weights of another scale than in float32."""
+    """A float32 copy of each new weight, which doubles the memory that a retrofit needs; weights of another scale than
+    in float32.
+    """
     blocks = {}
     for each in (torch.float32, dtype):
         text = make_text(dtype=each)

@@ -1,4 +1,6 @@
-"""Image caches in int8: the numbers, and the layer that reads them. References round by hand, or know nothing of int8."""
+"""Image caches in int8: the numbers, and the layer that reads them. References round by hand, or know
+nothing of int8.
+"""
 
 import itertools
 
@@ -71,7 +73,9 @@ FIELDS = {
 
 
 def answer(layer, hidden, pairs, mask=None, repeats=1, output_attentions=False):
-    """The layer's answer for keys and values of a cache. `mask` is for a row of text; each image row has `repeats` of them."""
+    """The layer's answer for keys and values of a cache. `mask` is for a row of text; each image row has `repeats` of
+    them.
+    """
     cache = CrossCache()
     cache.fill(ImageLayout.of((pairs[0].shape[2] - layer.quiet_softmax,), hidden.device), [pairs])
     folded = EVERYTHING
@@ -97,7 +101,9 @@ def answer(layer, hidden, pairs, mask=None, repeats=1, output_attentions=False):
 @pytest.mark.parametrize("way", ["attend", "dequantised"])
 @pytest.mark.parametrize("fields", FIELDS)
 def test_layer_equals_one_that_reads_rounded_floats(fields, way, monkeypatch):
-    """A scale at the wrong token, head or side of a product; masked tokens, null keys and biases that the products in int8 forget."""
+    """A scale at the wrong token, head or side of a product; masked tokens, null keys and biases that the products in
+    int8 forget.
+    """
     monkeypatch.setattr("hf_xattn.layers.kernels.multiplies_few", lambda query: way == "attend")
     for implementation, repeats, text_len, wants in itertools.product(
         ("sdpa", "eager"), (1, 2), (1, TEXT_LEN), (None, True)
@@ -165,7 +171,9 @@ def test_conversion_in_parts(monkeypatch):
 
 @torch.no_grad()
 def test_which_calls_multiply_in_int8(monkeypatch):
-    """Kernels that a user chose and that are not asked; scores of a long text that take more memory than keys and values."""
+    """Kernels that a user chose and that are not asked; scores of a long text that take more memory than keys and
+    values.
+    """
     calls, kernels = [], []
     monkeypatch.setattr("hf_xattn.layers.kernels.attend", lambda *args: calls.append(1) or int8_cache.attend(*args))
     hidden, states = inputs()

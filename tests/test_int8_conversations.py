@@ -1,4 +1,6 @@
-"""Image caches in int8 in every flow. The reference is a model that rounds its projections by hand and knows nothing of int8."""
+"""Image caches in int8 in every flow. The reference is a model that rounds its projections by hand and knows nothing
+of int8.
+"""
 
 import copy
 import pickle
@@ -30,7 +32,9 @@ def all_in_int8(cache):
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()
 def test_answers_of_every_kind_of_model(kind):
-    """A null key with a scale, queries folded beside the wrong scales, a tower or projection that runs for a question."""
+    """A null key with a scale, queries folded beside the wrong scales, a tower or projection that runs
+    for a question.
+    """
     model, reference = both(**MODELS[kind])
     ids, images = token_ids(2), pixels(2, 2)
     cache = encoded(model, images)
@@ -75,7 +79,9 @@ def test_ways_to_decode(way):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_images_in_later_turns(rule):
-    """Cached images that are rounded again with each new one, new ones in another dtype, an image in the place of another."""
+    """Cached images that are rounded again with each new one, new ones in another dtype, an image in the place of
+    another.
+    """
     model, reference = both(marked, rule=rule)
     turns = [pixels(2, 1, seed=seed) for seed in range(3)]
     text = torch.tensor([[MARKER, 7, 8], [5, MARKER, 9]])

@@ -25,7 +25,9 @@ def stored(model, **kwargs):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("batch, num_images", [(1, 1), (2, 3)])
 def test_the_first_answer_is_the_second(kind, batch, num_images):
-    """A first answer from keys and values that are not rounded; a picture that is encoded again; floats in the store."""
+    """A first answer from keys and values that are not rounded; a picture that is encoded again; floats
+    in the store.
+    """
     model, reference = both(**MODELS[kind])
     ids, images = token_ids(batch), pixels(batch, num_images)
     expected = asked(reference, ids, pixel_values=images)

@@ -62,7 +62,9 @@ def reset_if_broken(cache, kind):
 @pytest.mark.parametrize("store", [False, True], ids=["", "store"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_ctrl_c_in_generate(kind, store, times):
-    """A model that answers otherwise after an interrupt; a cache with half a forward pass in it, or with half an image."""
+    """A model that answers otherwise after an interrupt; a cache with half a forward pass in it, or with half an
+    image.
+    """
     model, ids, images = make_model(), token_ids(2, 9), pixels(2, 1)
     expected = generate(model, ids, pixel_values=images)
     if store:

@@ -124,8 +124,9 @@ def test_a_mask_does_not_show_padding(form, rule):
 @pytest.mark.parametrize("rule", ["previous", "latest", "latest_group"])
 @pytest.mark.parametrize("kind", ["pixels", "states"])
 def test_padding_that_comes_again_without_a_word(kind, rule):
-    """A padding image of the cache that becomes a real one because a later call leaves `image_mask` out, and takes the marker of a new
-    image; one that is named real and has no new place."""
+    """A padding image of the cache that becomes a real one because a later call leaves `image_mask` out, and takes the
+    marker of a new image; one that is named real and has no new place.
+    """
     model, ids, (a, b, c) = marked(rule), token_ids(2, 12), images_cases()
     ids[:, 8] = MARKER
 

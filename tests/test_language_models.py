@@ -24,7 +24,9 @@ def logits(model):
 
 
 def test_gguf_becomes_a_folder(tmp_path):
-    """Weights of another dtype or in blocks, a quantizer's mark in the configuration, a tokenizer without chat template."""
+    """Weights of another dtype or in blocks, a quantizer's mark in the configuration, a tokenizer without chat
+    template.
+    """
     file = write_gguf(tmp_path / "tiny.gguf")
     text = language_model(file, tmp_path / "out")
     assert text == tmp_path / "out" / "text"
@@ -49,7 +51,9 @@ def test_gguf_becomes_a_folder(tmp_path):
 
 
 def test_folder_is_converted_once(tmp_path, monkeypatch):
-    """Twenty seconds of loading for nothing; weights of another model under the same name; a folder that was changed or half written."""
+    """Twenty seconds of loading for nothing; weights of another model under the same name; a folder that was changed
+    or half written.
+    """
     file, out = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
     loads = []
     monkeypatch.setattr(language_models, "load_text", lambda *a, **k: loads.append(1) or load_text(*a, **k))

@@ -72,7 +72,9 @@ def names(folder):
 
 
 def test_two_processes_are_one_run(desk, tmp_path, capsys):
-    """Two runs side by side that write over each other; rows that both see; a mean of means; everything printed twice."""
+    """Two runs side by side that write over each other; rows that both see; a mean of means;
+    everything printed twice.
+    """
     done = launched(desk, tmp_path / "two", TWO, "--batch-size", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     status, printed, error = run_training(capsys, *command(desk, tmp_path / "one", "--batch-size", "2"))
@@ -136,9 +138,9 @@ def test_two_killed_processes_go_on(desk, tmp_path):
     options = ["--batch-size", "1"]
     done = launched(desk, tmp_path / "whole", TWO, *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    kill = "import builtins, os, signal, torch\nfrom transformers import Trainer\nwhole, count = Trainer.training_step, iter(range(9))\n"
+    kill = "import builtins, os, signal, torch\nfrom transformers import Trainer\nwhole, count = Trainer.training_step, iter(range(9))\n"  # noqa: E501
     kill += "def step(self, *given, **named):\n    if next(count) == 5 and os.environ['RANK'] == '1':\n"
-    kill += "        os.kill(os.getpid(), signal.SIGKILL)\n    return whole(self, *given, **named)\nTrainer.training_step = step\n"
+    kill += "        os.kill(os.getpid(), signal.SIGKILL)\n    return whole(self, *given, **named)\nTrainer.training_step = step\n"  # noqa: E501
     (tmp_path / "killing.py").write_text(kill + "from hf_xattn.commands.main import main\nraise SystemExit(main())\n")
     script = [*LAUNCH, *TWO, str(tmp_path / "killing.py"), "train", *command(desk, tmp_path / "killed", *options)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

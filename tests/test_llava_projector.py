@@ -1,4 +1,6 @@
-"""The peer of the demo over a language model: transformers' Llava on the same rows, with the same features and prompts."""
+"""The peer of the demo over a language model: transformers' Llava on the same rows, with the same features and
+prompts.
+"""
 
 import json
 
@@ -46,7 +48,9 @@ def test_text_alone_is_the_base(parts):
 
 
 def test_the_projector_reads_what_the_blocks_read(parts):
-    """Features in front of the tower's last norm, or without the class token: the tower was trained on the ones behind it."""
+    """Features in front of the tower's last norm, or without the class token: the tower was trained on the ones behind
+    it.
+    """
     llava, _, _, pool = parts
     pixel_values = to_pixel_values(pool.canvas(np.random.default_rng(0)))
     with torch.no_grad():
@@ -77,7 +81,9 @@ def test_inputs_are_those_of_llavas_own_processor(parts):
 
 
 def test_training_gives_the_loss_of_the_whole_model(parts):
-    """Positions, masks, labels or a beginning that are not those of the whole model, which would train the peer badly."""
+    """Positions, masks, labels or a beginning that are not those of the whole model, which would train
+    the peer badly.
+    """
     llava, _, processor, pool = parts
     rng = np.random.default_rng(1)
     questions = [ask(kind, pool, rng) for kind in ("read", "is there", "how many")]

@@ -17,7 +17,9 @@ KINDS = ("plain", "static", "beams", "no cache", "assisted", "own cache", "encod
 
 
 def one_call(model, kind, number):
-    """A generate with images and a prompt of its own. Returns weak references to what it was given and to what it made."""
+    """A generate with images and a prompt of its own. Returns weak references to what it was given and to what it
+    made.
+    """
     rng = random.Random(number)
     rows, length = rng.randint(1, 3), rng.randint(2, 12)
     count = rng.randint(2, 3) if kind == "several images" else 1
@@ -84,7 +86,8 @@ def test_memory_of_2000_generates():
             one_call(model, KINDS[index % len(KINDS)], index)
         measured.append((*tensors_alive(), resident()))
         print(
-            f"{(part + 1) * 200} generates: {measured[-1][0]} tensors, {measured[-1][1]:,} bytes, RSS {measured[-1][2]:,}"
+            f"{(part + 1) * 200} generates: {measured[-1][0]} tensors, {measured[-1][1]:,} bytes, RSS "
+            f"{measured[-1][2]:,}"
         )
     counts, sizes, memory = zip(*measured)
     assert max(counts[2:]) <= max(counts[:2]) + 32 and max(sizes[2:]) <= max(sizes[:2]) + 100_000

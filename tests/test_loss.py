@@ -68,7 +68,9 @@ def train(model, data, folder, collate=None, **options):
 @pytest.mark.parametrize("smoothing", [0.0, 1e-9])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_gradient_accumulation(tmp_path, steps, smoothing):
-    """A sum that is divided by the number of all labels, markers among them; a mean of means; labels that are not shifted."""
+    """A sum that is divided by the number of all labels, markers among them; a mean of means; labels that are not
+    shifted.
+    """
     data = Marked()
     twin = freeze_base(make_model(image_token_id=MARKER))
     expected = mean_by_hand(twin, data, range(steps))
@@ -87,7 +89,9 @@ def test_gradient_accumulation(tmp_path, steps, smoothing):
 
 
 def test_markers_that_trainer_counts(tmp_path):
-    """A collator that leaves markers in the labels: a loss that is too small without a word, in training or evaluation."""
+    """A collator that leaves markers in the labels: a loss that is too small without a word, in training or
+    evaluation.
+    """
     data, model = Marked(), freeze_base(make_model(image_token_id=MARKER))
     expected = mean_by_hand(model, data, [0]).item()
     trainer, found = train(model, data, tmp_path)
@@ -125,7 +129,9 @@ def shifted(labels):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_argument_of_the_loss(options):
-    """`shift_labels` with markers in them, or that the loss over added rows does not look at; a number of items that is lost."""
+    """`shift_labels` with markers in them, or that the loss over added rows does not look at; a number of items that
+    is lost.
+    """
     model = make_model(**{"image_token_id": MARKER} | options)
     marker, ids = model.config.image_token_id, token_ids(2, 8)
     ids[:, 2:4] = marker
@@ -211,7 +217,9 @@ def test_compiled_losses_refuse_markers_too():
 
 
 def test_processes_count_together(monkeypatch):
-    """The average number of labels of several processes, which happens to be the number of this one's, markers included."""
+    """The average number of labels of several processes, which happens to be the number of this one's, markers
+    included.
+    """
     monkeypatch.setattr("hf_xattn.learning.loss.is_distributed", lambda: True)
     model, batch = make_model(image_token_id=MARKER), Marked().batch(0)
     items = batch["labels"][:, 1:].ne(-100).sum()

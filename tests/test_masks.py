@@ -11,7 +11,9 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 @pytest.mark.parametrize("given", ["all", "new", "none"])
 @pytest.mark.parametrize("mask_of", ["whole", "new"])
 def test_mask_over_the_chat_with_a_kept_cache(form, given, mask_of):
-    """A mask over the whole chat laid over the new tokens only, or one for the new tokens shifted by the cached ones."""
+    """A mask over the whole chat laid over the new tokens only, or one for the new tokens shifted by
+    the cached ones.
+    """
     model, images = marked("latest"), pixels(2, 2 if given == "none" else 3)
     ids = token_ids(2, 8)
     ids[:, 1] = ids[:, 4] = MARKER
@@ -63,7 +65,9 @@ def test_mask_that_contradicts_what_cached_text_has_seen():
 
 
 def test_mask_over_the_chat_beside_a_static_cache():
-    """A static cache cannot tell what its text has seen: a mask over all of it is refused, one for the new text acts."""
+    """A static cache cannot tell what its text has seen: a mask over all of it is refused, one for the
+    new text acts.
+    """
     model, images, ids = make_model(), pixels(), token_ids(2, 6)
     cache = EncoderDecoderCache(StaticCache(config=model.config.text_config, max_cache_len=64), DynamicCache())
     first = generate(model, ids, pixel_values=images, past_key_values=cache, return_dict_in_generate=True)
@@ -172,7 +176,9 @@ def test_mask_over_new_images_leaves_the_others_to_the_rule(rule):
 @torch.no_grad()
 @pytest.mark.parametrize("rule", ["previous", "latest"])
 def test_markers_count_again_after_a_mask(rule):
-    """Text that keeps a mask's last row although an image marker came since; markers that the mask's text held, forgotten."""
+    """Text that keeps a mask's last row although an image marker came since; markers that the mask's text held,
+    forgotten.
+    """
     model, images = marked(rule), pixels(1, 3)
     ids = token_ids(1, 12)
     ids[0, 2] = ids[0, 7] = ids[0, 10] = MARKER

@@ -94,7 +94,9 @@ def test_code_for_features(template, tmp_path, capsys):
 
 
 def test_folders_are_no_repositories(bases):
-    """A path of somebody's machine on the Hub; a folder `out/base` that the card takes for the Hub's, from elsewhere too."""
+    """A path of somebody's machine on the Hub; a folder `out/base` that the card takes for the Hub's, from elsewhere
+    too.
+    """
     for text in ("out/base", bases / "out" / "base", AutoModelForCausalLM.from_pretrained("out/base")):
         retrofit(text, "tower", every=2).save_pretrained(bases / "model")
         front, card = card_of(bases / "model")
@@ -228,7 +230,7 @@ def test_uploads_carry_the_card(tmp_path, monkeypatch):
         uploaded.update({path.name: path.read_text() for path in Path(working_dir).glob("*.py")})
 
     def blank(repo_id, tags=None, token=None):
-        described = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been automatically generated."
+        described = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been automatically generated."  # noqa: E501
         return ModelCard(f"---\nlibrary_name: transformers\n---\n# Model Card\n{described}\n")
 
     monkeypatch.setattr(hub, "hf_api", Api)

@@ -34,7 +34,9 @@ def states(batch=2, num_tokens=5, width=32, seed=5):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
 def test_fresh_model_is_the_base(name, dtype):
-    """A retrofit that changes the text model: lost causal mask, another kernel, rounding on the way, noise in zero weights."""
+    """A retrofit that changes the text model: lost causal mask, another kernel, rounding on the way, noise in zero
+    weights.
+    """
     ids = token_ids()
     padding = torch.ones_like(ids)
     padding[0, :2] = 0
@@ -93,7 +95,9 @@ def test_images_matter_and_stay_in_their_row(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
 def test_row_without_image_is_the_base(name, dtype):
-    """A text-only row of a mixed batch that is changed by the attention branch or by the MLP branch (Mllama, Idefics)."""
+    """A text-only row of a mixed batch that is changed by the attention branch or by the MLP
+    branch (Mllama, Idefics).
+    """
     ids = token_ids(3)
     base = make_text(name, dtype)(ids, output_hidden_states=True)
     model = make_model(name, dtype=dtype)

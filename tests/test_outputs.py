@@ -17,8 +17,9 @@ CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "uncached
 
 @torch.no_grad()
 def test_config_asks_for_attentions(tmp_path):
-    """`config.output_attentions=True` that gives the decoder's attentions and not the blocks', or nothing after loading; an
-    explicit argument that the configuration overrules."""
+    """`config.output_attentions=True` that gives the decoder's attentions and not the blocks', or nothing after
+    loading; an explicit argument that the configuration overrules.
+    """
     asks = {"output_attentions": True, "output_hidden_states": True}
     model, ids, images = make_model(), token_ids(), pixels()
     plain = model(ids, pixel_values=images)
@@ -111,7 +112,9 @@ def test_beams_return_cross_attentions(cache):
 @pytest.mark.parametrize("assistant", ["prompt_lookup", "text_model", "itself"])
 @torch.no_grad()
 def test_assisted_decoding_returns_cross_attentions(assistant, kernel):
-    """Weights of rejected candidates among the tokens, or fewer entries than tokens; an assistant that gets what it cannot take."""
+    """Weights of rejected candidates among the tokens, or fewer entries than tokens; an assistant that gets what it
+    cannot take.
+    """
     model, images = make_model(), pixels(1)
     model.set_attn_implementation(kernel)
     ids = token_ids(1, 4).repeat(1, 3)

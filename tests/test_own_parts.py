@@ -1,4 +1,6 @@
-"""Parts and models of a user's own class: what a saved folder cannot name is refused, before it would answer otherwise."""
+"""Parts and models of a user's own class: what a saved folder cannot name is refused, before it would answer
+otherwise.
+"""
 
 import json
 from pathlib import Path
@@ -126,7 +128,7 @@ CASES = {
     put_block: "`text_model.model.layers.3.cross_attention_block` is a .*Louder, expected a GatedCrossAttentionBlock",
     put_body: "`model` is a .*Body, expected a XAttnModel",
     take_tower: "`vision_tower` is a .*NoneType, expected a SiglipVisionModel",
-    take_block: "`text_model.model.layers.1.cross_attention_block` is a .*NoneType, expected a GatedCrossAttentionBlock",
+    take_block: "`text_model.model.layers.1.cross_attention_block` is a .*NoneType, expected a GatedCrossAttentionBlock",  # noqa: E501
     add_block: "`text_model.model.layers.0.cross_attention_block` is a .*GatedCrossAttentionBlock, expected a NoneType",
     compile_connector: r"`torch.compile` returned \(connector\)",
     compile_layer: r"`torch.compile` returned \(text_model.model.layers.0\)",

@@ -14,8 +14,8 @@ ROOT = Path(hf_xattn.__file__).parents[1]
 def test_import_is_cheap():
     """An import that pulls vision, plotting or training libraries beyond what transformers itself pulls."""
     script = (
-        "import sys, json, torch, transformers; from transformers import PreTrainedModel, GenerationMixin, ProcessorMixin;"
-        "before = set(sys.modules); import hf_xattn;"
+        "import sys, json, torch, transformers; from transformers import PreTrainedModel, GenerationMixin, "
+        "ProcessorMixin;before = set(sys.modules); import hf_xattn;"
         "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -39,7 +39,9 @@ def test_registered_with_the_auto_classes():
 
 
 def test_registered_under_the_names_that_transformers_looks_up():
-    """A class that `Trainer` takes for one whose labels are not shifted, that pipelines warn of, and that `serve` refuses."""
+    """A class that `Trainer` takes for one whose labels are not shifted, that pipelines warn of, and that `serve`
+    refuses.
+    """
     from transformers.models.auto import modeling_auto
 
     from hf_xattn.utils.architectures import causal_model_types

@@ -1,4 +1,6 @@
-"""Packed rows: several samples in one text row, whose positions start again. Each sees its own text and images, or the row is refused."""
+"""Packed rows: several samples in one text row, whose positions start again. Each sees its own text and images, or the
+row is refused.
+"""
 
 import functools
 
@@ -138,7 +140,9 @@ def test_a_mask_of_the_caller_in_place_of_markers():
 
 @pytest.mark.parametrize("how", ["no cache", "checkpointing", "beside a packed row"])
 def test_positions_that_leave_some_out(how):
-    """A sample that starts at a later position than the one before ends: transformers splits the text, and the images were joined."""
+    """A sample that starts at a later position than the one before ends: transformers splits the text, and the images
+    were joined.
+    """
     model = without_dropout(make_model(image_token_id=MARKER, image_visibility="previous").double())
     packed, unpacked, real = samples_of([[(4, [3]), (4, [1])]])
     expected = model(**unpacked, use_cache=False).logits[real]
@@ -279,7 +283,9 @@ def test_no_markers_and_no_rule():
 
 
 def test_position_bias():
-    """A bias that counts the tokens of the images of other samples, in compiled code and beside a mask of four axes, too."""
+    """A bias that counts the tokens of the images of other samples, in compiled code and beside a mask of four axes,
+    too.
+    """
     model = make_model(image_token_id=MARKER, cross_attention_config={"position_bias": True}).double()
     sees = {"attention_mask": FOUR_AXES, "cross_attention_mask": torch.ones(1, 15, 80, dtype=torch.bool)}
     for more in ({}, sees):
@@ -309,7 +315,9 @@ def placing_model(**config):
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_places_of_images(rows):
-    """An image that gets its place in the row, or a row that is refused because it has more images than a sample may have."""
+    """An image that gets its place in the row, or a row that is refused because it has more images than a sample may
+    have.
+    """
     assert_unpacked(placing_model(), ROWS[rows])
 
 
@@ -413,7 +421,9 @@ def test_what_is_not_packed():
 @pytest.mark.skipif(is_before(ARCHITECTURES["bloom"].static_since), reason="Bloom has no static cache here")
 @torch.no_grad()
 def test_a_mask_as_long_as_a_static_cache():
-    """Left padding that is taken for packed rows, because Bloom's mask goes on behind the text; in a second turn, too."""
+    """Left padding that is taken for packed rows, because Bloom's mask goes on behind the text; in a
+    second turn, too.
+    """
     model, ids = retrofitted(make_tiny("bloom")), torch.arange(4, 20).view(2, 8)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :3] = 0

@@ -75,7 +75,9 @@ PLACES = {
 @pytest.mark.parametrize("saved", [False, True], ids=["adapter", "beside_modules_to_save"])
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 def test_adapter_from_training_to_merging(where, saved, task, base, tmp_path):
-    """An adapter in the tower that nobody asked for (huggingface/peft#2615), that is lost on the way, or that merges wrongly."""
+    """An adapter in the tower that nobody asked for (huggingface/peft#2615), that is lost on the way, or that merges
+    wrongly.
+    """
     if saved and where in ("blocks", "both"):
         saved = ["connector"]  # a block that trains whole needs no adapter
     else:
@@ -297,7 +299,9 @@ def test_names_of_the_base(base, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("where", ["text", "both"])
 def test_lora_on_a_quantized_base(method, where, tmp_path):
-    """QLoRA: a base whose quantized layers are no targets, or blocks that `prepare_model_for_kbit_training` cannot handle."""
+    """QLoRA: a base whose quantized layers are no targets, or blocks that `prepare_model_for_kbit_training` cannot
+    handle.
+    """
     model = retrofit(
         folder() / "text", folder() / "vision", every=1, dtype=torch.bfloat16, quantization_config=quantization(method)
     )
@@ -342,7 +346,9 @@ def test_an_adapter_whose_base_is_quantized_while_it_loads(method, tmp_path):
 
 @pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
 def test_an_adapter_that_trains_the_tower_too_is_told_of(way, base, caplog, monkeypatch):
-    """Short names that mean layers of the vision tower as well, trained without a word; a warning where the tower was asked for."""
+    """Short names that mean layers of the vision tower as well, trained without a word; a warning where the tower was
+    asked for.
+    """
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
 
     def train_with(targets):

@@ -1,4 +1,6 @@
-"""The perceiver resampler as a connector. That it computes what it should is checked against Idefics' and OpenFlamingo's."""
+"""The perceiver resampler as a connector. That it computes what it should is checked against Idefics' and
+OpenFlamingo's.
+"""
 
 import pytest
 import torch

@@ -93,8 +93,9 @@ def test_generated_tokens(name, cache):
 
 @torch.no_grad()
 def test_padding_is_remembered():
-    """Rows of a state-space decoder, which gets no mask after its prompt, that lose their padding when they change places, or keep that
-    of another text."""
+    """Rows of a state-space decoder, which gets no mask after its prompt, that lose their padding when they change
+    places, or keep that of another text.
+    """
     model, step = biased("mamba"), torch.tensor([[7], [7]])
     given = {"pixel_values": IMAGES, "image_mask": REAL}
     _, cache = read(model, IDS, MASK, 0, **given)

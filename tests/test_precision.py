@@ -1,4 +1,6 @@
-"""Training in half precision: autocast, a gradient scaler, weights in bfloat16, and updates that rounding takes back."""
+"""Training in half precision: autocast, a gradient scaler, weights in bfloat16, and updates that
+rounding takes back.
+"""
 
 import logging
 

@@ -36,7 +36,9 @@ def norm(states: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
 
 
 def reference(block: GatedCrossAttentionBlock, text, states, visible) -> torch.Tensor:
-    """The attention's output `(text_rows, text_len, hidden_size)` in float64, one head and one text position at a time."""
+    """The attention's output `(text_rows, text_len, hidden_size)` in float64, one head and one text position at a
+    time.
+    """
     attn, config = block.attn, block.config
     text, states = text.double(), states.double()
 

@@ -51,7 +51,9 @@ def padded(case: BatchCase) -> dict[str, torch.Tensor]:
 
 
 def mask_equals_removal(case: BatchCase) -> None:
-    """Rules out an image that is hidden by a mask and still counts: in the softmax, in the rule, or in the order of the others."""
+    """Rules out an image that is hidden by a mask and still counts: in the softmax, in the rule, or in the order of
+    the others.
+    """
     if case.pictures is None:
         return
     expected = case.model(**case.text, **case.given, use_cache=False).logits
@@ -243,7 +245,9 @@ def save_and_load_is_the_identity(seed: int) -> None:
 
 
 def finite_in_finite_out(case: tuple[BatchCase, torch.dtype]) -> None:
-    """Rules out NaN in half precision, from padding, from rows without images, and from a mask that hides everything."""
+    """Rules out NaN in half precision, from padding, from rows without images, and from a mask
+    that hides everything.
+    """
     batch, dtype = case
     model = HALF.setdefault((batch.decoder, batch.rule, batch.block, dtype), None)
     if model is None:

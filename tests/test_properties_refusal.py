@@ -1,8 +1,9 @@
-"""What does not fit is refused by this package, with an error that is its own: never an IndexError, never torch's word on shapes.
+"""What does not fit is refused by this package, with an error that is its own: never an IndexError, never torch's word
+on shapes.
 
-A case starts from a call that works and damages some of its arguments: another rank, size, dtype or type, swapped axes, values out of
-range, an argument that contradicts another. The call may still work. Otherwise the error must be a `ValueError` or `TypeError`, and the
-line that raised it must stand in this package.
+A case starts from a call that works and damages some of its arguments: another rank, size, dtype or type, swapped
+axes, values out of range, an argument that contradicts another. The call may still work. Otherwise the error must be a
+`ValueError` or `TypeError`, and the line that raised it must stand in this package.
 """
 
 import random

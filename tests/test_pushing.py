@@ -1,4 +1,6 @@
-"""Uploads: what reaches the Hub loads there. The Hub alone is a stand-in: it takes commits, and its files land in a folder."""
+"""Uploads: what reaches the Hub loads there. The Hub alone is a stand-in: it takes commits, and its files land in a
+folder.
+"""
 
 import shutil
 
@@ -32,7 +34,7 @@ class Api:
 @pytest.fixture
 def uploaded(tmp_path, monkeypatch):
     def blank(repo_id, tags=None, token=None):
-        told = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been automatically generated."
+        told = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been automatically generated."  # noqa: E501
         return ModelCard(f"---\nlibrary_name: transformers\n---\n# Model Card\n{told}\n")
 
     monkeypatch.setattr(Api, "folder", tmp_path / "uploaded")

@@ -64,7 +64,9 @@ def test_a_fresh_retrofit_gives_the_logits_of_its_quantized_base(method):
 
 @ON_METHODS
 def test_a_saved_model_loads_with_equal_logits(method, tmp_path):
-    """A folder that loads quietly and computes nonsense, or not at all: the quantization stood inside `text_config` alone."""
+    """A folder that loads quietly and computes nonsense, or not at all: the quantization stood inside `text_config`
+    alone.
+    """
     loaded = XAttnForConditionalGeneration.from_pretrained(
         folder() / "model", quantization_config=quantization(method), dtype=torch.bfloat16
     )

@@ -1,4 +1,6 @@
-"""Rows with different numbers of images, and images with different numbers of tiles: what is padding costs nothing and changes nothing."""
+"""Rows with different numbers of images, and images with different numbers of tiles: what is padding costs nothing and
+changes nothing.
+"""
 
 import pytest
 import torch
@@ -69,7 +71,9 @@ def per_row(counts, null=0):
 @torch.no_grad()
 @pytest.mark.parametrize("quiet", [False, True])
 def test_padding_images_cost_nothing(quiet):
-    """Padding images that pass the tower, the connector or the projections, or that attention reads: at once, later, or without a cache."""
+    """Padding images that pass the tower, the connector or the projections, or that attention reads: at once, later,
+    or without a cache.
+    """
     model = make_model(cross_attention_config={"quiet_softmax": quiet})
     counts, ids = counted(model), token_ids(ROWS, LENGTH)
     images = {"pixel_values": pixels(ROWS, MOST), "image_mask": REAL}
@@ -112,7 +116,9 @@ def test_features_and_token_masks_cost_nothing():
 @torch.no_grad()
 @pytest.mark.parametrize("store", [False, True])
 def test_padding_tiles_cost_nothing(store):
-    """Padding tiles that pass the connector or the projections, or that attention reads. The tower gets them: real tiles look at them."""
+    """Padding tiles that pass the connector or the projections, or that attention reads. The tower gets them: real
+    tiles look at them.
+    """
     model = import_checkpoint(make_mllama())
     given = {name: value for name, value in TILED["batch"].items() if name != "cross_attention_mask"}
     expected = model(**given).logits
@@ -189,7 +195,9 @@ def case(form, dtype=torch.float64):
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS)
 def test_each_row_as_alone(form):
-    """A row that is read too short, another row's tokens, a mask that is cut at the wrong end: with every form of mask, then and later."""
+    """A row that is read too short, another row's tokens, a mask that is cut at the wrong end: with every form of
+    mask, then and later.
+    """
     model, ids, whole, alone = case(form)
     result, token = model(ids, use_cache=True, **whole), token_ids(ROWS, 1, seed=9)
     later = model(token, past_key_values=result.past_key_values).logits
@@ -286,7 +294,9 @@ def test_text_rows_with_padding_of_their_own():
 
 
 def test_nothing_but_padding():
-    """A tower that other processes wait for, or whose weights get no gradient, where a batch has padding images only."""
+    """A tower that other processes wait for, or whose weights get no gradient, where a batch has
+    padding images only.
+    """
     model, ids = make_model(), token_ids(2, LENGTH)
     counts = counted(model)
     nothing = torch.zeros(2, 2, dtype=torch.bool)
@@ -301,7 +311,9 @@ def test_nothing_but_padding():
 @torch.no_grad()
 @pytest.mark.parametrize("whole_model", [True, False])
 def test_compiled_code_computes_padding(whole_model):
-    """Answers for the padding of the batch that was there when code was compiled, or code that is compiled for every batch."""
+    """Answers for the padding of the batch that was there when code was compiled, or code that is compiled for every
+    batch.
+    """
     model, ids = make_model(), token_ids(2, LENGTH)
     compiled = make_model()
     graphs = []
@@ -349,7 +361,9 @@ def grouped(spans, *, numbers=1, queries=1, only_padding=True, null_key=False, s
 
 
 def test_groups(monkeypatch):
-    """Rows that share a call although padding costs more, or that do not although it costs less; a copy that costs more than it saves."""
+    """Rows that share a call although padding costs more, or that do not although it costs less; a copy that costs
+    more than it saves.
+    """
     short, long, none = ((0, 10),), ((0, 100),), ()
     group = lambda *spans, **options: grouped(spans, monkeypatch=monkeypatch, **options)  # noqa: E731
     assert group(short, short, long, none) == (

@@ -1,4 +1,6 @@
-"""Checkpoints that several processes write together (`distributed_checkpoint=True`): read back, mixed with others, and saved over others."""
+"""Checkpoints that several processes write together (`distributed_checkpoint=True`): read back, mixed with others, and
+saved over others.
+"""
 
 import json
 import os
@@ -37,7 +39,9 @@ def split(folder, ranks):
 
 
 def test_parts_of_ranks(tmp_path):
-    """A checkpoint that is refused because each rank holds a part of every tensor; parts of two checkpoints, or of half a one."""
+    """A checkpoint that is refused because each rank holds a part of every tensor; parts of two checkpoints, or of
+    half a one.
+    """
     load = AutoModelForImageTextToText.from_pretrained
     model, folder = make_model(), tmp_path / "model"
     model.save_pretrained(folder)

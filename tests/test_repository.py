@@ -47,7 +47,9 @@ def test_the_guide_has_the_commands_of_the_readme():
 
 @pytest.mark.parametrize("path", FORMS, ids=[path.stem for path in FORMS])
 def test_issue_forms(path):
-    """A form that GitHub does not show, because a key is wrong; or that does not ask for the output of `hf-xattn check`."""
+    """A form that GitHub does not show, because a key is wrong; or that does not ask for the output of `hf-xattn
+    check`.
+    """
     form = yaml.safe_load(path.read_text())
     assert form.keys() == {"name", "description", "labels", "body"}
     identities = [entry["id"] for entry in form["body"]]
@@ -75,7 +77,9 @@ def test_two_forms_and_a_private_way():
 
 
 def test_nothing_is_promised_that_is_not_there():
-    """A name on a package index or a repository that nobody has claimed, where anybody may put code for those who follow the docs."""
+    """A name on a package index or a repository that nobody has claimed, where anybody may put code for those who
+    follow the docs.
+    """
     patterns = ("*.md", "*.toml", ".github/**/*", "model_cards/*.md", "hf_xattn/**/*.py", "examples/**/*", ".ci/run")
     promise = re.compile(
         r"pip install[^\n&;`]*?hf[_-]xattn(?!-\*\.whl)|https?://[^\s)>\"']*hf[_-]xattn|^hf[_-]xattn(?:\[|[=<>~]=)",

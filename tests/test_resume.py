@@ -29,11 +29,13 @@ slow = pytest.mark.slow  # a file more of the same kind
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
-    """Ten steps with an evaluation in between, a checkpoint after every two, a shuffled order, and gradient accumulation."""
+    """Ten steps with an evaluation in between, a checkpoint after every two, a shuffled order, and gradient
+    accumulation.
+    """
     folder = tmp_path_factory.mktemp("resume")
     save_chat_model(folder / "model")
     data = write_examples(folder / "data", MIXED)
-    options = "--steps 10 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --eval-share 0.25 --log-steps 1 --device cpu"
+    options = "--steps 10 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --eval-share 0.25 --log-steps 1 --device cpu"  # noqa: E501
     return [str(folder / "model"), "--data", str(data), "--learning-rate", "0.01", *options.split()]
 
 
@@ -79,7 +81,9 @@ def check_same(folder, whole):
     ],
 )
 def test_killed(moment, number, before, skipped, arguments, whole, tmp_path):
-    """A run that starts from a checkpoint that was never written to its end, or does not start; other weights than without a break."""
+    """A run that starts from a checkpoint that was never written to its end, or does not start; other weights than
+    without a break.
+    """
     command = [*arguments, "--output", str(tmp_path / "out")]
     assert killed_runs.run(killed_runs.command, command, moment, number) == KILLED
     assert not (tmp_path / "out" / OPTIONS_FILE).read_text().count("complete")
@@ -245,7 +249,9 @@ def test_incomplete(spoil, reason, tmp_path, monkeypatch):
 
 
 def test_what_counts_as_complete(tmp_path):
-    """A checkpoint of another kind that is passed over: an adapter's, one without an optimizer, one of several processes."""
+    """A checkpoint of another kind that is passed over: an adapter's, one without an optimizer, one of several
+    processes.
+    """
     assert last_complete_checkpoint(tmp_path / "nothing") is None
     path = make_checkpoint(tmp_path, 2)
     (path / "model.safetensors").rename(path / "adapter_model.safetensors")

@@ -242,7 +242,9 @@ def test_fields_of_a_part_say_where_they_go(folders, name, argument, field):
 
 
 def test_two_names_of_the_layers(folders):
-    """`--layers` of the command that Python does not know, and `cross_attention_layers` of Python that the command does not."""
+    """`--layers` of the command that Python does not know, and `cross_attention_layers` of Python that the command
+    does not.
+    """
     assert retrofit(folders / "text", layers=[1, 3]).config.cross_attention_layers == [1, 3]
     with pytest.raises(ValueError, match="`cross_attention_layers` or `layers`.*both"):
         retrofit(folders / "text", layers=[1, 3], cross_attention_layers=[1, 3])

@@ -1,4 +1,6 @@
-"""Every way of saving a model, on every kind of base: it loads with equal logits, or is refused before anything is written."""
+"""Every way of saving a model, on every kind of base: it loads with equal logits, or is refused before anything is
+written.
+"""
 
 import functools
 import json
@@ -121,7 +123,8 @@ def a_file(model, path):
     return {}
 
 
-# What is done before, as arguments of `save_pretrained` or a function; what happens in a whole save, and in one with `adapter_only`.
+# What is done before, as arguments of `save_pretrained` or a function; what happens in a whole save, and in one with
+# `adapter_only`.
 EQUAL, NOTHING = "equal logits", "nothing is written"
 CASES = {
     "plain": ({}, EQUAL, EQUAL),
@@ -146,7 +149,8 @@ CASES = {
 QUANTIZED = {"given_weights": ("`state_dict` does not work with a quantized model", EQUAL)}
 
 
-# Methods of quantization differ in these cases alone. A second set of blocks is trained on one checkpoint, the float one.
+# Methods of quantization differ in these cases alone. A second set of blocks is trained on one checkpoint, the float
+# one.
 BY_METHOD = ("plain", "two_sets", "own_adapter", "shards")
 PAIRS = [
     (case, base)
@@ -177,7 +181,8 @@ def test_saving(case, base, tmp_path):
             continue
         before = logits_of(model)
         model.save_pretrained(path, **options)
-        # Saving 4-bit weights that have computed on a CPU, bitsandbytes rounds their scales. Those of the base are not rounded.
+        # Saving 4-bit weights that have computed on a CPU, bitsandbytes rounds their scales. Those of the base are not
+        # rounded.
         from_base = base.endswith("4bit") and (adapter_only or case == "own_adapter")
         expected_logits = before if from_base else logits_of(model)
         assert (path / MANIFEST).exists() == (adapter_only and outcome == EQUAL)

@@ -1,4 +1,6 @@
-"""The names of weights in a saved folder: those of the base's own checkpoints, whatever transformers calls them in memory."""
+"""The names of weights in a saved folder: those of the base's own checkpoints, whatever transformers calls them in
+memory.
+"""
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ def check_equal(mine, others):
 @pytest.mark.parametrize("reloaded", [False, True])
 @pytest.mark.parametrize("body", [False, True])
 def test_experts_are_saved_one_by_one(body, reloaded, tmp_path):
-    """Experts under names that engines do not know, blocks that are renamed with the decoder, or other names after loading."""
+    """Experts under names that engines do not know, blocks that are renamed with the decoder, or other names after
+    loading.
+    """
     make_text("mixtral").save_pretrained(tmp_path / "base")
     model = make_model("mixtral")
     kept = {name for name in model.state_dict() if "cross_attention_block" in name}
@@ -53,7 +57,9 @@ def test_experts_are_saved_one_by_one(body, reloaded, tmp_path):
 
 @pytest.mark.parametrize("options", [{"save_original_format": False}, {"max_shard_size": "40KB"}], ids=str)
 def test_both_forms_load(options, tmp_path):
-    """A folder that was saved with fused experts, or one whose shards hold parts of a layer's experts, and that loads otherwise."""
+    """A folder that was saved with fused experts, or one whose shards hold parts of a layer's experts, and that loads
+    otherwise.
+    """
     model = make_model("mixtral")
     model.save_pretrained(tmp_path, **options)
     assert any("experts.gate_up_proj" in name for name in weights_in(tmp_path)) == (

@@ -1,4 +1,6 @@
-"""What a client of `hf-xattn serve` may ask of an answer: bounds of the operator, sentences for what is refused, stop strings."""
+"""What a client of `hf-xattn serve` may ask of an answer: bounds of the operator, sentences for what is refused, stop
+strings.
+"""
 
 import asyncio
 import itertools
@@ -86,7 +88,9 @@ def test_bounds_of_generation_config(served, field):
 
 
 def test_no_other_field_of_a_generation_config(served):
-    """A field that nobody has thought of: another cache, a file as an assistant, hidden states in the memory of the server."""
+    """A field that nobody has thought of: another cache, a file as an assistant, hidden states in the memory of the
+    server.
+    """
     known = answer_limits._config_fields(AnswerLimits())
     others = sorted(set(GenerationConfig().to_dict()) - set(known) - set(answer_limits.OF_NOTHING))
     assert len(others) > 30 and {"cache_implementation", "num_return_sequences", "max_length"} <= set(others)
@@ -97,7 +101,9 @@ def test_no_other_field_of_a_generation_config(served):
 
 
 def test_what_the_model_has_anyway(served):
-    """A client that sends the configuration of the model back, as the documentation of transformers shows, and is refused."""
+    """A client that sends the configuration of the model back, as the documentation of transformers shows, and is
+    refused.
+    """
     own = served.model.generation_config
     for text in (
         own.to_json_string(),
@@ -164,7 +170,7 @@ WRONG = {
         "max_completion_tokens": [0, 10**9],
         "frequency_penalty": [-1, 3, "a"],
         "stop": ["", [""], [3], 3, ["a"] * 1000, "a" * 1000, {"a": "b"}],
-        "logit_bias": [{"a": 1}, {"5": 1000}, {"5": "a"}, {"-1": 1}, {"100000": 1}, {"٣": 1}, [], "a", {str(n): 1 for n in range(999)}],
+        "logit_bias": [{"a": 1}, {"5": 1000}, {"5": "a"}, {"-1": 1}, {"100000": 1}, {"٣": 1}, [], "a", {str(n): 1 for n in range(999)}],  # noqa: E501
         "stream": ["yes", 1, []],
         "n": [2, 0, "a"],
         "chat_template_kwargs": [[], "a", {"a": 1}],
@@ -232,14 +238,18 @@ CASES = [(path, field) for path in WRONG for field in WRONG[path]]
 
 @pytest.mark.parametrize("path, field", CASES, ids=[f"{path.split('/')[2]}-{field}" for path, field in CASES])
 def test_a_table_of_wrong_values(served, path, field):
-    """A value that stops the server, takes its memory, is passed over, or is answered with an error of Python or without words."""
+    """A value that stops the server, takes its memory, is passed over, or is answered with an error of Python or
+    without words.
+    """
     for value, stream in itertools.product(WRONG[path][field], (False, True)):
         check_refused(post(served, path, {**body_of(path), "stream": stream, field: value}))
     assert post(served, path, body_of(path)).status_code == 200
 
 
 def test_what_stays_allowed(served):
-    """A conversation of a real client, refused with the rest: calls of tools, defaults that are written out, null for what is not set."""
+    """A conversation of a real client, refused with the rest: calls of tools, defaults that are written out, null for
+    what is not set.
+    """
     turns = [
         {"role": "developer", "content": "be brief"},
         USER,
@@ -295,7 +305,9 @@ class Thought(str):
 
 
 def test_stops_that_are_split_over_pieces():
-    """A beginning of a stop string that is shown before the rest comes; text that is held back for ever; the wrong one of two."""
+    """A beginning of a stop string that is shown before the rest comes; text that is held back for ever; the wrong one
+    of two.
+    """
     alphabet = "ab<"
     for seed in range(300):
         rng = random.Random(seed)
@@ -321,7 +333,9 @@ def test_stops_that_are_split_over_pieces():
 
 
 def test_other_items_of_a_stream():
-    """A call of a tool or an error that is lost or comes before the text in front of it; reasoning that is joined to the answer."""
+    """A call of a tool or an error that is lost or comes before the text in front of it; reasoning that is joined to
+    the answer.
+    """
 
     async def stream(*items):
         queue = asyncio.Queue()
@@ -338,7 +352,9 @@ def test_other_items_of_a_stream():
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_stops_are_not_part_of_the_answer(served, path):
-    """An answer that ends with the string it should end before, or with a part of it; a stop string within a word, or over two words."""
+    """An answer that ends with the string it should end before, or with a part of it; a stop string within a word, or
+    over two words.
+    """
 
     def ask(stream=False, **fields):
         answer = post(served, path, body_of(path, max_tokens=NEW_TOKENS, temperature=0, stream=stream, **fields))

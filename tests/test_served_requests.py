@@ -101,7 +101,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_file_and_no_private_address(client, targets, case):
-    """An image that is named where images are not looked for: transformers hands its address to the processor, which reads it."""
+    """An image that is named where images are not looked for: transformers hands its address to the processor, which
+    reads it.
+    """
     places, opened = targets
     for where in places:
         answer = _post(client, CASES[case](where))

@@ -1,4 +1,6 @@
-"""What a client of `hf-xattn serve` may send: requests that are too large, with and without a length, and bodies that are no request."""
+"""What a client of `hf-xattn serve` may send: requests that are too large, with and without a length, and bodies that
+are no request.
+"""
 
 import http.client
 import json
@@ -121,7 +123,7 @@ def test_a_client_that_leaves(served):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"1" * 10_000 + b"}", b'{"messages": NaN}'],
+    [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"1" * 10_000 + b"}", b'{"messages": NaN}'],  # noqa: E501
     ids=["nothing", "cut off", "a list", "a number", "null", "a text", "no UTF-8", "deep", "a long number", "NaN"],
 )  # fmt: skip
 def test_bodies_that_are_no_request(body, served):

@@ -1,4 +1,6 @@
-"""Many requests from many clients, some of them broken: each gets its answer or its error, and the server keeps nothing of them."""
+"""Many requests from many clients, some of them broken: each gets its answer or its error, and the server keeps
+nothing of them.
+"""
 
 import gc
 import random
@@ -35,7 +37,9 @@ def requests(count):
 
 @pytest.mark.parametrize("count, parts", [(20, 2), pytest.param(1000, 10, marks=pytest.mark.slow)], ids=["20", "1000"])
 def test_requests_of_eight_clients(count, parts, served):
-    """A request without an answer, an answer to another one, or a server that a broken request stops; memory that grows."""
+    """A request without an answer, an answer to another one, or a server that a broken request stops; memory that
+    grows.
+    """
     served.model.enable_image_store(20_000)  # less than the pictures need
     expected = [served.expected([question(TEXT, drawing(seed))]) for seed in range(PICTURES)]
     clients = [
@@ -64,7 +68,8 @@ def test_requests_of_eight_clients(count, parts, served):
             pictures = sum(issubclass(type(thing), Image.Image) for thing in gc.get_objects())
             measured.append((*tensors_alive(), pictures, resident() if STATUS.exists() else 0))
             print(
-                f"{len(outcomes)} requests: {measured[-1][0]} tensors, {measured[-1][1]:,} bytes, RSS {measured[-1][3]:,}"
+                f"{len(outcomes)} requests: {measured[-1][0]} tensors, {measured[-1][1]:,} bytes, RSS "
+                f"{measured[-1][3]:,}"
             )
     for client in clients:
         client.close()

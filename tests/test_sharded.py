@@ -1,4 +1,6 @@
-"""FSDP2 and DDP on two real ranks: losses, weights and tokens are those of one process. The ranks may bring different images."""
+"""FSDP2 and DDP on two real ranks: losses, weights and tokens are those of one process. The ranks may bring different
+images.
+"""
 
 import subprocess
 import sys
@@ -44,7 +46,9 @@ def reference(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_learn_what_one_process_learns(case, found):
-    """A rank that waits for ever for a collective, a gradient that is lost or averaged wrongly, images that a wrapper drops."""
+    """A rank that waits for ever for a collective, a gradient that is lost or averaged wrongly, images that a wrapper
+    drops.
+    """
     losses, weights, evaluated = reference(case)
     half = "bfloat16" in case
     close = {"rtol": 2e-2, "atol": 2e-2} if half else {"rtol": 1e-4, "atol": 1e-5}

@@ -1,4 +1,6 @@
-"""Checkpoints of sharded models: saved by two ranks and loaded by one and by three, weights that one rank reads, and `Trainer`."""
+"""Checkpoints of sharded models: saved by two ranks and loaded by one and by three, weights that one rank reads, and
+`Trainer`.
+"""
 
 import os
 import subprocess
@@ -38,7 +40,9 @@ def test_saved_by_two_ranks_and_loaded_by_others(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_get_the_weights_of_the_first(tmp_path):
-    """Ranks that go on with the connectors of their own random numbers, or a retrofit that waits for the other ranks."""
+    """Ranks that go on with the connectors of their own random numbers, or a retrofit that waits for
+    the other ranks.
+    """
     make_text().save_pretrained(tmp_path / "text")
     torch.manual_seed(7)
     AutoModel.from_config(vision_config()).save_pretrained(tmp_path / "vision")

@@ -77,7 +77,9 @@ def read(folder):
     "case", ["all trains", *(pytest.param(case, marks=slow) for case in ("frozen base", "adapter"))]
 )
 def test_ranks_save_what_one_process_saves(case, desk, capsys):
-    """Half of the weights, or weights in the dtype of the optimizer; a configuration that asks for it; a mean of one rank's rows."""
+    """Half of the weights, or weights in the dtype of the optimizer; a configuration that asks for it; a mean of one
+    rank's rows.
+    """
     launch(desk, [case])
     status, _, error = run_training(capsys, *arguments(desk, case, 2, "one"))
     assert status == 0, error

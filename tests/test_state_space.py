@@ -96,7 +96,9 @@ def _recurrent():
 
 
 class PaddedTalk:
-    """Two rows of text, of which the first begins with padding, and each row alone without padding, as the reference."""
+    """Two rows of text, of which the first begins with padding, and each row alone without padding,
+    as the reference.
+    """
 
     def __init__(self, name):
         self.base = strengthen(make_tiny(name))
@@ -132,7 +134,9 @@ class PaddedTalk:
         return outputs.sequences, mask, outputs.past_key_values, off
 
     def turn(self, padding=0):
-        """A second turn after the padded first one, with or without padding in front of the new text of the second row."""
+        """A second turn after the padded first one, with or without padding in front of the new text of the second
+        row.
+        """
         ids, mask, cache, _ = self.says(self.ids, self.mask, **self.images)
         new = self.ones.clone()
         new[1, :padding] = 0
@@ -207,7 +211,9 @@ OFTEN = ("mamba", "falcon_mamba", "mamba2", "jamba", "bamba", "qwen3_next", "lfm
     "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in _recurrent()]
 )
 def test_padding_beside_running_states(name, caplog, monkeypatch):
-    """Padding that a running state takes in: another answer than that of the row alone; an error that blames a decoder that is right."""
+    """Padding that a running state takes in: another answer than that of the row alone; an error that blames a decoder
+    that is right.
+    """
     talk = PaddedTalk(name)
     monkeypatch.setattr(logging.getLogger("hf_xattn"), "propagate", True)
     for what, (ask, error) in PADDING.items():

@@ -160,8 +160,8 @@ def test_an_older_package_says_so(chat_folder, tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("error", "raised", "words"),
     [
-        (ModuleNotFoundError("No module named 'accelerate'", name="accelerate"), ModuleNotFoundError, "^No module named 'accelerate'$"),
-        (ImportError("cannot import name 'XAttnModel' from 'hf_xattn' (unknown location)", name="hf_xattn"), ImportError, "installs it.*XAttnModel"),
+        (ModuleNotFoundError("No module named 'accelerate'", name="accelerate"), ModuleNotFoundError, "^No module named 'accelerate'$"),  # noqa: E501
+        (ImportError("cannot import name 'XAttnModel' from 'hf_xattn' (unknown location)", name="hf_xattn"), ImportError, "installs it.*XAttnModel"),  # noqa: E501
     ],
     ids=["needs another", "is a folder of that name"],
 )  # fmt: skip
@@ -216,7 +216,7 @@ made["loss"] = loss.detach()
 torch.save(made, results + "/made.pt")
 names = {name for name in sys.modules if name.split(".")[0] == "hf_xattn"}
 print(type(model).__module__.split(".")[0], sorted(names))
-"""
+"""  # noqa: E501
 
 
 def test_code_in_the_folder(chat_folder, tmp_path, monkeypatch):
@@ -246,7 +246,9 @@ def test_code_in_the_folder(chat_folder, tmp_path, monkeypatch):
 
 
 def test_the_code_is_complete(tmp_path):
-    """A module that another one imports at its top, and that is missing on the machine of somebody else; more code than a model needs."""
+    """A module that another one imports at its top, and that is missing on the machine of somebody else; more code
+    than a model needs.
+    """
     make_model().save_pretrained(tmp_path, with_code=True)
     code = (tmp_path / "xattn_code.py").read_text()
     files = re.findall(r"^# ==== (\S+)$", code, flags=re.MULTILINE)

@@ -22,9 +22,10 @@ from hf_xattn.serving.chat_session import ChatSession
 
 
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ' ? ' }}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "{{ ' [EOS] ' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant ? ' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ' ? ' }}{% if message['content'] is string %}{{ "
+    "message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] "
+    "}}{% endif %}{% endfor %}{% endif %}{{ ' [EOS] ' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant ? ' "
+    "}}{% endif %}"
 )
 
 
@@ -208,7 +209,9 @@ def test_commands(folder, model, processor, monkeypatch, capsys):
     ],
 )
 def test_failures(folder, model, processor, monkeypatch, capsys, line, expected):
-    """A mistake that ends the chat, or after which a script gets an answer without its image, or a later one with it."""
+    """A mistake that ends the chat, or after which a script gets an answer without its image, or a later
+    one with it.
+    """
     lines = [f"/image {folder / '1.png'}", line, "what is it", f"/image {folder / '0.png'}", "describe it"]
     status, out, error = say(monkeypatch, capsys, folder, lines)
     assert status == 2 and expected in error and "Not asked, because a line before it failed: what is it" in error

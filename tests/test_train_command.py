@@ -33,7 +33,9 @@ def weights(folder):
 
 
 def test_trains_every_form(model, tmp_path, capsys):
-    """A form of an example that is not trained on, weights that should stay and do not, or a folder that nothing loads."""
+    """A form of an example that is not trained on, weights that should stay and do not, or a folder that nothing
+    loads.
+    """
     data = write_examples(tmp_path / "data", MIXED)
     status, out, error = run_training(
         capsys, model, "--data", data, "--output", tmp_path / "out", "--epochs", "3", "--eval-share", "0.25", *FAST
@@ -134,7 +136,7 @@ def test_half_precision(model, tmp_path, capsys):
     AutoProcessor.from_pretrained(model).save_pretrained(tmp_path / "half")
     data = write_examples(tmp_path / "data", CAPTIONS)
     status, _, error = run_training(
-        capsys, tmp_path / "half", "--data", data, "--output", tmp_path / "out", "--learning-rate", "1e-3", "--save-steps", "2",
+        capsys, tmp_path / "half", "--data", data, "--output", tmp_path / "out", "--learning-rate", "1e-3", "--save-steps", "2",  # noqa: E501
         "--batch-size", "4"
     )  # fmt: skip
     assert status == 0, error
@@ -167,7 +169,7 @@ def test_imported_model_with_tiles(tmp_path, capsys):
     ]
     data = write_examples(tmp_path / "data", lines)
     status, out, error = run_training(
-        capsys, tmp_path / "ours", "--data", data, "--output", tmp_path / "out", "--steps", "2", "--batch-size", "3", "--prompt", "w9"
+        capsys, tmp_path / "ours", "--data", data, "--output", tmp_path / "out", "--steps", "2", "--batch-size", "3", "--prompt", "w9"  # noqa: E501
     )  # fmt: skip
     assert status == 0, error
     before, after = weights(tmp_path / "ours"), weights(tmp_path / "out")

@@ -1,4 +1,6 @@
-"""What `hf-xattn train` leaves behind: a model that answers what it learnt, in whatever way the folder and the commands offer."""
+"""What `hf-xattn train` leaves behind: a model that answers what it learnt, in whatever way the folder and the
+commands offer.
+"""
 
 import json
 import logging
@@ -68,7 +70,9 @@ def test_captions_are_learned(trained):
 
 
 def test_the_cards_code(trained, capsys):
-    """A card whose lines, copied, get other answers than the model has learnt, because they leave the chat template out."""
+    """A card whose lines, copied, get other answers than the model has learnt, because they leave the chat template
+    out.
+    """
     folder, data, _ = trained
     (code,) = re.findall("```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     code = code.replace('name = "..."', f"name = {str(folder)!r}").replace(
@@ -80,7 +84,9 @@ def test_the_cards_code(trained, capsys):
 
 
 def test_generate(trained, tmp_path, capsys):
-    """A prompt that goes to the model as it is, in a form that it has never read; encoded pictures that are asked in another form."""
+    """A prompt that goes to the model as it is, in a form that it has never read; encoded pictures that are asked in
+    another form.
+    """
     folder, data, _ = trained
     question = ["--prompt", CAPTION_PROMPT, "--max-new-tokens", "30"]
     for colour in COLOURS:

@@ -36,8 +36,9 @@ def test_trainer(tmp_path, gradient_checkpointing):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_trainer_resumes(name, tmp_path):
-    """A run that goes on from a checkpoint with other weights or another optimizer state than it had, also where the experts of the
-    trained text model have other names in a file than in memory."""
+    """A run that goes on from a checkpoint with other weights or another optimizer state than it had, also where the
+    experts of the trained text model have other names in a file than in memory.
+    """
     prepare = freeze_base if name == "llama" else lambda model: model
     whole = prepare(make_model(name, random=False))
     Trainer(whole, arguments(tmp_path / "whole"), train_dataset=Pairs()).train()
@@ -72,7 +73,9 @@ def test_mixed_rows_on_a_frozen_base(tmp_path, gradient_checkpointing):
 
 
 def test_a_frozen_tower_with_batch_norms(tmp_path):
-    """Statistics of a frozen tower that follow the pictures of the run, and features that depend on the others of the batch."""
+    """Statistics of a frozen tower that follow the pictures of the run, and features that depend on the others of the
+    batch.
+    """
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     model = freeze_base(retrofit(make_text(), AutoModel.from_config(config)))
     before = {name: buffer.clone() for name, buffer in model.named_buffers() if "running" in name}

@@ -21,7 +21,7 @@ PACKAGE = Path(hf_xattn.__file__).parent
 # Private names of Python, torch, huggingface_hub and Gradio, and of marks that this package leaves on a model.
 OF_OTHERS = frozenset(
     """_ActionsContainer _SubParsersAction _apply _asdict _assert_async _buffers _cdata _dynamo _fields _get_fsdp_state _gguf_file
-_local_tensor _modules _non_persistent_buffers_set _parameters _queue _replace _to_copy _version""".split()
+_local_tensor _modules _non_persistent_buffers_set _parameters _queue _replace _to_copy _version""".split()  # noqa: E501
 )
 
 
@@ -51,7 +51,9 @@ def own_names():
 
 
 def test_attributes_are_listed():
-    """A private attribute of transformers that the code reads or writes, and that a new release may rename unnoticed."""
+    """A private attribute of transformers that the code reads or writes, and that a new release
+    may rename unnoticed.
+    """
     known = set(PRIVATE) | OF_OTHERS | own_names()
     unlisted = {}
     for path, tree in trees().items():
@@ -108,8 +110,9 @@ def test_import_warns_once():
     script = (
         "import warnings, transformers; transformers.__version__ = '5.16.0'\n"
         "with warnings.catch_warnings(record=True) as told:\n"
-        "    warnings.simplefilter('always'); import hf_xattn, hf_xattn as again; hf_xattn.XAttnConfig(text_config=transformers.LlamaConfig())\n"
-        "assert sum('hf_xattn supports transformers' in str(w.message) for w in told) == 1, told"
+        "    warnings.simplefilter('always'); import hf_xattn, hf_xattn as again; "
+        "hf_xattn.XAttnConfig(text_config=transformers.LlamaConfig())\nassert sum('hf_xattn supports transformers' in "
+        "str(w.message) for w in told) == 1, told"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -42,7 +42,9 @@ def test_no_mask_is_everything():
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("per_text_row", [False, True])
 def test_lay_out_folds_every_query_onto_its_own_mask(null_key, repeats, steps, per_text_row):
-    """Rules out a mask whose query order differs from that of the folded queries: text would see another row's images."""
+    """Rules out a mask whose query order differs from that of the folded queries: text would see
+    another row's images.
+    """
     rows, text_len, group, num_tokens = 2, 5, 2, 6
     text_rows = rows * repeats
     mask_rows = text_rows if per_text_row else rows
@@ -154,7 +156,9 @@ def test_latest_group_with_too_many_markers():
 
 @pytest.mark.parametrize("mode", ["previous", "latest", "latest_group"])
 def test_a_marker_too_many_takes_no_later_image(mode):
-    """Rules out a chat in which the model wrote a marker, and text in front of the next image's marker sees that image."""
+    """Rules out a chat in which the model wrote a marker, and text in front of the next image's marker sees that
+    image.
+    """
     text = Text(tokens((1,)))
     for part in ([[1, 0]], [[0]], [[1]]):  # the last one written by the model
         text.sees(mode, booleans(part))
@@ -184,7 +188,9 @@ def test_sees_after_the_batch_was_repeated():
 
 
 def test_the_callers_mask_comes_first_until_the_next_marker():
-    """Rules out an explicit per-token mask that is overridden by markers, forgotten at the next step, or held for ever."""
+    """Rules out an explicit per-token mask that is overridden by markers, forgotten at the next step, or held for
+    ever.
+    """
     text = Text(tokens(token_mask=booleans([[1, 1, 1, 0]])))
     own = booleans([[[0, 0, 0, 0], [0, 1, 0, 1]]])
     assert torch.equal(text.sees("latest", booleans([[1, 0]]), own), own & booleans([[[1, 1, 1, 0]]]))

@@ -62,7 +62,9 @@ def features_of(model, images):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_pixels(name):
-    """A class token kept or dropped twice, padding images that text sees, a tower that runs anyway; in every call that takes images."""
+    """A class token kept or dropped twice, padding images that text sees, a tower that runs anyway; in every call that
+    takes images.
+    """
     model, images, ids = MODELS[name](), pixels(2, 2), token_ids(2, 9)
     ids[:, 1] = ids[0, 4] = 3
     features = features_of(model, images)

@@ -168,7 +168,9 @@ def test_a_lost_connection_stops_its_answer(long_server):
 
 
 def test_the_page_and_its_files(server):
-    """A title or a question that breaks the page; a file that is missing; a page that loads something from elsewhere."""
+    """A title or a question that breaks the page; a file that is missing; a page that loads
+    something from elsewhere.
+    """
     address = server[0]
     page = httpx.get(address)
     assert "<h1>A &lt;b&gt;title&lt;/b&gt;</h1>" in page.text and "<b>" not in page.text

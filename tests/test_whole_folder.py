@@ -1,4 +1,6 @@
-"""Folders and files that are written whole or not at all: full disks, several writers, links, and hidden folders of others."""
+"""Folders and files that are written whole or not at all: full disks, several writers, links, and hidden folders of
+others.
+"""
 
 import os
 import subprocess
@@ -91,7 +93,9 @@ def test_a_full_disk_under_a_command_and_an_image_cache(models, tmp_path, capsys
 
 @pytest.mark.slow
 def test_a_disk_that_is_full(tmp_path):
-    """As above, on a file system without room: a file of that size could still be made, and mapped memory would end the process."""
+    """As above, on a file system without room: a file of that size could still be made, and mapped memory would end
+    the process.
+    """
     script = """
 import sys
 from pathlib import Path
@@ -280,7 +284,9 @@ def test_a_folder_in_the_place_of_a_file(models, tmp_path):
 
 @posix
 def test_what_killed_processes_have_left(tmp_path):
-    """Folders that fill the disk for ever; a link of a stranger that is followed, or a folder of a save that goes on."""
+    """Folders that fill the disk for ever; a link of a stranger that is followed, or a folder of a save
+    that goes on.
+    """
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine").write_text("mine")
     (tmp_path / f"{HIDDEN}link").symlink_to(tmp_path / "elsewhere")

@@ -2,8 +2,8 @@
 
 python examples/benchmarks/against_llava.py [--hidden SIZE] [--images N ...] [--repeats N] [--questions] [--output FILE]
 
-The features of the images are given. The tower's time is a figure of its own: both sides need it. Text and image tokens are
-random; the speed does not depend on them. Both sides run in bfloat16 with `sdpa`, in runs that take turns.
+The features of the images are given. The tower's time is a figure of its own: both sides need it. Text and image
+tokens are random; the speed does not depend on them. Both sides run in bfloat16 with `sdpa`, in runs that take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ TEXT = 32  # tokens of the prompt, beside the image
 STEPS = 8  # of one timed run of decode steps
 QUESTIONS, QUESTION, ANSWER = 32, 16, 8  # their number, their tokens, the tokens of an answer
 AT_ONCE = 8  # questions of a batch that holds the image for each of them
-TOWERS = {  # the tower beside a hidden size. All make 576 tokens of an image, and a class token that both sides leave out.
+# the tower beside a hidden size. All make 576 tokens of an image, and a class token that both sides leave out.
+TOWERS = {
     64: {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 128},
     **dict.fromkeys(
         (1024, 2048),  # CLIP ViT-L/14-336
@@ -62,7 +63,9 @@ class GivenFeatures(nn.Module):
 
 
 def both(hidden: int) -> tuple[Any, Any]:
-    """A decoder with blocks, and transformers' Llava over a copy of the decoder. The connector's weights are the projector's."""
+    """A decoder with blocks, and transformers' Llava over a copy of the decoder. The connector's weights are the
+    projector's.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden,
@@ -318,7 +321,8 @@ def main() -> None:
     pixels = torch.randn(1, 3, 336, 336, device=DEVICE, dtype=torch.bfloat16)
     tower = seconds({"tower": lambda: ours.model.vision_tower(pixels)}, arguments.repeats)["tower"]
     print(
-        f"tower, an image: {tower * 1e3:.0f} ms\n\n{'| figure':<54} | ours | theirs | theirs / ours |\n|---|---|---|---|"
+        f"tower, an image: {tower * 1e3:.0f} ms\n\n{'| figure':<54} | ours | theirs | theirs / ours "
+        "|\n|---|---|---|---|"
     )
     figures: dict[str, dict] = {}
 

@@ -2,8 +2,8 @@
 
 python examples/benchmarks/bench.py [--quick] [--only NAME ...] [--output FILE]
 
-Every figure is a ratio of medians of interleaved runs, so that a slow minute of the machine falls on both sides. The table
-goes to the terminal and, with the machine and the versions, to a JSON file.
+Every figure is a ratio of medians of interleaved runs, so that a slow minute of the machine falls on both sides. The
+table goes to the terminal and, with the machine and the versions, to a JSON file.
 """
 
 from __future__ import annotations

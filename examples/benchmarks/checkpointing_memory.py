@@ -2,8 +2,9 @@
 
 python examples/benchmarks/checkpointing_memory.py [--text-tokens T] [--images N] [--rows R]
 
-Bytes beyond weights and gradients: what is kept between forward and backward, and the most at any time of the step. A Llama of hidden
-size 512 with 8 layers and 2 blocks, and a SigLIP of 4 layers of width 192 that makes 1600 tokens an image; float32.
+Bytes beyond weights and gradients: what is kept between forward and backward, and the most at any time of the step. A
+Llama of hidden size 512 with 8 layers and 2 blocks, and a SigLIP of 4 layers of width 192 that makes 1600 tokens an
+image; float32.
 """
 
 from __future__ import annotations

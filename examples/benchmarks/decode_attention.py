@@ -2,9 +2,10 @@
 
 python examples/benchmarks/decode_attention.py [--dtypes bfloat16 ...] [--tokens 1601 ...] [--output FILE]
 
-Each cell is a share of the read bandwidth that a plain sum reaches: bytes of the keys and values, divided by the median time.
-All ways take turns, on enough copies of the keys and values that no copy is still in the processor's cache. On a GPU there are more
-ways: each backend of SDPA by name, flex attention, and an image axis that is split, because K/V heads times rows are few thread blocks.
+Each cell is a share of the read bandwidth that a plain sum reaches: bytes of the keys and values, divided by the
+median time. All ways take turns, on enough copies of the keys and values that no copy is still in the processor's
+cache. On a GPU there are more ways: each backend of SDPA by name, flex attention, and an image axis that is split,
+because K/V heads times rows are few thread blocks.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def in_float32(query, key, value, key_t, value_t, mask):
 
 
 def split(query, key, value, key_t, value_t, mask):
-    """The image axis in parts, each with its own softmax, put together by the logarithms of their sums (FlashDecoding's way)."""
+    """The image axis in parts, each with its own softmax, put together by the logarithms of their sums
+    (FlashDecoding's way).
+    """
     rows, heads, queries, width = query.shape
     size = -(-key.shape[2] // PARTS)
     starts = [(0, key.shape[2] // size, size), (key.shape[2] // size * size, 1, key.shape[2] % size)]
@@ -107,7 +110,9 @@ def split(query, key, value, key_t, value_t, mask):
 
 
 def _attend_with_sums(query, key, value, mask):
-    """Attention, and the logarithm of each query's sum of exponentials. torch has no public function that returns both."""
+    """Attention, and the logarithm of each query's sum of exponentials. torch has no public function that returns
+    both.
+    """
     if DEVICE == "cuda":
         aten = torch.ops.aten._scaled_dot_product_efficient_attention
         if mask is not None:  # the kernel wants rows of a multiple of 16 bytes
@@ -131,7 +136,9 @@ _flex = torch.compile(flex_attention, dynamic=False)
 
 
 def flex(query, key, value, key_t, value_t, mask):
-    """Flex attention, which splits the tokens of a decode step itself. The mask is added to the scores, as transformers does."""
+    """Flex attention, which splits the tokens of a decode step itself. The mask is added to the scores, as
+    transformers does.
+    """
     if mask is None:
         return _flex(query, key, value)
     bias = torch.where(mask, 0.0, torch.finfo(torch.float32).min)

@@ -2,8 +2,9 @@
 
 python examples/benchmarks/decode_step.py [--intermediate 2048] [--compile]
 
-A Llama of hidden size 2048 with 8 layers, and the same with 2 blocks and an image in the cache. `--intermediate` sets the width of
-the blocks' MLPs, `--compile` adds a row with static caches and `torch.compile`, and the seconds that compiling takes.
+A Llama of hidden size 2048 with 8 layers, and the same with 2 blocks and an image in the cache. `--intermediate` sets
+the width of the blocks' MLPs, `--compile` adds a row with static caches and `torch.compile`, and the seconds that
+compiling takes.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 python examples/benchmarks/demo_choices.py OUTPUT [--steps N] [--seed N] [--choice NAME ...]
 
-OUTPUT is the folder of a finished `hf-xattn demo --language-model ...`: the trials take its language model and its tower. All get the same
-rows. Their questions for the test are in new phrasings, about new canvases of the digits for training: the held-out digits choose nothing.
-The table goes to the terminal, and to OUTPUT/choices.json.
+OUTPUT is the folder of a finished `hf-xattn demo --language-model ...`: the trials take its language model and its
+tower. All get the same rows. Their questions for the test are in new phrasings, about new canvases of the digits for
+training: the held-out digits choose nothing. The table goes to the terminal, and to OUTPUT/choices.json.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def trial(
     learning_rate: float = Recipe().learning_rate,
     batch_size: int = Recipe().batch_size,
 ) -> dict[str, Any]:
-    """Trains with one choice. `layers` are shares of the depth. Returns the processor's minutes and the accuracy of each kind of question."""
+    """Trains with one choice. `layers` are shares of the depth. Returns the processor's minutes and the accuracy of
+    each kind of question.
+    """
     set_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(output / "text").eval()
     depth = base.config.get_text_config().num_hidden_layers
@@ -82,7 +84,8 @@ def compare(output: Path, steps: int, seed: int, choices: list[str], count: int 
     for folder in ("text", "vision"):
         if not (output / folder / "config.json").exists():
             raise ValueError(
-                f"Expected the folder of a finished `hf-xattn demo --language-model ...`, got {output}, without {folder}."
+                f"Expected the folder of a finished `hf-xattn demo --language-model ...`, got {output}, without "
+                f"{folder}."
             )
     base = AutoModelForCausalLM.from_pretrained(output / "text").eval()
     _, processor = retrofitted(output / "text", output / "vision")

@@ -1,4 +1,6 @@
-"""An epoch of training with a frozen vision tower: from pictures, and from what the tower has returned for them before."""
+"""An epoch of training with a frozen vision tower: from pictures, and from what the tower has returned for them
+before.
+"""
 
 from __future__ import annotations
 

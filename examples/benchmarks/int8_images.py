@@ -3,9 +3,10 @@
 python examples/benchmarks/int8_images.py [--repeats N] [--quick]            # one block's attention, and a decode step
 python examples/benchmarks/int8_images.py --demo OUTPUT [--count N]          # answers of a trained model
 
-OUTPUT is the folder of a finished `hf-xattn demo`, with or without `--language-model`. Its held-out pictures are read twice, the second
-time with an image store in int8. Times are medians of runs that take turns. Three ways are timed: keys and values in the model's dtype,
-int8 as the package reads it, and int8 that is always dequantised first (`multiplies_few` in `hf_xattn/cache/int8_cache.py` says no).
+OUTPUT is the folder of a finished `hf-xattn demo`, with or without `--language-model`. Its held-out pictures are read
+twice, the second time with an image store in int8. Times are medians of runs that take turns. Three ways are timed:
+keys and values in the model's dtype, int8 as the package reads it, and int8 that is always dequantised first
+(`multiplies_few` in `hf_xattn/cache/int8_cache.py` says no).
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def _ways(call: Callable[[Any], Any], plain: Any, small: Any) -> dict[str, Calla
 
 @torch.no_grad()
 def attention(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """One text token's attention over cached images, in a layer whose query and output projections cost next to nothing."""
+    """One text token's attention over cached images, in a layer whose query and output projections cost next to
+    nothing.
+    """
     sizes = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     figures = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -162,7 +165,9 @@ def demo(output: Path, count: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _differences(model: Any, processor: Any, pictures: list, prompt: str | None) -> dict[str, float]:
-    """Bytes and logits of the same text beside images that are kept in both ways: a prompt and the model's own answer."""
+    """Bytes and logits of the same text beside images that are kept in both ways: a prompt and the
+    model's own answer.
+    """
     bytes_of, largest, scale = {None: 0, "int8": 0}, 0.0, 0.0
     for picture in pictures:
         if prompt is None:

@@ -1,7 +1,9 @@
-"""A LLaVA-style model over the demo's frozen language model and tower: transformers' own Llava, its inputs and its training.
+"""A LLaVA-style model over the demo's frozen language model and tower: transformers' own Llava, its inputs and its
+training.
 
-Llava puts the projected features of a picture into the prompt, each in the place of an image token. So the language model reads other
-embeddings from its first layer on, and nothing can be remembered for a text but its beginning: the tokens in front of the picture.
+Llava puts the projected features of a picture into the prompt, each in the place of an image token. So the language
+model reads other embeddings from its first layer on, and nothing can be remembered for a text but its beginning: the
+tokens in front of the picture.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from hf_xattn.demo.upper_layers import Beginning, autocast
 
 
 def llava_of(base: PreTrainedModel, tower: PreTrainedModel, image_token_id: int) -> LlavaForConditionalGeneration:
-    """Joins a language model and a tower, both frozen, by a new projector. Its text-only logits are the language model's.
+    """Joins a language model and a tower, both frozen, by a new projector. Its text-only logits are the language
+    model's.
 
     Args:
         base ([`PreTrainedModel`]): a causal language model. The result uses its modules.
@@ -64,7 +67,8 @@ def num_image_tokens(tower: PreTrainedModel) -> int:
 
 
 class LlavaChats:
-    """Makes Llava's inputs of chats: the prompts that the demo's processor renders, with several image tokens for a picture.
+    """Makes Llava's inputs of chats: the prompts that the demo's processor renders, with several image tokens for a
+    picture.
 
     Args:
         processor ([`XAttnProcessor`]): renders a picture as one image token.
@@ -98,7 +102,8 @@ class LlavaTraining:
         model ([`LlavaForConditionalGeneration`]): the one to train.
         chats ([`LlavaChats`]): knows the image tokens.
         rows ([`Rows`]): of the demo.
-        dtype (`torch.dtype`, *optional*): of the training; the frozen decoder layers are rounded to it. Default: the demo's.
+        dtype (`torch.dtype`, *optional*): of the training; the frozen decoder layers are rounded to it. Default: the
+            demo's.
     """
 
     def __init__(

@@ -2,10 +2,10 @@
 
 python examples/benchmarks/llava_projector.py OUTPUT [--minutes M] [--seed N] [--trial-steps N]
 
-OUTPUT is the folder of a finished `hf-xattn demo --language-model ...`. Language model and tower are the same and frozen, and the rows
-of the training and of the test are the demo's, in the same order. The projector trains as many minutes as the blocks did. Its learning
-rate is the best of three in short runs, which the minutes leave out, as they leave out those that chose the demo's. The table goes to
-the terminal, and with all figures to OUTPUT/llava.json.
+OUTPUT is the folder of a finished `hf-xattn demo --language-model ...`. Language model and tower are the same and
+frozen, and the rows of the training and of the test are the demo's, in the same order. The projector trains as many
+minutes as the blocks did. Its learning rate is the best of three in short runs, which the minutes leave out, as they
+leave out those that chose the demo's. The table goes to the terminal, and with all figures to OUTPUT/llava.json.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def compare(
     its_seed = results.get("seed", seed or 0)
     if seed not in (None, its_seed):
         raise ValueError(
-            f"`seed` must be the demo's ({its_seed}), got {seed}: with another one, the test would hold digits that the tower has seen."
+            f"`seed` must be the demo's ({its_seed}), got {seed}: with another one, the test would hold digits that "
+            "the tower has seen."
         )
     seed = its_seed
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)

@@ -22,7 +22,8 @@ class Memory(NamedTuple):
 
 
 def memory_of(forward: Callable[[], torch.Tensor]) -> Memory:
-    """Runs forward and backward, and measures their memory. The first of two steps allocates the gradients, which do not count.
+    """Runs forward and backward, and measures their memory. The first of two steps allocates the gradients, which do
+    not count.
 
     Args:
         forward (`Callable`): returns the loss.

@@ -25,7 +25,9 @@ VOCABULARY = 32000
 
 
 def repeated_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """K/V repeated for each query head, as KempnerForge and most implementations do: `(B, T, H, D)` to `(B, T, H * D)`."""
+    """K/V repeated for each query head, as KempnerForge and most implementations do: `(B, T, H, D)` to `(B, T, H *
+    D)`.
+    """
     group = query.shape[2] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     output = nn.functional.scaled_dot_product_attention(query.transpose(1, 2), key, value)
@@ -94,8 +96,8 @@ def idefics_model() -> IdeficsForVisionText2Text:
 
 
 class MllamaWithFeatures(MllamaForCausalLM):
-    """Mllama's text model on image features. As its conditional generation does with pixels, they go in at the first step
-    only, and their K/V stay in the cache.
+    """Mllama's text model on image features. As its conditional generation does with pixels, they go in at the first
+    step only, and their K/V stay in the cache.
 
     Without a mask its cross-attention is causal, which hides most of the image from most of the text (SDPA's default of
     transformers, made for self-attention). Its processor always makes a mask; here, attention is told to be full.

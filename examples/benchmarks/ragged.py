@@ -2,10 +2,10 @@
 
 python examples/benchmarks/ragged.py [--images 1 2 3 4 5 6 7 8] [--dtype float32] [--repeats 3]
 
-Compares the package as it is with the same code where nothing can be read of the masks (as under `torch.compile`), which computes padding
-and masks it. First both answers are compared. Arithmetic is counted by `torch.utils.flop_counter`, memory from the profiler's records, time as
-the median of runs that take turns. A SigLIP of 4 layers of width 192 makes 400 tokens an image; a Llama of hidden size 1024 with 4 layers
-and 2 blocks.
+Compares the package as it is with the same code where nothing can be read of the masks (as under `torch.compile`),
+which computes padding and masks it. First both answers are compared. Arithmetic is counted by
+`torch.utils.flop_counter`, memory from the profiler's records, time as the median of runs that take turns. A SigLIP of
+4 layers of width 192 makes 400 tokens an image; a Llama of hidden size 1024 with 4 layers and 2 blocks.
 """
 
 from __future__ import annotations

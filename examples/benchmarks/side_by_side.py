@@ -3,8 +3,8 @@
 python examples/benchmarks/side_by_side.py [--repeats N] [--only NAME ...] [--images N ...] [--output FILE]
 python examples/benchmarks/side_by_side.py --write FILE --readme README.md
 
-The first command measures, prints the table and keeps the figures in a JSON file. The second one measures nothing: it puts the
-table of such a file into the README.
+The first command measures, prints the table and keeps the figures in a JSON file. The second one measures nothing: it
+puts the table of such a file into the README.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def amount(value: float, unit: str) -> str:
 def markdown_line(line: Line) -> str:
     peers = ", ".join(f"{name} {amount(value, line.unit)}" for name, value in line.peers.items())
     ratio = f"{line.ratio:.2f}" if line.ratio < 9.95 else f"{line.ratio:.0f}"
-    return f"| {line.label} | {amount(line.ours, line.unit)} | {peers} | {f'**{ratio}**' if line.ratio < 0.995 else ratio} |"
+    ratio = f"**{ratio}**" if line.ratio < 0.995 else ratio
+    return f"| {line.label} | {amount(line.ours, line.unit)} | {peers} | {ratio} |"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -214,9 +215,9 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"`{result['command']}`, one run on {machine['device']} ({native} bfloat16 arithmetic, {threads}), torch "
-            f"{machine['torch']}, transformers {machine['transformers']}. bfloat16 where nothing else is said; N: image "
-            "tokens. Each line shows medians of runs that take turns. The last column is the best peer's value over ours: "
-            f"above 1 hf_xattn is better, and in **{lost} of {len(lines)}** lines, in bold, it is worse.",
+            f"{machine['torch']}, transformers {machine['transformers']}. bfloat16 where nothing else is said; N: "
+            "image tokens. Each line shows medians of runs that take turns. The last column is the best peer's value "
+            f"over ours: above 1 hf_xattn is better, and in **{lost} of {len(lines)}** lines, in bold, it is worse.",
             "",
             "| | hf_xattn | peers | times better |",
             "|---|---|---|---|",

@@ -2,11 +2,12 @@
 
 python examples/benchmarks/startup.py [--layers 16] [--repeats 3] [--kinds shards meta]
 
-Each run is a process of its own, and the fastest counts: other work on the machine only adds time. Text model and model with blocks
-take turns, in another order each time. A first round, which is not counted, reads the files into the page cache and compiles both
-packages, as pip does when it installs them. A Llama of hidden size 2048 in bfloat16 is saved in shards of 500 MB, and once more with a
-block in front of every fourth layer. The last row of the table builds a model of the size of Llama 2 7B on the meta device. A line below
-it says how long torch alone takes for the random numbers of a retrofit.
+Each run is a process of its own, and the fastest counts: other work on the machine only adds time. Text model and
+model with blocks take turns, in another order each time. A first round, which is not counted, reads the files into the
+page cache and compiles both packages, as pip does when it installs them. A Llama of hidden size 2048 in bfloat16 is
+saved in shards of 500 MB, and once more with a block in front of every fourth layer. The last row of the table builds
+a model of the size of Llama 2 7B on the meta device. A line below it says how long torch alone takes for the random
+numbers of a retrofit.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ KINDS = {
     "import": ("from transformers import AutoModelForCausalLM, PreTrainedModel", "import hf_xattn; hf_xattn.retrofit"),
     "from_pretrained": (
         BASE,
-        "import hf_xattn; from transformers import AutoModelForImageTextToText as Auto; model = Auto.from_pretrained({ours!r})",
+        "import hf_xattn; from transformers import AutoModelForImageTextToText as Auto; model = "
+        "Auto.from_pretrained({ours!r})",
     ),
     "retrofit from shards": (BASE, "import hf_xattn; model = hf_xattn.retrofit({base!r}, every=4)"),
     "retrofit on meta": (
@@ -123,8 +125,8 @@ def main() -> None:
                         runs[which].append(result)
             (base_time, base_peak), (our_time, our_peak) = [[min(values) for values in zip(*found)] for found in runs]
             print(
-                f"| {kind} | {base_time:.2f} | {our_time:.2f} | {our_time / base_time:.2f} | {base_peak:.2f} | {our_peak:.2f} | "
-                f"{our_peak / base_peak:.2f} |",
+                f"| {kind} | {base_time:.2f} | {our_time:.2f} | {our_time / base_time:.2f} | {base_peak:.2f} | "
+                f"{our_peak:.2f} | {our_peak / base_peak:.2f} |",
                 flush=True,
             )
         if reads:

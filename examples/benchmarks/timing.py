@@ -16,8 +16,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median time of each run, the runs taking turns.
 
-    The order changes, because a run leaves the processor's cache and the allocator to the next one. In a fixed order, that one would be
-    slow or fast every time.
+    The order changes, because a run leaves the processor's cache and the allocator to the next one. In a fixed order,
+    that one would be slow or fast every time.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, shuffle = list(runs), random.Random(0).shuffle

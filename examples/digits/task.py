@@ -1,7 +1,9 @@
-"""The task of `hf-xattn demo`, for the trainers beside this file: a text model and a vision tower learn to read digits together.
+"""The task of `hf-xattn demo`, for the trainers beside this file: a text model and a vision tower learn to read digits
+together.
 
-A canvas holds one to three handwritten digits (scikit-learn), and the answer names them: `digits : first seven second two`. Only blocks and
-connector train. All trainers here take the same canvases in the same order, so their losses are the same to rounding.
+A canvas holds one to three handwritten digits (scikit-learn), and the answer names them: `digits : first seven second
+two`. Only blocks and connector train. All trainers here take the same canvases in the same order, so their losses are
+the same to rounding.
 """
 
 import argparse
@@ -33,7 +35,8 @@ class Recipe:
     """How the demo trains.
 
     Attributes:
-        folder (`Path`): for the checkpoints `text` and `vision`, which are made if they are missing, and for the trained `model`.
+        folder (`Path`): for the checkpoints `text` and `vision`, which are made if they are missing, and for the
+            trained `model`.
         steps (`int`): optimizer steps.
         batch_size (`int`): canvases a step, of all processes together.
         log_steps (`int`): steps of which a mean loss is printed.
@@ -97,7 +100,9 @@ def canvases(recipe: Recipe, processor: XAttnProcessor) -> CanvasDataset:
 
 
 def finish(recipe: Recipe) -> float:
-    """Loads the trained model again and reads canvases with digits that no training canvas holds. Returns the share that is right."""
+    """Loads the trained model again and reads canvases with digits that no training canvas holds. Returns the share
+    that is right.
+    """
     model = AutoModelForImageTextToText.from_pretrained(recipe.folder / "model")
     processor = AutoProcessor.from_pretrained(recipe.folder / "model")
     pool, rng = DigitPool(held_out=True), np.random.default_rng((0, 3))

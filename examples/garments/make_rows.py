@@ -2,8 +2,9 @@
 
 python examples/garments/make_rows.py SOURCE OUTPUT [--pictures 4000 --questions 2 --labels bag dress]
 
-OUTPUT/train and OUTPUT/held_out hold pictures and `metadata.jsonl`, a chat a line. No picture of a thing is in both. The held-out
-questions are half in the phrasings of training, half in phrasings that training never holds; `kinds.jsonl` tells them apart.
+OUTPUT/train and OUTPUT/held_out hold pictures and `metadata.jsonl`, a chat a line. No picture of a thing is in both.
+The held-out questions are half in the phrasings of training, half in phrasings that training never holds;
+`kinds.jsonl` tells them apart.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 python examples/garments/run.py [SOURCE TEXT_MODEL OUTPUT] [--tower TOWER --labels bag dress --steps 450]
 
-Without arguments it makes pictures and a tiny text model with random weights, and runs in seconds. Each step prints its command.
+Without arguments it makes pictures and a tiny text model with random weights, and runs in seconds. Each step prints
+its command.
 """
 
 import argparse

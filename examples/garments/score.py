@@ -2,8 +2,9 @@
 
 python examples/garments/score.py MODEL HELD_OUT [--limit 400]
 
-An answer is right if all of it is right. Beside the model: the blind model (the same questions without the picture, which the language
-model answers as before), the model with the picture of another question, and the most frequent answer.
+An answer is right if all of it is right. Beside the model: the blind model (the same questions without the picture,
+which the language model answers as before), the model with the picture of another question, and the most frequent
+answer.
 """
 
 import argparse

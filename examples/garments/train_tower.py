@@ -1,10 +1,12 @@
-"""Trains a small ResNet on labelled pictures, as a vision tower. Not needed with a pretrained tower (CLIP, SigLIP, DINOv2, ...).
+"""Trains a small ResNet on labelled pictures, as a vision tower. Not needed with a pretrained tower (CLIP, SigLIP,
+DINOv2, ...).
 
 python examples/garments/train_tower.py SOURCE OUTPUT [--steps 700 --labels bag dress]
 
-The tower learns to name the thing at each patch, and whether it is the first or the second from the left: a convolution knows no places,
-and the language model is asked for sides. The classifiers on top of it are not saved. A ResNet, because it learns from few pictures:
-after 200 steps it named 80 % of the held-out garments, a ViT of the same cost 71 % after 1500.
+The tower learns to name the thing at each patch, and whether it is the first or the second from the left: a
+convolution knows no places, and the language model is asked for sides. The classifiers on top of it are not saved. A
+ResNet, because it learns from few pictures: after 200 steps it named 80 % of the held-out garments, a ViT of the same
+cost 71 % after 1500.
 """
 
 import argparse

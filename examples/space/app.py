@@ -1,7 +1,8 @@
 """A Hugging Face Space: draw or drop pictures, chat about them, and see where the model looked.
 
-Put the files of this folder and the folder `hf_xattn` of the package's source into a Space with Gradio as its SDK, and name the model in
-`MODEL`: a Hub id, or a folder in the Space. Both can be set as variables of the Space. Locally: `MODEL=hf-xattn-demo/model python examples/space/app.py`.
+Put the files of this folder and the folder `hf_xattn` of the package's source into a Space with Gradio as its SDK, and
+name the model in `MODEL`: a Hub id, or a folder in the Space. Both can be set as variables of the Space. Locally:
+`MODEL=hf-xattn-demo/model python examples/space/app.py`.
 """
 
 import os

@@ -69,6 +69,6 @@ def check_target(target: Path, adapter_only: bool = True) -> None:
         raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
     if (target / PEFT_CONFIG).is_file():
         raise ValueError(
-            f"{target} holds an adapter of PEFT ({PEFT_CONFIG}), which `from_pretrained` would put on top of the model. "
-            "Choose another folder."
+            f"{target} holds an adapter of PEFT ({PEFT_CONFIG}), which `from_pretrained` would put on top of the "
+            "model. Choose another folder."
         )

@@ -1,7 +1,7 @@
 """A conversation with a cached model, and beside it the rows that say what its text may see.
 
-Every method makes one call through public names, and then compares its logits with one uncached forward over the text so
-far (see `conversations.py`). What was called is noted in `log`, so that a failing seed can be read.
+Every method makes one call through public names, and then compares its logits with one uncached forward over the text
+so far (see `conversations.py`). What was called is noted in `log`, so that a failing seed can be read.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Talk:
         self.own_masks = False  # the text rows of an image row have different padding
         self.croppable = 0
         self.log = [
-            f"{decoder}, image_visibility={rule!r}, {kind}, {cache_kind} cache, {image_rows} image rows x {repeats} text rows"
+            f"{decoder}, image_visibility={rule!r}, {kind}, {cache_kind} cache, {image_rows} image rows x {repeats} "
+            "text rows"
         ]
 
     # --- what is there
@@ -107,7 +108,9 @@ class Talk:
     # --- images
 
     def draw_images(self, num_slots: int, padding: str, distinct: bool = True, hidden: bool = False) -> Slots:
-        """New images, not in the cache. `padding`: `"none"`, `"images"`, `"tokens"` or `"both"`. `hidden`: all are padding images."""
+        """New images, not in the cache. `padding`: `"none"`, `"images"`, `"tokens"` or `"both"`. `hidden`: all are
+        padding images.
+        """
         size = 16 if self.kind == "pixels" else STATE_TOKENS
         if self.kind == "states3":
             num_slots, size = 1, self.rng.randint(2, STATE_TOKENS)
@@ -216,7 +219,8 @@ class Talk:
         Args:
             given: the images of the call.
             axis (`"all"` or `"given"`): the images that the mask covers.
-            form (`"tokens"`, `"images"` or `"tiles"`): `(B, T, N)`, `image_attention_mask` `(B, T, n)`, or `(B, T, n, 1)`.
+            form (`"tokens"`, `"images"` or `"tiles"`): `(B, T, N)`, `image_attention_mask` `(B, T, n)`, or `(B, T, n,
+                1)`.
         """
         rows: list[list[Seen]] = []
         slots, numbers = self._slots(given, axis)

@@ -24,12 +24,14 @@ TEXT_TEMPLATES = {
     "system_first": "{% if messages[0]['role'] == 'system' %}<|system|>{{ messages[0]['content'] + eos_token }}"
     "{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
     "{% for message in rest %}<|{{ message.role }}|>{{ message.content + eos_token }}" + ASK,
-    "alternating": "{% if messages[0].role == 'system' %}{% set first = messages[0].content.strip() %}{% set rest = messages[1:] %}"
+    "alternating": "{% if messages[0].role == 'system' %}{% set first = messages[0].content.strip() %}{% set rest = messages[1:] %}"  # noqa: E501
     "<|system|>{{ first }}{{ eos_token }}{% else %}{% set rest = messages %}{% endif %}{% for message in rest %}"
-    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif "
+    "%}"
     "<|{{ message.role }}|>{{ message.content }}{{ eos_token }}" + ASK,
     "foreign_marker": LOOP + "<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<|foreign|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|foreign|>{% else %}{{ part.text }}{% endif %}{% "
+    "endfor %}"
     "{% endif %}{{ eos_token }}" + ASK,
     "parts_without_images": LOOP
     + "<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}{% else %}"
@@ -40,26 +42,27 @@ TEXT_TEMPLATES = {
     "{{ eos_token }}" + ASK,
     "system_text_and_parts": LOOP
     + "{% if message.role == 'system' %}<|system|>{{ message.content + eos_token }}{% else %}"
-    "<|{{ message.role }}|>{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}{{ eos_token }}"
+    "<|{{ message.role }}|>{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}{{ "
+    "eos_token }}"
     "{% endif %}" + ASK,
 }
 # Knows images, and writes <image> itself, each on a line of its own.
 SEEING = (
     LOOP
-    + "<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    + "<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"  # noqa: E501
     "{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ eos_token }}"
     + ASK
 )
 # Sees, and reads lists only: images first, then texts. A plain string gives it nothing.
 IMAGES_FIRST = (
     LOOP
-    + "<|{{ message.role }}|>{% for part in message.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
-    "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}{{ eos_token }}"
-    + ASK
+    + "<|{{ message.role }}|>{% for part in message.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"  # noqa: E501
+    "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}{{ eos_token "
+    "}}" + ASK
 )
 WORDS = (
-    "[PAD] [EOS] [UNK] [BOS] <|system|> <|user|> <|assistant|> <|bot|> <|foreign|> User Assistant System : . ? a b c what is in "
-    "the picture dog cat be brief and this one two here tool"
+    "[PAD] [EOS] [UNK] [BOS] <|system|> <|user|> <|assistant|> <|bot|> <|foreign|> User Assistant System : . ? a b c "
+    "what is in the picture dog cat be brief and this one two here tool"
 ).split()
 
 

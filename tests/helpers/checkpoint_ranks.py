@@ -70,7 +70,9 @@ def load(folder: Path) -> None:
 
 
 def load_once(folder: Path) -> None:
-    """A retrofit with accelerate's `fsdp_cpu_ram_efficient_loading`: the ranks get the weights that the first one has."""
+    """A retrofit with accelerate's `fsdp_cpu_ram_efficient_loading`: the ranks get the weights that the
+    first one has.
+    """
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_VERSION="2")
     rank = dist.get_rank()
     torch.manual_seed(rank)

@@ -4,8 +4,9 @@ from transformers import CompileConfig
 
 
 def counting_backend():
-    """A backend that runs graphs as they are, and a list with an entry for each. (`generate` copies the backend, so that
-    it must be a function.)"""
+    """A backend that runs graphs as they are, and a list with an entry for each. (`generate` copies the backend, so
+    that it must be a function.)
+    """
     graphs = []
 
     def backend(graph, inputs):

@@ -1,8 +1,8 @@
 """What each text token of a conversation may see, decided one token at a time in plain Python.
 
-The expected side of `test_cache_fuzz.py`. It holds the rules a second time, as lists, without caches and without the code
-under test: a row is its tokens, its images, and for each token the image tokens that it saw when it was read. One uncached
-forward with that as an explicit mask gives the logits that every cached way to read the same text must give.
+The expected side of `test_cache_fuzz.py`. It holds the rules a second time, as lists, without caches and without the
+code under test: a row is its tokens, its images, and for each token the image tokens that it saw when it was read. One
+uncached forward with that as an explicit mask gives the logits that every cached way to read the same text must give.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A decoder from outside transformers, as checkpoints bring them along. Its initialisation writes in place, as such code often does."""
+"""A decoder from outside transformers, as checkpoints bring them along. Its initialisation writes in place, as such
+code often does.
+"""
 
 import torch
 from torch import nn

@@ -19,7 +19,7 @@ from hf_xattn import XAttnProcessor, retrofit
 
 
 SIDE, QUESTION, WORDS = 16, "which digit ?", ("zero", "one")
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% if message.role == 'assistant' %}{{ eos_token }} {% endif %}{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% if message.role == 'assistant' %}{{ eos_token }} {% endif %}{% endfor %}"  # noqa: E501
 
 
 def drawn(digit: int, rng: np.random.Generator, scale: int = 8) -> Image.Image:

@@ -1,4 +1,6 @@
-"""Models for what transformers' own tests ask of every model: one of each kind of base, with a vision tower and without."""
+"""Models for what transformers' own tests ask of every model: one of each kind of base, with a vision tower and
+without.
+"""
 
 import functools
 import warnings

@@ -1,8 +1,9 @@
-"""A generator of checkpoints that a stranger, a bad disk or a cut-off download may bring. Seeded: the same ones in every run.
+"""A generator of checkpoints that a stranger, a bad disk or a cut-off download may bring. Seeded: the same ones in
+every run.
 
-A case changes a copy of one tiny checkpoint and says what must come of it: `REFUSED` with an error of this package, or `SAME`, where the
-change means nothing: then the model is the one that was saved, bit for bit. A flipped bit of a header may do either, and nothing else
-(`REFUSED_OR_SAME`). No case may give another model.
+A case changes a copy of one tiny checkpoint and says what must come of it: `REFUSED` with an error of this package, or
+`SAME`, where the change means nothing: then the model is the one that was saved, bit for bit. A flipped bit of a
+header may do either, and nothing else (`REFUSED_OR_SAME`). No case may give another model.
 """
 
 from __future__ import annotations

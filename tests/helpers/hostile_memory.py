@@ -1,4 +1,6 @@
-"""Run as a program: refuses checkpoints, image caches and pictures that ask for terabytes, with little memory and in little time."""
+"""Run as a program: refuses checkpoints, image caches and pictures that ask for terabytes, with little memory and in
+little time.
+"""
 
 import io
 import os

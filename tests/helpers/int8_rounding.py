@@ -17,7 +17,9 @@ def by_hand(states):
 
 
 def rounding(model):
-    """Makes a model round every key and value that it projects. Its answers without a cache are those expected with one in int8."""
+    """Makes a model round every key and value that it projects. Its answers without a cache are those expected with
+    one in int8.
+    """
 
     def rounded(project):
         def projected(*args, **kwargs):

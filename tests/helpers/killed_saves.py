@@ -1,7 +1,7 @@
 """Kills a process at the n-th time that it touches the disk, for every n. So no moment of a save is left out.
 
-The process is forked from the tests, which takes milliseconds. What it touches is known from Python's audit events. safetensors opens its
-files without any: it is killed before, in the middle and behind.
+The process is forked from the tests, which takes milliseconds. What it touches is known from Python's audit events.
+safetensors opens its files without any: it is killed before, in the middle and behind.
 """
 
 import os
@@ -65,7 +65,9 @@ class Killer:
 
 
 def run_until(root, moment, action):
-    """Runs `action` in a process that is killed at a moment. Returns the number of moments if there was no such moment, else None."""
+    """Runs `action` in a process that is killed at a moment. Returns the number of moments if there was no such
+    moment, else None.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -96,7 +98,9 @@ def copy_to(before, root):
 
 
 def at_moments(before, root, action, at_most=None):
-    """Yields after each kill, with `root` a copy of the folder `before`. Of more than `at_most` moments, some are left out."""
+    """Yields after each kill, with `root` a copy of the folder `before`. Of more than `at_most` moments, some are left
+    out.
+    """
     copy_to(before, root)
     count = run_until(root, 0, action)
     assert count

@@ -1,7 +1,7 @@
 """Small checkpoints of the architectures that the README names, in folders named like their Hub ids.
 
-`from_pretrained("Qwen/Qwen2.5-0.5B-Instruct")` takes a folder of that name in the working directory before it asks the Hub. So the
-README's lines run as they stand. Only the sizes and the weights differ from the published checkpoints.
+`from_pretrained("Qwen/Qwen2.5-0.5B-Instruct")` takes a folder of that name in the working directory before it asks the
+Hub. So the README's lines run as they stand. Only the sizes and the weights differ from the published checkpoints.
 """
 
 from pathlib import Path
@@ -30,13 +30,13 @@ SIGLIP = "google/siglip-base-patch16-224"
 
 # As in the published templates: for text alone, with the default system message of the family.
 CHATML = (
-    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{%- endif %}"
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{%- "
+    "endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + "
+    "'\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 HEADERS = (
-    "{{- bos_token }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
-    "+ message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+    "{{- bos_token }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
 SIZES = {
@@ -88,7 +88,9 @@ def make_text(folder: Path, name: str) -> None:
 
 
 def make_siglip(folder: Path) -> None:
-    """Saves a whole SigLIP, with the text half that its checkpoints have: 196 tokens of an image of 224 by 224 pixels."""
+    """Saves a whole SigLIP, with the text half that its checkpoints have: 196 tokens of an image of 224
+    by 224 pixels.
+    """
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = SiglipConfig(
         text_config={**sizes, "vocab_size": 64}, vision_config={**sizes, "image_size": 224, "patch_size": 16}

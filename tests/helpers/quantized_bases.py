@@ -44,7 +44,9 @@ def quantization(method: str) -> Any:
 
 @functools.cache
 def folder() -> Path:
-    """Folders `text`, `vision` and `model`. Widths are multiples of 64, which bitsandbytes' fast path on a CPU needs."""
+    """Folders `text`, `vision` and `model`. Widths are multiples of 64, which bitsandbytes' fast path on
+    a CPU needs.
+    """
     path = Path(FOLDER.name)
     torch.manual_seed(0)
     config = LlamaConfig(

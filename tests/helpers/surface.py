@@ -1,7 +1,7 @@
 """How the public surface is tested: for each argument of each function, what happens with something that does not fit.
 
-A table names every argument of a function and, for every kind of misfit, a value. The function must then raise a `ValueError` or
-`TypeError` that names the argument and what came, unless the table says that the value is fine.
+A table names every argument of a function and, for every kind of misfit, a value. The function must then raise a
+`ValueError` or `TypeError` that names the argument and what came, unless the table says that the value is fine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 
-# None; another type; another number of axes; another size; another dtype; another device; and, for every argument, a misspelt name.
+# None; another type; another number of axes; another size; another dtype; another device; and, for every argument, a
+# misspelt name.
 KINDS = ("none", "type", "rank", "size", "dtype", "device")
 
 # Transformers' own methods with its own arguments, and parts of the model.
@@ -149,8 +150,9 @@ def tensor(
 ) -> dict[str, Any]:
     """An argument that is a tensor. Arrays are refused, and tensors without an axis.
 
-    A meta tensor stands for one on a wrong device. torch computes with meta tensors and weights on a CPU where it would raise an
-    error for a GPU, so `device` covers only a part; `test_bad_input.py` and `test_gpu.py` cover the rest.
+    A meta tensor stands for one on a wrong device. torch computes with meta tensors and weights on a CPU where it
+    would raise an error for a GPU, so `device` covers only a part; `test_bad_input.py` and `test_gpu.py` cover the
+    rest.
     """
     return row(
         none=none,

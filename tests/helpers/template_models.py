@@ -1,4 +1,6 @@
-"""Chat templates in the styles of the well-known families, written for these tests, with a tokenizer and a tiny model for them."""
+"""Chat templates in the styles of the well-known families, written for these tests, with a tokenizer and a tiny model
+for them.
+"""
 
 import functools
 import os
@@ -19,11 +21,11 @@ TEXT = """{%- macro text(content) -%}
 {%- if content is string -%}{{ content }}
 {%- else -%}{%- for part in content -%}{%- if part.type == 'image' -%}<image>{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}
 {%- endif -%}{%- endmacro -%}
-"""
+"""  # noqa: E501
 CHATML = (
     TEXT
     + """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + text(m.content) | trim + '<|im_end|>' + '\n' }}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""  # noqa: E501
 )
 GENERATION = (
     TEXT
@@ -50,7 +52,7 @@ REASONING = (
 {%- if '</think>' in c -%}{%- set think = c.split('</think>')[0].split('<think>')[-1].strip('\n') -%}
 {%- set c = c.split('</think>')[-1].lstrip('\n') -%}{%- endif -%}{{ '<|im_start|>' + m.role + '\n' }}
 {%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n' + think + '\n</think>\n\n' }}{%- endif -%}
-{{ c + '<|im_end|>' + '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+{{ c + '<|im_end|>' + '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""  # noqa: E501
 )
 # No special tokens: tokens of the answer may be merged with what follows.
 PLAIN = (

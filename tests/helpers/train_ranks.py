@@ -12,7 +12,9 @@ from hf_xattn.commands.main import main
 
 
 def with_fsdp(options: dict) -> None:
-    """Each `Trainer` made from now on takes its run for one with FSDP2, as under `accelerate launch` with a configuration."""
+    """Each `Trainer` made from now on takes its run for one with FSDP2, as under `accelerate launch` with a
+    configuration.
+    """
 
     def create(trainer, whole=Trainer.create_accelerator_and_postprocess):
         whole(trainer)
