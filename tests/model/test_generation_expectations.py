@@ -27,7 +27,7 @@ def generate(model, inputs, new=NEW, **options):
     return model.generate(**inputs, max_new_tokens=new, pad_token_id=0, **options)
 
 
-# tests/test_generation.py has dense and sliding bases with a tower.
+# tests/model/test_generation.py has dense and sliding bases with a tower.
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("base", "tower"),

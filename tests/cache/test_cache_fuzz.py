@@ -2,7 +2,7 @@
 
 Every seed is a conversation: a decoder, a rule of visibility, a kind of cache, and turns in which images and text are
 added, repeated, refused or taken back. What its text may see comes from `conversations.py`, which knows no cache. One
-seed alone: `pytest tests/test_cache_fuzz.py -k seed_00123`; thousands more: `-m slow`.
+seed alone: `pytest tests/cache/test_cache_fuzz.py -k seed_00123`; thousands more: `-m slow`.
 """
 
 from __future__ import annotations
