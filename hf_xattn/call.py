@@ -68,6 +68,7 @@ class Call:
         cache ([`XAttnCache`], *optional*): None if nothing is cached, or if the caller's cache cannot hold images.
         cross ([`CrossCache`], *optional*): the image half of `cache`.
         text_cache (`Cache`, *optional*): the cache that the decoder gets.
+        starts (`bool`): whether the text has no earlier text in `cache`.
         use_cache, output_attentions (`bool`): as in `forward`.
         uncached (`str`, *optional*): why this forward must not write into a cache; None if it may.
         continues (`bool`): whether the caller passed a cache or asked for one, so more text may follow.
@@ -85,6 +86,7 @@ class Call:
     cache: XAttnCache | None
     cross: CrossCache | None
     text_cache: Cache | None
+    starts: bool
     use_cache: bool
     output_attentions: bool
     uncached: str | None
@@ -137,7 +139,7 @@ def read_call(
     shares_images = isinstance(images, ImageInputs) and images.image_rows is not None
     without_cache = past_key_values is None and (shares_images or uncached is not None or not wants_cache)
     samples = None
-    if text.get("position_ids") is not None or text.get("cu_seq_lens_q") is not None:
+    if (text.get("position_ids") is not None or text.get("cu_seq_lens_q") is not None) and length > 1:
         samples = find_samples(config, decoder.not_packed, text, past_key_values, use_cache, images, without_cache)
     continues = past_key_values is not None or bool(use_cache)
     if shares_images and continues:
@@ -165,6 +167,7 @@ def read_call(
         cache,
         None if cache is None else cache.cross_attention_cache,
         text_cache,
+        cache is None or cache.text_rows is None,
         use_cache,
         bool(output_attentions),
         uncached,
@@ -244,11 +247,10 @@ def find_images(model: Any, call: Call) -> ImagesOfCall | None:
         _check_gradients(cross, call)
     encoder = model.image_encoder
     images = _read(call, encoder)
-    starts = call.cache is None or call.cache.text_rows is None
     if images.layout is None:
-        return _stand_in(model, encoder, call, starts)
+        return _stand_in(model, encoder, call)
     if images.new is None or isinstance(call.images, PreparedImages) or not call.images.pass_connector:
-        images = images._replace(unused=run_beside(encoder, starts))
+        images = images._replace(unused=run_beside(encoder, call.starts))
     if cross is not None and cross.layers:
         if call.uncached is not None and images.new is not None:
             raise ValueError(
@@ -268,13 +270,13 @@ def _check_gradients(cross: CrossCache, call: Call) -> None:
         check_no_gradient(cross.cache_dtype)
 
 
-def _stand_in(model: Any, encoder: ImageEncoder, call: Call, starts: bool) -> ImagesOfCall | None:
+def _stand_in(model: Any, encoder: ImageEncoder, call: Call) -> ImagesOfCall | None:
     """An image that no text sees, where other processes wait for blocks, or a loss needs a gradient. None otherwise."""
     waited_for = is_distributed() and torch.is_grad_enabled()
     if waited_for or (call.trains and not _embeddings_learn(call) and only_images_learn(model)):
         nobodys = stand_in_images(encoder, call.rows)
     else:
-        run_beside(encoder, starts)
+        run_beside(encoder, call.starts)
         if not (is_distributed() and blocks_are_units(model.text_model)):
             return None
         nobodys = blank_states(encoder, call.rows)
@@ -311,7 +313,7 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
     if config.image_visibility == "all" and not masked and samples is None:
         # Padding alone hides image tokens. Its mask has the rows of the images, and is smaller.
         padding = None if layout.token_mask is None else layout.token_mask[:, None]
-        return Decision(padding, progress.read_on(layout.num_tokens, call.length), True)
+        return Decision(padding, progress.read_on(call.length), True)
     markers = None
     if config.image_visibility != "all" or samples is not None:
         markers = _markers(config, call, decided, packed=samples is not None)
@@ -326,6 +328,9 @@ def make_context(config: XAttnConfig, call: Call, images: ImagesOfCall, decision
     """Makes what all blocks of a forward share."""
     block, new, rows = config.cross_attention_config, images.new, images.rows
     cross = None if images.stands_in else call.cross
+    if new is None and decision.sees is None and rows is None and not block.position_bias:
+        # Cached images, all of which the text sees: most decode steps.
+        return CrossAttentionContext(cache=cross, recorder=Recorder(call.output_attentions), unused=images.unused)
     image_rows = call.rows if new is None else new.states.shape[0]
     if cross is not None and cross.layers:
         image_rows = cross.rows
@@ -388,7 +393,8 @@ def commit(
             cache.mark_updated(len(keys_values))
         if decision.progress is not None:
             cache.progress = decision.progress
-    cache.text_rows = call.rows
+    if call.starts:
+        cache.text_rows = call.rows
     cache.count_text(call.length, call.device, call.positions)
 
 

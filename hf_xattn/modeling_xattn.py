@@ -35,7 +35,7 @@ from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages, given_images
 from .images.device_errors import name_wrong_device
-from .images.image_inputs import ImageInputs
+from .images.image_inputs import NO_IMAGES, ImageInputs
 from .images.tower import check_tower_class
 from .images.vision import build_tower, is_tiled
 from .images_xattn import XAttnImagesMixin
@@ -173,11 +173,11 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         could read.
         """
         images, cache = call.images, call.cache
-        brings = not isinstance(images, ImageInputs) or images.images is not None
+        brings = images is not NO_IMAGES and (not isinstance(images, ImageInputs) or images.images is not None)
         if isinstance(images, ImageInputs):
             if images.image_rows is not None:
                 refuse_data_parallel(self)
-            if cache is not None and (brings or cache.text_rows is None):
+            if cache is not None and (brings or call.starts):
                 self._check_made_here(cache.cross_attention_cache)  # where images come in
         if self._sets is None:
             return
@@ -439,13 +439,15 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
             vision_features=vision_features,
         )
         text_model = self.model.text_model
+        targets, own_loss = None, False
         for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
             if given is not None:
                 ignored = kwargs.get("ignore_index", IGNORED)
                 check_labels(name, given, input_ids, inputs_embeds, logits_to_keep, self.get_input_embeddings, ignored)
-        targets = LossInputs.take_from(self, labels, kwargs)
-        # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` without `labels`.
-        own_loss = targets.has_labels and (self.config.additional_vocab_in_head or labels is None)
+                # A decoder's own loss does not support logits of added tokens, and ignores `shift_labels` alone.
+                own_loss = self.config.additional_vocab_in_head or labels is None
+        if labels is not None or own_loss:
+            targets = LossInputs.take_from(self, labels, kwargs)
         outputs, cache, cross_attentions = self.model._run(
             text_model,
             {
@@ -456,7 +458,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
                 "logits_to_keep": logits_to_keep
                 if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep
                 else None,
-                **({} if own_loss else targets.given),
+                **({} if targets is None or own_loss else targets.given),
                 **kwargs,
             },
             images,
@@ -465,7 +467,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
             output_attentions,
         )
         loss = outputs.get("loss")
-        if own_loss:
+        if targets is not None and own_loss:
             loss = loss_over_all_logits(text_model, outputs, targets)
         fields = {
             "loss": loss,

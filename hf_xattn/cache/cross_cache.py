@@ -126,7 +126,7 @@ class CrossCache(DynamicCache):
 
     @property
     def made_by(self) -> str | None:
-        return None if self._maker.is_lost else self._maker.value
+        return getattr(self._maker, "value", None)
 
     @made_by.setter
     def made_by(self, identity: str | None) -> None:
@@ -134,7 +134,7 @@ class CrossCache(DynamicCache):
 
     @property
     def read_by(self) -> str | None:
-        return None if self._reader.is_lost else self._reader.value
+        return getattr(self._reader, "value", None)
 
     @read_by.setter
     def read_by(self, mark: str | None) -> None:
@@ -172,13 +172,13 @@ class CrossCache(DynamicCache):
             self.read_by = None
         self.layers, self.layout, self.made_by = layers, appended, made_by
 
-    def state(self) -> tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]:
+    def state(self) -> tuple[list[CrossAttentionLayer], ImageLayout | None, Note[str | None]]:
         """Returns the present state for [`restore`]. Copies nothing, because tensors are never written into."""
-        return self.layers, self.layout, self.made_by
+        return self.layers, self.layout, self._maker
 
-    def restore(self, state: tuple[list[CrossAttentionLayer], ImageLayout | None, str | None]) -> None:
+    def restore(self, state: tuple[list[CrossAttentionLayer], ImageLayout | None, Note[str | None]]) -> None:
         """Returns to a `state`: images added since then are gone."""
-        self.layers, self.layout, self.made_by = state
+        self.layers, self.layout, self._maker = state
 
     def shared(self) -> CrossCache:
         """Returns a cache with the same images for another conversation. Nothing is copied."""

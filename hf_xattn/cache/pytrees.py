@@ -27,17 +27,12 @@ class Unexported:
 
 
 class Note(Unexported, Generic[T]):
-    """One value that exporters do not see."""
+    """One value that exporters do not see. If an exported program has returned the cache, there is no `value`."""
 
     __slots__ = ("value",)
 
     def __init__(self, value: T):
         self.value = value
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether an exported program has returned the cache, without this value."""
-        return not hasattr(self, "value")
 
 
 def dataclass_node(cls: type[T]) -> type[T]:

@@ -89,7 +89,7 @@ def real_tokens(layout: ImageLayout, rows: int) -> RealTokens | None:
     mask = layout.token_mask
     if mask is None or not has_values(mask):
         return None
-    if layout.real_tokens.is_lost or layout.real_tokens.value is None:
+    if getattr(layout.real_tokens, "value", None) is None:
         real = _by_image_row(mask, rows).any(dim=1)
         places = torch.stack(real.nonzero(as_tuple=True))
         some = 0 < places.shape[1] < real.numel()
@@ -107,7 +107,7 @@ def row_spans(layout: ImageLayout, rows: int) -> RowSpans | None:
     mask = layout.token_mask
     if mask is None or not has_values(mask):
         return None
-    if layout.row_spans.is_lost or layout.row_spans.value is None:
+    if getattr(layout.row_spans, "value", None) is None:
         by_row = _by_image_row(mask, rows)
         real = by_row.any(dim=1)
         ends = torch.nn.functional.pad(real, (1, 1))

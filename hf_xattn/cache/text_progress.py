@@ -15,7 +15,6 @@ model's device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -95,7 +94,15 @@ class CallersMask:
         """Returns the part for the next `text_len` text tokens, and the rest."""
         if self.text_len <= text_len:
             return self, None
-        return replace(self, rows=self.rows[:, :text_len]), replace(self, rows=self.rows[:, text_len:])
+        return self.first_rows(text_len), self.rows_after(text_len)
+
+    def first_rows(self, text_len: int) -> CallersMask:
+        """Returns the rows of the first `text_len` text tokens."""
+        return replace(self, rows=self.rows[:, :text_len])
+
+    def rows_after(self, text_len: int) -> CallersMask:
+        """Returns the rows of the text after the first `text_len` tokens."""
+        return replace(self, rows=self.rows[:, text_len:])
 
     def last_row(self) -> CallersMask:
         return replace(self, rows=self.rows[:, -1:])
@@ -112,31 +119,21 @@ class CallersMask:
         )
 
 
-class Segment(NamedTuple):
-    """Text of one call: start, end, number of image tokens at that time, and the caller's mask for the first text
-    tokens.
-    """
-
-    start: int
-    stop: int
-    num_image_tokens: int
-    mask: CallersMask | None
-
-
 @dataclass(eq=False)
 class History(Unexported):
     """Gives the progress at earlier positions of the text.
 
     Attributes:
         counted (`torch.BoolTensor`, *optional*): `(B, length)`, True for markers that count.
-        segments (`tuple[Segment, ...]`): in the order of the text.
+        masks (`tuple[tuple[int, CallersMask], ...]`): callers' masks, in the order of the text, each with the position
+            of its first row.
         length (`int`): number of text tokens.
     """
 
-    __slots__ = ("counted", "segments", "length")
+    __slots__ = ("counted", "masks", "length")
 
     counted: torch.Tensor | None
-    segments: tuple[Segment, ...]
+    masks: tuple[tuple[int, CallersMask], ...]
     length: int
 
     @classmethod
@@ -149,38 +146,27 @@ class History(Unexported):
         """Whether the history is lost, because an exported program has continued the text."""
         return not hasattr(self, "length")
 
-    def add(self, counted: torch.Tensor | None, mask: CallersMask | None, num_tokens: int, text_len: int) -> History:
-        segment = Segment(self.length, self.length + text_len, num_tokens, mask)
-        segments = self.segments
-        last = segments[-1] if segments else None
-        if last is not None and mask is None and last.mask is None and last.num_image_tokens == num_tokens:
-            segments = (*segments[:-1], last._replace(stop=segment.stop))
-        else:
-            segments = (*segments, segment)
+    def add(self, counted: torch.Tensor | None, mask: CallersMask | None, text_len: int) -> History:
+        """Returns the history after `text_len` more tokens; itself if it is lost."""
+        if self.is_lost:
+            return self
         if counted is not None:
             before = self.counted
             if before is None:
                 before = counted.new_zeros(counted.shape[0], self.length)
             counted = torch.cat([rows_to(before, counted.shape[0]), counted], dim=1)
-        return History(counted, segments, segment.stop)
+        masks = self.masks if mask is None else (*self.masks, (self.length, mask))
+        return History(counted, masks, self.length + text_len)
 
     def until(self, length: int) -> History:
         """Returns the history of the first `length` tokens. A shorter history gets text without markers and masks."""
+        counted, masks = self.counted, self.masks
         if length >= self.length:
-            counted = self.counted
             if counted is not None:
                 counted = torch.nn.functional.pad(counted, (0, length - self.length))
-            return History(counted, self.segments, length)
-        segments = []
-        for segment in self.segments:
-            if segment.start >= length:
-                break
-            mask = segment.mask
-            if mask is not None:
-                mask, _ = mask.split(length - segment.start)
-            segments.append(segment._replace(stop=min(segment.stop, length), mask=mask))
-        counted = None if self.counted is None else self.counted[:, :length]
-        return History(counted, tuple(segments), length)
+            return History(counted, masks, length)
+        left = tuple((start, mask.first_rows(length - start)) for start, mask in masks if start < length)
+        return History(None if counted is None else counted[:, :length], left, length)
 
     def progress(self) -> TextProgress:
         """Returns the progress at the end of this history."""
@@ -190,21 +176,19 @@ class History(Unexported):
             if self.length:
                 counted, seen, before_group = counts.count_on(self.counted, None)
                 counts = MarkerCounts(torch.stack([seen[:, -1], before_group[:, -1], counted[:, -1].long()], dim=-1))
-        masked = [(segment.start, segment.mask) for segment in self.segments if segment.mask is not None]
-        if masked:
-            start, mask = masked[-1]
+        if self.masks:
+            start, mask = self.masks[-1]
             held = mask.last_row()
             if self.counted is not None:
                 held = held.until(self.counted[:, start + mask.text_len :].any(dim=-1))
         return TextProgress(counts, held, None, self)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> History:
-        segments = tuple(
-            segment if segment.mask is None else segment._replace(mask=segment.mask.take(indices, batch_size))
-            for segment in self.segments
-        )
+        if self.is_lost:
+            return self
+        masks = tuple((start, mask.take(indices, batch_size)) for start, mask in self.masks)
         counted = None if self.counted is None else _take_shared(self.counted, indices, batch_size)
-        return History(counted, segments, self.length)
+        return History(counted, masks, self.length)
 
 
 @dataclass(eq=False)
@@ -237,7 +221,7 @@ class TextProgress:
     def at(self, length: int) -> TextProgress:
         """Returns the progress for `length` tokens in the text half of the cache, also after a crop."""
         history = self.history
-        if history is None or history.is_lost or history.length == length:
+        if history is None or getattr(history, "length", length) == length:  # a lost one has no length
             return self
         earlier = history.until(length).progress()
         return replace(earlier, coming=self.coming if length > history.length else None)
@@ -255,21 +239,15 @@ class TextProgress:
         covered: CallersMask | None,
         coming: CallersMask | None,
         held: CallersMask | None,
-        num_image_tokens: int,
-        batch_size: int,
         text_len: int,
     ) -> TextProgress:
         """Returns the progress after `text_len` more tokens."""
-        history = self.history
-        if history is not None and not history.is_lost:
-            history = history.add(counted, covered, num_image_tokens, text_len)
+        history = None if self.history is None else self.history.add(counted, covered, text_len)
         return TextProgress(counts if counts is not None else self.counts, held, coming, history)
 
-    def read_on(self, num_image_tokens: int, text_len: int) -> TextProgress:
+    def read_on(self, text_len: int) -> TextProgress:
         """Returns the progress after `text_len` more tokens that see all images: no marker and no mask decides."""
-        history = self.history
-        if history is not None and not history.is_lost:
-            history = history.add(None, None, num_image_tokens, text_len)
+        history = None if self.history is None else self.history.add(None, None, text_len)
         return TextProgress(self.counts, None, None, history)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> TextProgress:
@@ -278,7 +256,7 @@ class TextProgress:
             None if self.counts is None else MarkerCounts(_take_shared(self.counts.state, indices, batch_size)),
             None if self.held is None else self.held.take(indices, batch_size),
             None if self.coming is None else self.coming.take(indices, batch_size),
-            self.history if self.history is None or self.history.is_lost else self.history.take(indices, batch_size),
+            None if self.history is None else self.history.take(indices, batch_size),
         )
 
 

@@ -76,7 +76,7 @@ def look(
     if mask is not None:
         covered, coming = mask.split(text_len)
     sees, held = _by_mask(sees, layout, progress, counted, covered, batch_size, text_len)
-    after = progress.after(counts, counted, covered, coming, held, layout.num_tokens, batch_size, text_len)
+    after = progress.after(counts, counted, covered, coming, held, text_len)
     return View(_without_padding(sees, layout, batch_size), after)
 
 

@@ -102,7 +102,8 @@ class XAttnCache(EncoderDecoderCache):
 
     @property
     def text_rows(self) -> int | None:
-        return _rows_of_text(self.self_attention_cache) if self._rows.is_lost else self._rows.value
+        note = self._rows
+        return note.value if hasattr(note, "value") else _rows_of_text(self.self_attention_cache)
 
     @text_rows.setter
     def text_rows(self, rows: int | None) -> None:

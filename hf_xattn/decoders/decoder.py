@@ -23,7 +23,7 @@ from ..utils.architectures import architecture, text_num_hidden_layers
 from ..utils.keywords import LOSS, keywords_of, refuse_unknown
 from ..utils.memo import memoized
 from ..utils.tensor_checks import has_values
-from ..utils.transformers_api import check_recorded, is_before, needs
+from ..utils.transformers_api import HAS_RECORDING, check_recorded, is_before, needs
 from .channel import carrying
 from .packing_decoders import why_not_packed
 
@@ -204,7 +204,8 @@ class DecoderInterface(NamedTuple):
         """
         if cache is None:
             return
-        check_recorded(cache)
+        if not HAS_RECORDING:
+            check_recorded(cache)
         if self.not_static is not None and isinstance(cache, StaticCache):
             raise ValueError(self.not_static)
         if self.forgets and length > 1 and _holds_state(cache):

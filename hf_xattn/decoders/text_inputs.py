@@ -36,8 +36,11 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
         raise ValueError(
             f"Expected exactly one of `input_ids` and `inputs_embeds`, got {'none' if input_ids is None else 'both'}."
         )
-    if torch.compiler.is_compiling() or (not starts and _is_decode_step(input_ids)):
+    if torch.compiler.is_compiling():
         return
+    if not starts and isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and input_ids.shape[1] == 1:
+        if input_ids.dtype in INTEGERS:
+            return  # one token after a cache, which `generate` passes thousands of times: nothing more is asked
     if input_ids is not None:
         check_ids("input_ids", input_ids)
         rows, length = input_ids.shape
@@ -55,13 +58,6 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
                 f"Expected `position_ids` of shape (batch={rows}, text_len={length}), got {tuple(positions.shape)}."
             )
     _check_kept(text.get("logits_to_keep"), length)
-
-
-def _is_decode_step(ids: Any) -> bool:
-    """Whether a call adds one token to text in a cache, which `generate` does thousands of times. Nothing more is
-    asked of it.
-    """
-    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and ids.dtype in INTEGERS
 
 
 def check_ids(name: str, ids: Any) -> None:

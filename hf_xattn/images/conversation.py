@@ -7,22 +7,21 @@ a layout of all images, and a mask for the text of the call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.image_layout import ImageLayout, rows_to
+from ..cache.image_layout import ImageLayout
 from ..cache.packed_samples import PackedText
 from ..cache.pytrees import dataclass_node
-from ..cache.text_progress import CallersMask, History, TextProgress
-from ..cache.visibility import look
+from ..cache.text_progress import CallersMask
 from ..cache.xattn_cache import XAttnCache
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import ImageRows
 from ..utils.tensor_checks import type_name
 from .image_encoder import ImageEncoder, NewImages, StoredImages
-from .image_inputs import ImageInputs
+from .image_inputs import NO_IMAGES, ImageInputs
 from .image_positions import check_hides_last, place_in_samples
 from .image_store import StoreReader
 from .placement import check_known_mask
@@ -100,9 +99,8 @@ def read_images(
     if new is not None:
         layout = new.layout if cached is None else cached.append(new.layout)
     mask = inputs.callers_mask(axes, (text.new, text.new + text.cached))
-    if mask is not None and mask.text_len != text.new:
-        assert cache is not None
-        mask = _of_new_text(mask, inputs.text_mask_name, cache, encoder.config.image_visibility, text)
+    if mask is not None and mask.text_len != text.new:  # the cached text has been read: its rows decide nothing
+        mask = mask.rows_after(text.cached)
     if isinstance(new, StoredImages):
         return ImagesOfCall(None, layout, mask, new)
     return ImagesOfCall(new, layout, mask, rows=rows)
@@ -118,64 +116,6 @@ def _narrowed(config: XAttnConfig, cached: ImageLayout, inputs: ImageInputs, has
     if inputs.image_mask is not None:
         check_hides_last(config, inputs.image_mask, cached)
     return cached.narrowed(inputs.image_mask, inputs.token_mask)
-
-
-def _of_new_text(mask: CallersMask, name: str, cache: XAttnCache, rule: str, text: TextOfCall) -> CallersMask:
-    """Returns the rows for new text of a mask for the whole text. The other rows must equal what the cached text has
-    seen.
-    """
-    assert text.rows is not None
-    layout = cache.cross_attention_cache.layout
-    history = cache.current_progress().known_history
-    if history is None:
-        raise ValueError(
-            f"Expected `{name}` for the {text.new} new text tokens, got one that also covers the {text.cached} tokens "
-            "in `past_key_values`. This cache (static, of a state-space decoder, or from an exported program) does not "
-            "know what earlier text has seen, so the mask cannot be compared."
-        )
-    before = mask.rows[:, : text.cached]
-    end = mask.first + mask.rows.shape[2]
-    if layout is None:  # the text was read before there were images
-        seen = torch.zeros_like(before)
-    else:
-        seen = what_text_saw(rule, layout, history, text.rows)
-        seen = torch.nn.functional.pad(seen, (0, max(0, end - seen.shape[2])))[..., mask.first : end]
-        if layout.token_mask is not None and mask.first == 0:
-            # No text sees padding, whatever the mask contains.
-            padding = rows_to(layout.token_mask, text.rows)
-            padding = torch.nn.functional.pad(padding, (0, end - padding.shape[1]), value=True)
-            before = before & padding[:, None].to(before.device)
-    differs = (before != seen.to(before.device)).any(dim=-1)
-    if differs.any():
-        row, token = differs.nonzero()[0].tolist()
-        raise ValueError(
-            f"Expected `{name}` to equal what the {text.cached} text tokens in `past_key_values` have seen, but it "
-            f"differs from that, first for token {token} of row {row}. Pass a mask for the {text.new} new tokens, or "
-            "start from an empty cache."
-        )
-    return replace(mask, rows=mask.rows[:, text.cached :])
-
-
-def what_text_saw(rule: str, layout: ImageLayout, history: History, batch_size: int) -> torch.Tensor:
-    """Returns what the cached text has seen, `(B, cached text, N)`. Repeats the calls with the images of that time."""
-    device = layout.image_of_token.device
-    progress, parts, end = TextProgress(history=None), [], 0
-    for segment in history.segments:
-        parts.append(torch.zeros(batch_size, segment.start - end, layout.num_tokens, dtype=torch.bool, device=device))
-        then, end = layout.first_tokens(segment.num_image_tokens), segment.stop
-        length = segment.stop - segment.start
-        markers = None
-        if rule != "all":
-            markers = torch.zeros(batch_size, length, dtype=torch.bool, device=device)
-            if history.counted is not None:
-                markers = rows_to(history.counted, batch_size)[:, segment.start : segment.stop]
-        sees, progress = look(rule, then, progress, markers, segment.mask, batch_size, length)
-        if sees is None:
-            sees = torch.ones(1, 1, then.num_tokens, dtype=torch.bool, device=device)
-        sees = rows_to(sees, batch_size).expand(-1, length, -1)
-        parts.append(torch.nn.functional.pad(sees, (0, layout.num_tokens - then.num_tokens)))
-    parts.append(torch.zeros(batch_size, history.length - end, layout.num_tokens, dtype=torch.bool, device=device))
-    return torch.cat(parts, dim=1)
 
 
 @dataclass_node
@@ -201,14 +141,14 @@ def given_images(
         TypeError: as [`ImageInputs.of`], and if `image_inputs` is not [`PreparedImages`].
         ValueError: as [`ImageInputs.of`], and if both are given.
     """
+    given = {name: value for name, value in arguments.items() if value is not None}
     if prepared is None:
-        return ImageInputs.of(config, **arguments)
+        return ImageInputs.of(config, **given) if given else NO_IMAGES
     if not isinstance(prepared, PreparedImages):
         raise TypeError(
             f"Expected `image_inputs` to be PreparedImages, which only `generate` makes, got {type_name(prepared)}. "
             "Pass `pixel_values` or `cross_attention_states` instead."
         )
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"Expected `image_inputs` or `{name}`, got both.")
+    for name in given:
+        raise ValueError(f"Expected `image_inputs` or `{name}`, got both.")
     return prepared

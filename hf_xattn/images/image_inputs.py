@@ -18,7 +18,8 @@ Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens
     image_attention_mask     (batch, T, n): the same, by image (Idefics)
 
 For masks, n and N count the images of the call, or all images: those of the cache, then those of the call. T is the
-length of the call's text. In `generate` it may also be the length of the whole text, including the cached text.
+length of the call's text. In `generate` it may also be the length of the whole text, including the cached text, whose
+rows decide nothing: that text has been read.
 """
 
 from __future__ import annotations
@@ -165,13 +166,9 @@ class ImageInputs:
             image_rows,
             vision_features,
         )
-        count = 0
         for argument, value in zip(IMAGE_ARGUMENTS, given):
             if value is not None:
                 check_tensor(argument, value)
-                count += 1
-        if not count:
-            return NO_IMAGES  # for example in a decode step
         sources = zip(IMAGES, (pixel_values, vision_features, cross_attention_states))
         names = [argument for argument, value in sources if value is not None]
         if len(names) > 1:

@@ -76,10 +76,6 @@ class LossInputs(NamedTuple):
         return cls(masked, shifted, items, index)
 
     @property
-    def has_labels(self) -> bool:
-        return self.labels is not None or self.shift_labels is not None
-
-    @property
     def given(self) -> dict[str, Any]:
         """The arguments that are not None."""
         return {name: value for name, value in self._asdict().items() if value is not None}

@@ -122,13 +122,13 @@ def _since(name: str) -> str:
     return REPAIRED.get(name) or PRIVATE.get(name, ("", name))[1]
 
 
-_HAS_RECORDING = has("activate_past_recording")  # once: compiled code asks
+HAS_RECORDING = has("activate_past_recording")  # once: compiled code asks
 
 
 def check_recorded(cache: Cache) -> None:
-    """Raises a `ValueError` for a sliding window that has recorded more than attention may get."""
-    if _HAS_RECORDING:
-        return
+    """Raises a `ValueError` for a sliding window that has recorded more than attention may get. For a transformers
+    without `HAS_RECORDING`.
+    """
     layer: Any
     for layer in cache.layers:
         if (
@@ -256,6 +256,7 @@ __all__ = [
     "AutoImageProcessor",
     "DeclaresParts",
     "DummyLayer",
+    "HAS_RECORDING",
     "PRIVATE",
     "REPAIRED",
     "SubConfigSpec",

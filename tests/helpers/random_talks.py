@@ -37,7 +37,7 @@ class Plan:
         faulty: a call fails once, and is made again.
         explicit: a mask of the caller's own for each text token.
         whole: that mask covers the text in the cache too.
-        wrong: a mask of a wrong length, or that contradicts what was read, which must be refused.
+        wrong: a mask of a wrong length, which must be refused.
         late: padding is named beside a cache of images that were encoded without it.
         relaid: images that are given again lie in other slots, with the padding of a row at its end.
         few: markers that are fewer than the images.
@@ -315,11 +315,8 @@ def ask(talk: Talk, mode: str, given: Slots | None, plan: Plan, extra: dict[str,
             talk.generate(
                 mode, 2, given, talk.explicit(given, axis, length, form=form), refuse=f"a mask of {length} text tokens"
             )
-        if past and rng.random() < plan.wrong:
-            contradict(talk, mode, given, axis)
         if rng.random() < plan.explicit:
-            tells = talk.cache_kind != "static" and not talk.stateful  # what cached text has seen
-            whole = rng.random() < plan.whole and tells
+            whole = rng.random() < plan.whole
             own = talk.explicit(given, axis, past + new if whole else new, past if whole else 0, form)
     fresh_images = (
         given is not None and talk.num_slots and beside(talk, given) != [len(r.real) for r in talk.image_rows]
@@ -331,24 +328,6 @@ def ask(talk: Talk, mode: str, given: Slots | None, plan: Plan, extra: dict[str,
 def beside(talk: Talk, given: Slots) -> list[int] | None:
     real = [[(image.picture, image.size) for image in images if image.real] for images in given]
     return beside_a_cache([row.real for row in talk.image_rows], real)
-
-
-def contradict(talk: Talk, mode: str, given: Slots | None, axis: str) -> None:
-    """A mask of the whole text that is wrong about what was read already."""
-    rng = talk.rng
-    mask = talk.explicit(given, axis, talk.length + len(talk.pending[0]), talk.length)
-    number = rng.randrange(len(talk.rows))
-    row = talk.rows[number]
-    step = rng.randrange(row.left, talk.length)
-    numbers = [index for index in mask.rows[number][step] if index < len(row.images) and any(row.images[index].visible)]
-    if not numbers:
-        return
-    index = rng.choice(numbers)
-    seen, visible = mask.rows[number][step], row.images[index].visible
-    place = visible.index(True)
-    seen[index] = tuple(flag != (token == place) for token, flag in enumerate(seen[index]))
-    mask.inputs = mask_inputs(mask.rows, "tokens")
-    talk.generate(mode, 2, given, mask, refuse=f"row {number} did not see image {index} so at token {step}")
 
 
 def ask_uncached(talk: Talk, given: Slots | None, plan: Plan) -> None:
