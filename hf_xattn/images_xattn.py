@@ -24,7 +24,6 @@ from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder
 from .images.connector import XAttnConnector
 from .images.conversation import ImagesOfCall, TextOfCall, read_images
-from .images.device_errors import name_wrong_states
 from .images.image_encoder import ImageEncoder
 from .images.image_inputs import ImageInputs
 from .images.image_positions import place_in_row
@@ -357,11 +356,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         _, layers = find_decoder(self.text_model)
         for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):
             # Through the layer, not the block: device maps and FSDP bring the weights when the layer is called.
-            try:
-                layers[index](None, **{KEYWORD: context})
-            except RuntimeError as error:
-                name_wrong_states(states, self.blocks[0].attn.k_proj.weight, error)
-                raise
+            layers[index](None, **{KEYWORD: context})
         return recorder.collected()
 
     def _check_made_here(self, cross: CrossCache) -> None:

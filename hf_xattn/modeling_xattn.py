@@ -34,7 +34,6 @@ from .delegation_xattn import XAttnDelegationMixin
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages, given_images
-from .images.device_errors import name_wrong_device
 from .images.image_inputs import NO_IMAGES, ImageInputs
 from .images.tower import check_tower_class
 from .images.vision import build_tower, is_tiled
@@ -161,7 +160,6 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                     give_gradient(outputs, self.parameters())
                 commit(call, found, decision, context, self._mark)
         except (RuntimeError, IndexError) as error:
-            name_wrong_device(text, self.get_input_embeddings(), error)
             decoder = self.config.get_text_config(decoder=True)
             name_wrong_positions(decoder, text, call.length, call.text_cache, error)
             raise

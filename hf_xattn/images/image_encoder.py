@@ -20,7 +20,6 @@ from ..cache.real_tokens import real_places
 from ..configuration_xattn import XAttnConfig
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector
-from .device_errors import name_wrong_features
 from .finite_images import check_encoded, check_given, without_padding_images, without_padding_tokens
 from .image_inputs import ImageAxis, ImageInputs
 from .image_positions import place_in_row
@@ -147,17 +146,13 @@ class ImageEncoder:
             check_callable("connector", self.connector)
             if self.tower_is_waited_for():  # before the connector, as in the other processes
                 features = features + self._zero_of_tower(features)
-        try:
-            return self._connected(
-                features if tiled else features.flatten(0, 1),
-                (rows, num_images),
-                tiled,
-                images.positions,
-                real_tiles_of(images.tiles),
-            )
-        except RuntimeError as error:
-            name_wrong_features(features, self.connector, error)
-            raise
+        return self._connected(
+            features if tiled else features.flatten(0, 1),
+            (rows, num_images),
+            tiled,
+            images.positions,
+            real_tiles_of(images.tiles),
+        )
 
     def tower_is_waited_for(self) -> bool:
         """Whether DDP or FSDP in other processes may wait until the tower has run here too, whatever the images."""

@@ -21,7 +21,6 @@ from conversations import (
     Over,
     beside_a_cache,
     draw_text,
-    mask_inputs,
 )
 
 

@@ -150,9 +150,8 @@ def tensor(
 ) -> dict[str, Any]:
     """An argument that is a tensor. Arrays are refused, and tensors without an axis.
 
-    A meta tensor stands for one on a wrong device. torch computes with meta tensors and weights on a CPU where it
-    would raise an error for a GPU, so `device` covers only a part; `test_bad_input.py` and `test_gpu.py` cover the
-    rest.
+    `device` asks for an error of ours: where images are on another device than the text. A meta tensor stands for one
+    there. Anything else ends in torch's own error.
     """
     return row(
         none=none,

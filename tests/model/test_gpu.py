@@ -84,13 +84,3 @@ def test_kernels_equal_eager(implementation, dtype):
         assert each.attn.config._attn_implementation == implementation
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     assert torch.allclose(model(ids, pixel_values=images).logits.float(), expected, atol=tolerance)
-
-
-@torch.no_grad()
-def test_arguments_on_a_wrong_device():
-    """Torch's own error, which names no argument."""
-    model, ids, states = make_model(vision=False).to("cuda"), token_ids(), torch.randn(2, 5, 32)
-    with pytest.raises(ValueError, match="Expected `input_ids` on cuda:0, .* got it on cpu"):
-        model(ids)
-    with pytest.raises(ValueError, match="Expected `cross_attention_states` on cuda:0, .* got it on cpu"):
-        model.encode_images(cross_attention_states=states)

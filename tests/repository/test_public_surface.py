@@ -142,14 +142,12 @@ TEXT = {
     "input_ids": tensor(IDS, none=Wrong(None, "none"), size=IDS[:, :0], dtype=IDS.float()),
     "attention_mask": tensor(
         torch.ones(2, 7),
-        device=True,
         none=Fine(None),
         size=torch.ones(2, 6),
         dtype=Fine(torch.ones(2, 7, dtype=torch.bool)),
     ),
     "position_ids": tensor(
         torch.arange(7)[None],
-        device=True,
         none=Fine(None),
         size=torch.arange(6)[None],
         dtype=torch.arange(7)[None].float(),
@@ -157,7 +155,6 @@ TEXT = {
     "past_key_values": CACHE,
     "inputs_embeds": tensor(
         torch.zeros(2, 7, 32),
-        device=True,
         none=Wrong(None, "none"),
         size=torch.zeros(2, 7, 31),
         dtype=torch.zeros(2, 7, 32).long(),
@@ -168,7 +165,7 @@ TEXT = {
     "image_inputs": value(none=Fine(None), kind={"pixel_values": PIXELS}),
 }
 HEAD = {
-    "labels": tensor(IDS, device=True, none=Fine(None), size=IDS[:, 1:], dtype=IDS.float()),
+    "labels": tensor(IDS, none=Fine(None), size=IDS[:, 1:], dtype=IDS.float()),
     "logits_to_keep": value(none=Fine(None), kind="all", size=-1),
 }
 
