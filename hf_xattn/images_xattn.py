@@ -6,6 +6,8 @@ same way.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,7 +34,7 @@ from .layers.active_blocks import cross_attention_blocks
 from .layers.block import GatedCrossAttentionBlock
 from .layers.context import KEYWORD, CrossAttentionContext, Recorder, image_fields
 from .learning.stand_in import run_beside, stand_in_images
-from .utils.distributed import has_units, is_distributed
+from .utils.distributed import fsdp_forward, has_units, is_distributed
 
 
 logger = logging.get_logger(__name__)
@@ -374,3 +376,63 @@ class XAttnImagesMixin(XAttnSetsMixin):
                 "`past_key_values` holds images that another model encoded, or this one with other weights: their "
                 f"identity is {cross.made_by[:12]}, this model's is {current[:12]}. Encode the images again."
             )
+
+
+class XAttnDelegationMixin:
+    """The image side of [`XAttnForConditionalGeneration`]: each method is that of the model inside it."""
+
+    model: XAttnImagesMixin
+
+    @fsdp_forward
+    def get_image_features(self, *args, **kwargs) -> BaseModelOutputWithPooling | tuple:
+        """See [`XAttnModel.get_image_features`]."""
+        return self.model.get_image_features(*args, **kwargs)
+
+    @fsdp_forward
+    def encode_images(self, *args, **kwargs) -> XAttnCache:
+        """See [`XAttnModel.encode_images`]."""
+        return self.model.encode_images(*args, **kwargs)
+
+    def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
+        """See [`XAttnModel.enable_image_store`]."""
+        self.model.enable_image_store(max_bytes, dtype)
+
+    def disable_image_store(self) -> None:
+        """See [`XAttnModel.disable_image_store`]."""
+        self.model.disable_image_store()
+
+    @property
+    def image_store(self) -> ImageStore | None:
+        """See [`XAttnModel.image_store`]."""
+        return self.model.image_store
+
+    def image_identity(self) -> str:
+        """See [`XAttnModel.image_identity`]."""
+        return self.model.image_identity()
+
+    def load_cross_attention(self, folder: str | Path, name: str, **load_kwargs) -> None:
+        """See [`XAttnModel.load_cross_attention`]."""
+        self.model.load_cross_attention(folder, name, **load_kwargs)
+
+    def set_cross_attention(self, name: str | None) -> None:
+        """See [`XAttnModel.set_cross_attention`]."""
+        self.model.set_cross_attention(name)
+
+    def delete_cross_attention(self, name: str) -> None:
+        """See [`XAttnModel.delete_cross_attention`]."""
+        self.model.delete_cross_attention(name)
+
+    @property
+    def cross_attention_names(self) -> list[str]:
+        """See [`XAttnModel.cross_attention_names`]."""
+        return self.model.cross_attention_names
+
+    @property
+    def active_cross_attention(self) -> str | None:
+        """See [`XAttnModel.active_cross_attention`]."""
+        return self.model.active_cross_attention
+
+    @property
+    def blocks(self) -> list[GatedCrossAttentionBlock]:
+        """The cross-attention blocks, in the order of the layers."""
+        return self.model.blocks

@@ -30,14 +30,13 @@ from .decoders.position_errors import name_wrong_positions
 from .decoders.quantization import adopt_quantizer, share_quantizer
 from .decoders.text_inputs import check_labels, check_text
 from .decoders.vocabulary import extend_vocabulary
-from .delegation_xattn import XAttnDelegationMixin
 from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages, given_images
 from .images.image_inputs import NO_IMAGES, ImageInputs
 from .images.tower import check_tower_class
 from .images.vision import build_tower, is_tiled
-from .images_xattn import XAttnImagesMixin
+from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
 from .learning.frozen_modes import keep_frozen_in_eval
