@@ -57,19 +57,20 @@ def retrofit(
         text (`str`, `Path` or `PreTrainedModel`): a Hub id, a local folder, a path that ends in `.gguf`, or a loaded
             causal language model. From a larger model (a vision-language model with a `text_config`) only the text
             half is used.
-        vision (`str`, `Path` or `PreTrainedModel`, *optional*): likewise, a vision model whose output has
-            `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
+        vision (`str`, `Path` or `PreTrainedModel`, *optional*): a Hub id, a local folder or a loaded vision model,
+            whose output has `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
         cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in
             front. An index that is repeated puts several blocks there, one after the other.
-        layers (`list[int]`, *optional*): the same as `cross_attention_layers`.
+        layers (`list[int]`, *optional*): a shorter name for `cross_attention_layers`.
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
             `dict` leaves out follow the decoder's.
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type,
             connector_hidden_act, connector_bias, vision_feature_select_strategy, perceiver_config: fields of
-            [`XAttnConfig`]. load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`,
-            `revision`, `trust_remote_code`, ... Only allowed if there is a checkpoint to load. `gguf_file` is the name
-            of a GGUF file in the folder or repository `text`. Its weights are unpacked, in float32 unless `dtype` says
+            [`XAttnConfig`].
+        load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
+            `trust_remote_code`, ... Only allowed if there is a checkpoint to load. `gguf_file` is the name of a GGUF
+            file in the folder or repository `text`. Its weights are unpacked, in float32 unless `dtype` says
             otherwise. `attn_implementation` may be a `dict` with one entry for each part: `{"text_config": ...,
             "vision_config": ..., "cross_attention_config": ...}`. A `quantization_config` is for the text model:
             blocks, connector and vision tower stay in high precision, on the device of the text model.

@@ -150,7 +150,7 @@ def _rule_part(sees: torch.Tensor | None, part: slice) -> torch.Tensor | None:
 
 
 def _lay_over(sees: torch.Tensor | None, mask: CallersMask, layout: ImageLayout, batch_size: int) -> torch.Tensor:
-    """Returns `mask` for the image tokens that it covers, and the rule for the others."""
+    """Returns `mask` for the image tokens that it covers, and the rule for all other tokens."""
     first, last, total = mask.first, mask.first + mask.rows.shape[-1], layout.num_tokens
     if first == 0 and last == total:
         return mask.rows

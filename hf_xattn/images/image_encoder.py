@@ -45,7 +45,7 @@ class NewImages:
 
 
 class StoredImages(NamedTuple):
-    """The same, where their keys and values come from a store.
+    """Images that a cache does not hold yet, and whose keys and values come from a store.
 
     Attributes:
         grid ([`ImageGrid`]): keys and values of each image.
@@ -108,8 +108,16 @@ class ImageEncoder:
         real_tiles: torch.Tensor | None = None,
         **returns: bool | None,
     ) -> tuple[BaseModelOutput, torch.Tensor]:
-        """The vision tower's own output, of which `returns` tells what it holds (see [`run_tower`]); and the features,
-        with zeros in the place of tiles that are not among `real_tiles` (see [`connect`]).
+        """Runs vision tower and connector.
+
+        Args:
+            pixel_values (`torch.Tensor`), tiles ([`Tiles`], *optional*): `(R, num_images, ...)`.
+            positions (`torch.LongTensor`, *optional*): `(R, num_images)`, see [`XAttnConnector`].
+            real_tiles (`torch.LongTensor`, *optional*): the tiles that pass the connector, see [`connect`].
+            returns (`bool`, *optional*): what the tower's output holds, see [`run_tower`].
+
+        Returns:
+            the tower's own output, and the features `(R, num_images, tokens an image, context_size)`.
         """
         assert self.vision_tower is not None and self.connector is not None
         if is_distributed():
@@ -134,8 +142,8 @@ class ImageEncoder:
         return connect(self.connector, features, images, tiled, drop_first, positions, real_tiles)
 
     def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
-        """The same, of `vision_features`: the tower does not run, unless other processes wait for it (see
-        `learning/stand_in.py`). `real` `(R, n)` tells which are no padding.
+        """`vision_features` to `(R, n, tokens an image, context_size)`. The tower does not run, unless other processes
+        wait for it (see `learning/stand_in.py`). `real` `(R, n)` is False for padding images.
         """
         features, tiled = images.features, images.tiles is not None
         assert features is not None and self.vision_tower is not None and self.connector is not None

@@ -14,8 +14,8 @@ Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens
     image_mask               (batch, n), False = padding image
     cross_attention_mask     (batch, N), False = padding token
                              (batch, T, N): what each text token may see
-                             (batch, T, n, max_num_tiles): the same, by tile
-    image_attention_mask     (batch, T, n): the same, by image (Idefics)
+                             (batch, T, n, max_num_tiles): which tiles each text token may see
+    image_attention_mask     (batch, T, n): which images each text token may see (Idefics)
 
 For masks, n and N count the images of the call, or all images: those of the cache, then those of the call. T is the
 length of the call's text. In `generate` it may also be the length of the whole text, including the cached text, whose

@@ -327,9 +327,8 @@ def real_tiles_of(tiles: Tiles | None) -> torch.Tensor | None:
     """Numbers of the tiles that are no padding, among those of all images; None if all are, if none is, or without
     tiles.
 
-    The tower itself gets padding tiles too: transformers' Mllama lets the patches of real tiles attend to them, so
-    that without them an
-    image would have other features.
+    The tower itself gets padding tiles too. transformers' Mllama lets the patches of real tiles attend to them: without
+    them an image would have other features.
     """
     if tiles is None or not has_values(tiles.aspect_ratio_mask):
         return None

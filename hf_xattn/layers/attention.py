@@ -250,8 +250,8 @@ class GatedCrossAttention(nn.Module):
         return self.k_norm(self.q_norm(query.to(torch.promote_types(query.dtype, torch.float32)))).to(query.dtype)
 
     def _mask_of_rank(self, mask: torch.Tensor, positions: int) -> torch.Tensor:
-        """Takes the entries of this rank's heads from a mask `(R, 1, r * T * G, N)`. All heads of a text position see
-        the same.
+        """Takes the entries of this rank's heads from a mask `(R, 1, r * T * G, N)`, which is equal for all heads of a
+        text position.
         """
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         if group == self.num_groups or mask.shape[2] != positions * group:

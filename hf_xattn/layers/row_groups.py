@@ -51,11 +51,12 @@ class RowGroup(NamedTuple):
 
 
 class CallCost(NamedTuple):
-    """What one more call costs on a kind of device.
+    """What one more call of the kernel costs on a kind of device.
 
     Attributes:
-        numbers (`int`): numbers in keys and values that are read, for few queries, in the same time.
-        queries (`int`): number of queries up to which reading takes longer than computing.
+        numbers (`int`): how many numbers of keys and values the kernel reads in the time that a call costs.
+        queries (`int`): up to this number of queries, a kernel spends its time on reading keys. With twice as many
+            queries it takes as long as two readings, and so on.
     """
 
     numbers: int
@@ -65,7 +66,7 @@ class CallCost(NamedTuple):
 # 25 microseconds at 20 GB/s of bfloat16. Elsewhere: 15 microseconds at 2 TB/s, from data sheets.
 ON_CPU = CallCost(2**18, 8)
 ELSEWHERE = CallCost(2**24, 256)
-COPY = 2  # reads of a number for which it can be copied
+COPY = 2  # copying a number takes as long as reading it twice
 
 
 def group_rows(
@@ -95,8 +96,8 @@ def group_rows(
     if rows is None:
         return None
     cost = ON_CPU if device.type == "cpu" else ELSEWHERE
-    reads = max(1, queries // cost.queries)  # in the time of one, that a key takes
-    call = cost.numbers / (token_size * reads)  # in keys
+    reads = max(1, queries // cost.queries)  # the time that a key takes, in readings
+    call = cost.numbers / (token_size * reads)  # the time that a call costs, in keys
     groups: list[RowGroup] = []
     for row, (spans, shared) in enumerate(zip(*rows)):
         group = _own_group(row, spans, shared and only_padding, reads, call)
@@ -118,7 +119,7 @@ def group_rows(
 
 
 def _own_group(row: int, spans: tuple[Span, ...], whole: bool, reads: int, call: float) -> RowGroup:
-    """A row alone. `whole`: whether all its text sees all its real tokens."""
+    """Returns the group of one row. `whole` tells whether all its text sees all its real tokens."""
     group = RowGroup(row, row + 1, spans, not whole)
     if group.is_view:
         return group
@@ -129,7 +130,7 @@ def _own_group(row: int, spans: tuple[Span, ...], whole: bool, reads: int, call:
 
 
 def _with_null_key(group: RowGroup) -> RowGroup:
-    """The same, where the keys start with one that all text sees."""
+    """Returns the group for keys with a null key in front, which all text sees."""
     spans = tuple((first + 1, end + 1) for first, end in group.spans)
     if not spans:
         return group

@@ -37,7 +37,7 @@ def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
 
 
 def blank_states(encoder: ImageEncoder, rows: int) -> NewImages:
-    """The same, of zeros: neither the tower nor the connector runs."""
+    """Makes one image of zeros for each row, which no text sees. Neither the tower nor the connector runs."""
     return _unseen(_zeros(encoder, *_device_and_dtype(encoder)).expand(rows, -1, -1))
 
 
