@@ -188,10 +188,9 @@ def attend(
     """Attention of a few queries over keys and values in int8, without a copy of them in another dtype.
 
     The scales are applied outside of the products: that of a key to its score, that of a value to its probability. The
-    steps are cast to
-    the dtype of the product, which is exact, some tokens at a time in one buffer. In bfloat16 the product rounds the
-    scores before the softmax, which a fused kernel does not: the larger the scores, the more that adds to the error of
-    int8.
+    steps are cast to the dtype of the product, which is exact, some tokens at a time in one buffer. In bfloat16 the
+    product rounds the scores before the softmax, which a fused kernel does not: the larger the scores, the larger the
+    error that this adds to that of int8.
 
     Args:
         query (`torch.Tensor`): `(R, K, Q, D)`.
