@@ -10,9 +10,9 @@ from hf_xattn.utils.transformers_api import has, needs
 
 
 EXPECTED = {
-    "retrofit_text_model": ["bit-identical to the base: True", "parameters train"],
-    "load_and_generate": ["one image: ", "two images: ", "no image: "],
-    "import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
+    "blocks/retrofit_text_model": ["bit-identical to the base: True", "parameters train"],
+    "chat_and_serving/load_and_generate": ["one image: ", "two images: ", "no image: "],
+    "import_export/import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
     "benchmarks/capacity": ["| Llama-3.2-1B"],
     "benchmarks/against_llava --hidden 64 --images 1 --questions --repeats 1": [
         "1 image(s): first token",
@@ -22,34 +22,37 @@ EXPECTED = {
     "benchmarks/decode_attention --tokens 100 --repeats 1": ["read bandwidth", "| float16 | 100 | 32 | 1 |"],
     "benchmarks/side_by_side --only attention --repeats 1 --images": ["the same, 4 beams, N 1601", "| times better |"],
     "benchmarks/int8_images --quick --repeats 1": ["| bfloat16 | 1 | 1601 | 0.516 |", "| float32 | 1601 | 0.258 |"],
-    "chat_about_two_images": ["first answer: ", "pictures encoded: 2, taken from the store: 2"],
-    "ask_server": ["answer: ", "streamed: "],
-    "train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
+    "chat_and_serving/chat_about_two_images": ["first answer: ", "pictures encoded: 2, taken from the store: 2"],
+    "chat_and_serving/ask_server": ["answer: ", "streamed: "],
+    "training/train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
     "garments/run": ["questions about 24 pictures", "saved to ", "| caption, ", "as the base answers them: 1 of 1"],
-    "caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
-    "adapter_only": [
+    "training/caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
+    "checkpoints/adapter_only": [
         "shapes: ['circle', 'square', 'circle', 'square']",
         "colours: ['red', 'red', 'blue', 'blue']",
         "bit-identical to the base: True",
     ],
-    "keep_text_ability --steps 60 --text-steps 400": [
+    "training/keep_text_ability --steps 60 --text-steps 400": [
         "| yes |",
         "frozen, the perplexity stays: True",
         "on pictures alone it doubles or worse: True",
         "with rows of text it stays within a tenth: True",
     ],
-    "lora": ["captions right: 4 of 4", "captions right after merging: 4 of 4"],
-    "quantized_base": ["text model: torch.uint8", "blocks: torch.float32", "captions right: 4 of 4"],
-    "fine_tune_with_trl": ["loss falls: True", "captions right: 4 of 4"],
-    "time_series": ["frequencies right: ", "learnt: True"],
-    "encode_once_ask_many": ["K/V projections: 2 for 2 blocks and 4 questions", "the same answers from the file: True"],
+    "checkpoints/lora": ["captions right: 4 of 4", "captions right after merging: 4 of 4"],
+    "checkpoints/quantized_base": ["text model: torch.uint8", "blocks: torch.float32", "captions right: 4 of 4"],
+    "training/fine_tune_with_trl": ["loss falls: True", "captions right: 4 of 4"],
+    "blocks/time_series": ["frequencies right: ", "learnt: True"],
+    "caches/encode_once_ask_many": [
+        "K/V projections: 2 for 2 blocks and 4 questions",
+        "the same answers from the file: True",
+    ],
 }
 
 
-NEEDS = {"fine_tune_with_trl": "trl", "lora": "peft", "quantized_base": "bitsandbytes"}
+NEEDS = {"training/fine_tune_with_trl": "trl", "checkpoints/lora": "peft", "checkpoints/quantized_base": "bitsandbytes"}
 
 
-LONG = {"keep_text_ability --steps 60 --text-steps 400"}
+LONG = {"training/keep_text_ability --steps 60 --text-steps 400"}
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_accelerate_reads_what_is_said():
         re.findall(r"--\w+(?= )", "\n".join(re.findall(r"`([^`]*(?:accelerate launch|machine_rank)[^`]*)`", section)))
     )
     assert len(options) > 5 and options <= set(parser._option_string_actions)
-    config: Any = load_config_from_file(str(ROOT / "examples" / "fsdp2.yaml"))
+    config: Any = load_config_from_file(str(ROOT / "examples" / "parallel" / "fsdp2.yaml"))
     assert config.fsdp_config["fsdp_version"] == 2
     assert config.fsdp_config.keys() <= {action.dest for action in parser._actions}
 

@@ -1,21 +1,25 @@
 """Trains two sets of blocks on one frozen base, saves only what was added, and switches between them on one loaded
 base.
 
-python examples/adapter_only.py
+python examples/checkpoints/adapter_only.py
 
 The first set names the colour of a drawing, the second one its shape.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_chat import CHAT_TEMPLATE, COLOURS, SHAPES, caption_rows, drawings
-from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, XAttnProcessor, freeze_base, retrofit
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_chat import CHAT_TEMPLATE, COLOURS, SHAPES, caption_rows, drawings
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 
 
 QUESTION = "what is in the picture ?"

@@ -1,6 +1,6 @@
 """Trains a model on pictures with the text model unfrozen, and measures what that costs its text ability.
 
-python examples/keep_text_ability.py
+python examples/training/keep_text_ability.py
 
 The text model first learns a text task: sums in words. Then it learns to caption pictures, in three ways:
 
@@ -22,13 +22,12 @@ import argparse
 import itertools
 import math
 import random
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_chat import CHAT_TEMPLATE, COLOURS, SHAPES, caption_rows, captions_right
-from tiny_checkpoints import WORDS, make_text_checkpoint, make_vision_checkpoint
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_xattn import (
@@ -39,6 +38,11 @@ from hf_xattn import (
     parameter_groups,
     retrofit,
 )
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_chat import CHAT_TEMPLATE, COLOURS, SHAPES, caption_rows, captions_right
+from tiny_checkpoints import WORDS, make_text_checkpoint, make_vision_checkpoint
 
 
 QUESTION = "what is in the picture ?"

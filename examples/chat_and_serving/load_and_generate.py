@@ -1,6 +1,6 @@
 """Loads a model with the Auto classes and generates for a batch of prompts with one image, two images and no image.
 
-python examples/load_and_generate.py [MODEL IMAGE PROMPT]
+python examples/chat_and_serving/load_and_generate.py [MODEL IMAGE PROMPT]
 """
 
 import sys
@@ -11,6 +11,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import hf_xattn  # noqa: F401 (registers the model with the Auto classes)
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is
 
 
 def main(folder: str, picture: Image.Image, prompt: str) -> None:

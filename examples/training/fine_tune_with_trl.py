@@ -1,16 +1,18 @@
 """Fine-tunes a model with TRL's `SFTTrainer`, on a data set in TRL's format: `messages` and `images`.
 
 pip install -e ".[trl]"
-python examples/fine_tune_with_trl.py
+python examples/training/fine_tune_with_trl.py
 """
 
 import sys
 import tempfile
 from pathlib import Path
 
-from tiny_chat import caption_rows, captions_right, make_chat_model
-
 from hf_xattn import XAttnDataCollator
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_chat import caption_rows, captions_right, make_chat_model
 
 
 try:

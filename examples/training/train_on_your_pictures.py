@@ -1,6 +1,6 @@
 """Trains a model on a folder of pictures with a JSON lines file, with the command `hf-xattn train`.
 
-python examples/train_on_your_pictures.py [MODEL FOLDER OUTPUT]
+python examples/training/train_on_your_pictures.py [MODEL FOLDER OUTPUT]
 
 The folder holds pictures and `metadata.jsonl`, with one example a line. All forms of an example are described in
 `hf_xattn/training/training_data.py`; the shortest is {"file_name": "a.png", "text": "a caption"}.
@@ -14,6 +14,9 @@ from pathlib import Path
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn.commands.main import main as hf_xattn
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is
 
 
 QUESTION = "what is in the picture ?"

@@ -1,18 +1,22 @@
 """Teaches a model to caption pictures, with transformers' `Trainer` and rows in memory.
 
-python examples/caption_with_trainer.py
+python examples/training/caption_with_trainer.py
 
 The rows have the columns `messages` and `images`. `XAttnDataCollator` makes the batches, in which only the captions
 are labels.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 
-from tiny_chat import caption_rows, captions_right, make_chat_model
 from transformers import Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_chat import caption_rows, captions_right, make_chat_model
 
 
 QUESTION = "what is in the picture ?"

@@ -1,6 +1,6 @@
 """A chat about two pictures: two turns, the second one streamed. The second turn encodes no picture again.
 
-python examples/chat_about_two_images.py [MODEL IMAGE IMAGE]
+python examples/chat_and_serving/chat_about_two_images.py [MODEL IMAGE IMAGE]
 """
 
 import sys
@@ -11,6 +11,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, TextStreamer
 
 import hf_xattn  # noqa: F401 (registers the model with the Auto classes)
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is
 
 
 def main(folder: str, pictures: list[Image.Image]) -> None:

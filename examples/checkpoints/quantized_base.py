@@ -1,19 +1,23 @@
 """Puts blocks into a text model in 4 bit, trains them, and saves the whole.
 
-python examples/quantized_base.py
+python examples/checkpoints/quantized_base.py
 
 bitsandbytes quantizes the text model. Blocks, connector and vision tower stay in high precision by themselves. torchao
 works alike: `TorchAoConfig(Int8WeightOnlyConfig())`.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from tiny_chat import caption_rows, captions_right, make_chat_model
 from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, freeze_base, retrofit
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_chat import caption_rows, captions_right, make_chat_model
 
 
 QUESTION = "what is in the picture ?"

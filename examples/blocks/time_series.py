@@ -4,7 +4,7 @@ Cross-attention reads any features. Here these are spectra of short windows, `(b
 `cross_attention_states`: there is no vision tower. Windows have an order, so the blocks use a position bias. The text
 model stays as it is, only the blocks learn.
 
-python examples/time_series.py
+python examples/blocks/time_series.py
 """
 
 import math

@@ -1,6 +1,6 @@
 """Adds cross-attention to a text-only checkpoint, and shows that the logits of text without images stay the same.
 
-python examples/retrofit_text_model.py [TEXT VISION OUTPUT]
+python examples/blocks/retrofit_text_model.py [TEXT VISION OUTPUT]
 """
 
 import sys
@@ -11,6 +11,9 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
 
 from hf_xattn import XAttnProcessor, freeze_base, retrofit
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is
 
 
 def main(text: str, vision: str, output: str) -> None:

@@ -1,20 +1,24 @@
 """Trains a LoRA adapter on a retrofitted model, with PEFT: on the text model, beside blocks that train whole. Then
 merges it.
 
-python examples/lora.py
+python examples/checkpoints/lora.py
 
 `lora_targets` names exact modules. With `target_modules=["q_proj"]`, PEFT would also adapt the vision tower, whose
 layers have that name.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_chat import caption_rows, captions_right, make_chat_model
 from transformers import Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, added_modules, lora_targets
+
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_chat import caption_rows, captions_right, make_chat_model
 
 
 QUESTION = "what is in the picture ?"

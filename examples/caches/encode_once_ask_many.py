@@ -2,7 +2,7 @@
 
 The questions run neither the vision tower nor the K/V projections, and all questions share one copy of keys and values.
 
-python examples/encode_once_ask_many.py [MODEL IMAGE]
+python examples/caches/encode_once_ask_many.py [MODEL IMAGE]
 """
 
 import sys
@@ -14,6 +14,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is
 
 
 QUESTIONS = ["what is in the picture ?", "how many ?", "which colour ?", "describe it"]

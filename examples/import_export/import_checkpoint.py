@@ -1,7 +1,9 @@
 """Imports a vision-language checkpoint with cross-attention, compares it with transformers' own model, and exports it
 again.
 
-python examples/import_checkpoint.py [SOURCE OUTPUT]    # Llama 3.2 Vision or Idefics: a folder or a Hub id
+python examples/import_export/import_checkpoint.py [SOURCE OUTPUT]
+
+SOURCE is a folder or a Hub id of Llama 3.2 Vision or Idefics.
 
 Without arguments, the example uses a small Llama 3.2 Vision with random weights.
 """

@@ -5,7 +5,7 @@ A chat client sends the picture again at every turn. The server recognises it, a
 Start a server in another terminal with `hf-xattn serve MODEL`, which prints its address. Without arguments this script
 makes a small model with random weights and starts a server for it.
 
-python examples/ask_server.py [ADDRESS IMAGE]
+python examples/chat_and_serving/ask_server.py [ADDRESS IMAGE]
 """
 
 import base64
@@ -15,6 +15,9 @@ import tempfile
 from pathlib import Path
 
 from openai import OpenAI
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is
 
 
 def main(address: str, image: Path) -> None:
