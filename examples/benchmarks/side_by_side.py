@@ -1,10 +1,10 @@
-"""The README's table of speed: this package beside its peers, in one run.
+"""The table of speed: this package beside its peers, in one run.
 
 python examples/benchmarks/side_by_side.py [--repeats N] [--only NAME ...] [--images N ...] [--output FILE]
-python examples/benchmarks/side_by_side.py --write FILE --readme README.md
+python examples/benchmarks/side_by_side.py --write FILE
 
 The first command measures, prints the table and keeps the figures in a JSON file. The second one measures nothing: it
-puts the table of such a file into the README.
+puts the table of such a file into `examples/benchmarks/README.md`.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def markdown_line(line: Line) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The part of the README between its two marks."""
+    """The part of the page between its two marks."""
     lines = [Line(**line) for line in result["lines"]]
     machine = result["machine"]
     native = {"yes": "with", "no": "without"}.get(machine["bfloat16 arithmetic"], "perhaps with")
@@ -227,12 +227,12 @@ def markdown(result: dict[str, Any]) -> str:
     )
 
 
-def write(readme: Path, result: dict[str, Any]) -> None:
-    text = readme.read_text()
+def write(page: Path, result: dict[str, Any]) -> None:
+    text = page.read_text()
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
-        raise SystemExit(f"{readme}: expected one `{BEGIN.strip()}` with an `{END}` behind it")
-    readme.write_text(pattern.sub(lambda _: BEGIN + markdown(result) + END, text))
+        raise SystemExit(f"{page}: expected one `{BEGIN.strip()}` with an `{END}` behind it")
+    page.write_text(pattern.sub(lambda _: BEGIN + markdown(result) + END, text))
 
 
 def main() -> None:
@@ -247,10 +247,12 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     parser.add_argument("--write", type=Path, help="JSON file with figures; nothing is measured")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="where --write puts the table")
+    parser.add_argument(
+        "--page", type=Path, default=Path(__file__).with_name("README.md"), help="where --write puts the table"
+    )
     arguments = parser.parse_args()
     if arguments.write:
-        write(arguments.readme, json.loads(arguments.write.read_text()))
+        write(arguments.page, json.loads(arguments.write.read_text()))
         return
     result = measure(arguments.repeats, arguments.only, arguments.images)
     print(markdown(result))

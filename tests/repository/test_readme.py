@@ -1,9 +1,10 @@
-"""The README's commands and its code run as they stand, and its figures have a source."""
+"""The commands and the code of the README and of the guides run as they stand, and their figures have a source."""
 
 import io
 import json
 import re
 import shlex
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -22,27 +23,52 @@ from hf_xattn.utils.transformers_api import NEWEST, is_before
 
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDES = {path.parent.name: path.read_text() for path in sorted((ROOT / "examples").glob("*/README.md"))}
+PAGES = {"README.md": README, **{f"examples/{name}/README.md": text for name, text in GUIDES.items()}}
+RUN = [name for name, text in PAGES.items() if "```python" in text]
 CLIENT = "OpenAI("  # in the block that asks a running server
 
 
-def after(mark: str, language: str) -> str:
+def after(mark: str, language: str, text: str = README) -> str:
     """The code block behind a mark."""
-    found = re.search(rf"<!-- {re.escape(mark)} -->\n```{language}\n(.*?)```", README, re.DOTALL)
+    found = re.search(rf"<!-- {re.escape(mark)} -->\n```{language}\n(.*?)```", text, re.DOTALL)
     assert found is not None
     return found[1]
 
 
+def commands_of(text: str) -> list[list[str]]:
+    lines = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("hf-xattn")]
+    assert lines
+    return lines
+
+
+def fill(folder: Path) -> None:
+    """What a reader has: the pictures, and the vision checkpoint under the name that the README gives it."""
+    make_siglip(folder)
+    (folder / "pictures").mkdir()
+    for name, colour in (("pictures/a.png", "red"), ("pictures/b.png", "blue"), ("photo.png", "green")):
+        Image.new("RGB", (60, 40), colour).save(folder / name)
+    (folder / "pictures" / "metadata.jsonl").write_text(after("metadata.jsonl", "json"))
+
+
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A folder with what a reader has: the pictures, and the checkpoints under the names that the README gives them."""
     monkeypatch.chdir(tmp_path)
-    make_siglip(tmp_path)
-    (tmp_path / "pictures").mkdir()
-    for name, colour in (("pictures/a.png", "red"), ("pictures/b.png", "blue"), ("photo.png", "green")):
-        Image.new("RGB", (60, 40), colour).save(name)
-    Path("pictures/metadata.jsonl").write_text(after("metadata.jsonl", "json"))
+    fill(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a reader who has followed the README: with `fresh` and `seeing`."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        fill(folder)
+        make_text(folder, QWEN)
+        for line in commands_of(after("four steps", "bash"))[:2]:
+            assert main(line) in (0, None)
+    return folder
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -50,14 +76,19 @@ def test_four_steps_in_the_shell(desk, monkeypatch, capsys, name):
     """Commands that a reader copies and that do not work, with one of the text models that the README names."""
     make_text(desk, name)
     assert name in README
-    lines = [shlex.split(line)[1:] for line in after("four steps", "bash").splitlines() if line.startswith("hf-xattn")]
+    lines = commands_of(after("four steps", "bash"))
     assert [line[0] for line in lines] == ["retrofit", "train", "chat", "serve"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("what is it ?\n"))
     for line in lines[:3]:
         assert main([name if part == QWEN else part for part in line]) in (0, None), capsys.readouterr().err
-    if name != QWEN:
-        return
-    pytest.importorskip("openai")
+    if name == QWEN:
+        pytest.importorskip("openai")
+        (client,) = [block for text in GUIDES.values() for block in python_of(text) if CLIENT in block]
+        asked_while_served(lines[3], client, monkeypatch)
+
+
+def asked_while_served(line: list[str], client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the client of the guide against the server of the README."""
     from hf_xattn.serving import serving
 
     servers, ready = [], threading.Event()
@@ -71,38 +102,45 @@ def test_four_steps_in_the_shell(desk, monkeypatch, capsys, name):
             ready.set()
 
     monkeypatch.setattr(serving, "Server", Server)
-    thread = threading.Thread(target=main, args=([*lines[3], "--port", "0"],))
+    thread = threading.Thread(target=main, args=([*line, "--port", "0"],))
     thread.start()
     try:
         assert ready.wait(60)
-        (client,) = [block for block in BLOCKS if CLIENT in block]
-        exec(compile(client.replace(":8000", f":{servers[0][1]}"), "README.md", "exec"), {})
+        exec(compile(client.replace(":8000", f":{servers[0][1]}"), "guide", "exec"), {})
     finally:
         servers[0][0].should_exit = True
         thread.join(30)
     assert not thread.is_alive()
 
 
+def python_of(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 @needs_part("AutoImageProcessor without torchvision")
-def test_code_blocks(desk):
-    """Lines that a reader copies and that do not work."""
-    make_text(desk, QWEN)
-    assert len(BLOCKS) == README.count("```python") > 3
+@pytest.mark.parametrize("name", RUN)
+def test_code_blocks(name, trained, tmp_path, monkeypatch):
+    """Lines that a reader copies and that do not work, one after another in a folder with `fresh` and `seeing`."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    blocks = python_of(PAGES[name])
+    assert len(blocks) == PAGES[name].count("```python")
     namespace: dict = {}
-    for block in BLOCKS:
+    for block in blocks:
         if CLIENT not in block:
-            exec(compile(block, "README.md", "exec"), namespace)
+            exec(compile(block, name, "exec"), namespace)
 
 
-def test_commands_have_these_options():
-    """A command of the README, or one of its options, that does not exist."""
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_have_these_options(name):
+    """A command, or one of its options, that does not exist."""
     (commands,) = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
-    found = re.findall(r"^hf-xattn (.*)$|`hf-xattn ([^`]+)`", README, re.MULTILINE)
-    lines = [(line or inline).partition("#")[0].split() for line, inline in found]
-    assert len(lines) > 12
-    for command, *words in lines:
+    found = re.findall(r"^hf-xattn (.*)$|`hf-xattn ([^`]+)`", PAGES[name], re.MULTILINE)
+    for line, inline in found:
+        command, *words = (line or inline).partition("#")[0].split()
         unknown = {word for word in words if word.startswith("--")} - set(commands[command]._option_string_actions)
         assert not unknown, (command, unknown)
+    assert found or name.endswith(("space/README.md", "caches/README.md", "benchmarks/README.md")), name
 
 
 def test_accelerate_reads_what_is_said():
@@ -111,10 +149,8 @@ def test_accelerate_reads_what_is_said():
     from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
-    section = README.partition("## Training at scale")[2].partition("\n## ")[0]
-    options = set(
-        re.findall(r"--\w+(?= )", "\n".join(re.findall(r"`([^`]*(?:accelerate launch|machine_rank)[^`]*)`", section)))
-    )
+    said = re.findall(r"accelerate launch[^`\n]*|`[^`]*machine_rank[^`]*`", GUIDES["parallel"] + GUIDES["training"])
+    options = set(re.findall(r"--\w+(?= )", "\n".join(each.partition("hf_xattn")[0] for each in said)))
     assert len(options) > 5 and options <= set(parser._option_string_actions)
     config: Any = load_config_from_file(str(ROOT / "examples" / "parallel" / "fsdp2.yaml"))
     assert config.fsdp_config["fsdp_version"] == 2
@@ -124,7 +160,7 @@ def test_accelerate_reads_what_is_said():
 @pytest.mark.skipif(is_before(NEWEST), reason="the table is that of the newest transformers")
 def test_table_of_decoders():
     """A table of decoders that says something else than the tests found."""
-    table = re.search(r"<!-- architectures -->\n(.*?)\n<!-- /architectures -->", README, re.DOTALL)
+    table = re.search(r"<!-- architectures -->\n(.*?)\n<!-- /architectures -->", GUIDES["decoders"], re.DOTALL)
     assert table is not None and table[1] == markdown_table()
     served = sum(architecture(name).refused is None for name in causal_model_types())
     assert f"| Decoders | {served} of transformers'" in README
@@ -132,28 +168,43 @@ def test_table_of_decoders():
 
 
 def test_figures_have_a_source():
-    """A figure that was measured again in the model card or the benchmarks, and is the old one in the README."""
+    """A figure that was measured again in a model card, and is the old one in the README."""
     card = (ROOT / "model_cards" / "hf-xattn-demo.md").read_text()
     rows = [line for line in README.splitlines() if line.startswith(("| digits right", "| text-only logits"))]
     assert len(rows) == 3 and all(row in card for row in rows)
     over_smollm2 = (ROOT / "model_cards" / "hf-xattn-demo-smollm2.md").read_text()
     said = re.findall(r'"(how many|is there|where)[^"]*" (\d+ %) and (\d+ %)', README)
     assert len(said) == 3 and all(f"| {kind} | {known} | {new} |" in over_smollm2 for kind, known, new in said)
+    same, right, before = re.findall(
+        r"(\d+) of these 40 are, and (\d+) answers are right in the place of (\d+)", README
+    )[0]
+    assert f"the base's answer token for token: beside such a picture | {same} |" in over_smollm2
+    assert f"right: beside a picture that does not matter | {right} |" in over_smollm2
+    assert f"text-only questions, right: base | {before} |" in over_smollm2
+    (count, caption) = re.findall(r'reached (\d+ %) for "how many", (\d+ %) for whole captions', README)[0]
+    table = GUIDES["garments"]
+    assert re.search(rf"\| how many \| [^|]+ \| {count} ", table) and re.search(
+        rf"\| caption \| [^|]+ \| {caption} ", table
+    )
 
 
 def test_table_of_speed():
     """A table that no run has made, and a sentence that says more than the table."""
     result = json.loads((ROOT / "examples" / "benchmarks" / "side_by_side.json").read_text())
-    assert README.partition(side_by_side.BEGIN)[2].partition(side_by_side.END)[0] == side_by_side.markdown(result)
+    whole = side_by_side.markdown(result)
+    assert GUIDES["benchmarks"].partition(side_by_side.BEGIN)[2].partition(side_by_side.END)[0] == whole
     assert len(result["lines"]) == len(side_by_side.ROWS) + 3 * 4  # whole: 1, 4 and 16 images
-    lines = {line.label: line for line in (side_by_side.Line(**each) for each in result["lines"])}
-    lost = [line for line in lines.values() if line.ratio < 0.995]
-    assert f"**{len(lost)} of {len(lines)}** lines" in README
-    first = lines["first token from features, 4 images of 576 tokens, hidden 1024, 16 layers and 4 blocks"].ratio
-    pixels = lines["first token from pixels (CLIP ViT-L/14-336), 4 images"].ratio
-    assert f"{first:.0f} times sooner ({pixels:.1f} times with" in README
-    assert f"cache is {lines['bytes of the cache, 4 images'].ratio:.1f} times smaller" in README
-    assert f"up to {1 / lines['decode step behind 1 image'].ratio:.2f} times as long with one image" in README
+    shown = README.partition(side_by_side.BEGIN)[2].partition(side_by_side.END)[0].splitlines()
+    assert len(shown) == 10 and all(line in whole.splitlines() for line in shown)
+    ratio = {line["label"]: side_by_side.Line(**line).ratio for line in result["lines"]}
+    pixels = [ratio[f"first token from pixels (CLIP ViT-L/14-336), {n} image{'s' * (n > 1)}"] for n in (1, 4, 16)]
+    assert f"comes {min(pixels):.2f} to {max(pixels):.2f} times sooner" in README
+    beside = [1 / value for label, value in ratio.items() if label.endswith("beside the text model without blocks")]
+    assert f"`generate` takes {min(beside):.2f} to {max(beside):.2f} times as long" in README
+    wider = re.search(
+        r"\| 1 image:.*?decode step, their static cache \| \S+ \| \*\*(\S+)\*\*", GUIDES["benchmarks"], re.DOTALL
+    )
+    assert wider and f"takes {1 / float(wider[1]):.2f} of Llava's with a static cache" in README
 
 
 def test_picture():
@@ -163,14 +214,26 @@ def test_picture():
     assert (ROOT / pictures[0]).stat().st_size < 60_000
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_can_be_read_in_one_sitting(name):
+    """A page that has grown until nobody reads it to the end."""
+    assert len(PAGES[name].encode()) <= (15_000 if name == "README.md" else 12_000)
+
+
 def sections_of(text):
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links():
-    """A link to a file or a section that is not there."""
-    for link in re.findall(r"\]\(([^)]+)\)", README):
+@pytest.mark.parametrize("name", PAGES)
+def test_links(name):
+    """A link to a file or a section that is not there, or a script that its guide does not name."""
+    here = (ROOT / name).parent
+    for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
         file, _, section = link.partition("#")
-        assert (ROOT / file).exists(), link
-        assert not section or section in sections_of((ROOT / file).read_text() if file else README), link
+        if not file.startswith("http"):
+            assert (here / file).exists(), link
+            found = (here / file).read_text() if file else PAGES[name]
+            assert not section or section in sections_of(found), link
+    if name != "README.md":
+        assert [script.name for script in here.glob("*.py") if script.stem not in PAGES[name]] == []

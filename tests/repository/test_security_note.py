@@ -1,4 +1,4 @@
-"""The README's section on security says what the code does."""
+"""The note on security says what the code does."""
 
 import io
 import pickle
@@ -17,8 +17,8 @@ from hf_xattn.processing.image_reading import read_image
 from hf_xattn.serving.web.visitors import MAX_BYTES, MAX_PIXELS
 
 
-README = (ROOT / "README.md").read_text()
-NOTE = README.partition("## Security\n")[2].partition("\n## ")[0]
+GUIDE = (ROOT / "examples" / "chat_and_serving" / "README.md").read_text()
+NOTE = (ROOT / ".github" / "SECURITY.md").read_text()
 
 
 def test_limits_of_pictures():
@@ -38,7 +38,7 @@ def test_limits_of_the_server():
     served = serving.SERVED
     pixels, seconds = served.max_pixels // 10**6, int(served.max_seconds)
     text = f"at most {served.max_bytes // 2**20} MiB (`--max-image-mib`), {pixels} megapixels and {seconds} seconds"
-    assert text in README and not served.private_addresses
+    assert text in GUIDE and not served.private_addresses
     assert not _parser().parse_args(["serve", "model"]).private_addresses
 
 
