@@ -39,10 +39,7 @@ def save_adapter(
     """Saves what the bases of a model do not hold. The folder is whole, or it is not taken.
 
     Args:
-        model ([`XAttnPreTrainedModel`]): the model.
-        target (`Path`): where it goes.
         bases (`dict`): `text_base` and `vision_base`, where the caller names them.
-        with_code (`bool`): save the code of this package too.
         state_dict (`dict`, *optional*): all weights of the model, where they are gathered already.
         options (`dict`): the other keyword arguments of `PreTrainedModel.save_pretrained`.
 
@@ -132,14 +129,7 @@ def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, Ba
 
 
 class _Comparison:
-    """Compares a part of a model with its base.
-
-    Args:
-        model ([`XAttnPreTrainedModel`]): the model.
-        name (`str`): of the part.
-        source ([`BaseSource`]): where the base is.
-        load (`Callable`): [`load_text`] or [`load_vision`].
-    """
+    """Compares a part of a model with its base. `load` is [`load_text`] or [`load_vision`]."""
 
     def __init__(self, model: Any, name: str, source: BaseSource, load: Callable[..., PreTrainedModel]):
         self.model, self.name, self.source = model, name, source
@@ -205,8 +195,7 @@ class _Comparison:
                 continue
             ours, theirs = state[name], self.theirs.get(name.removeprefix(self.prefix))
             if theirs is not None and ours.is_floating_point() and theirs.is_floating_point():
-                orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
-                if not any(_close(order, theirs.flatten()) for order in orders):
+                if not scales_are_close(ours, theirs):
                     continue
             del state[name]
 
@@ -249,6 +238,10 @@ def _equal_plain(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours, theirs)
 
 
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether scales are equal but for rounding to bfloat16."""
-    return ours.shape == theirs.shape and torch.allclose(ours.float().cpu(), theirs.float().cpu(), rtol=2**-7, atol=0)
+def scales_are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether floating-point scales of a quantized weight are equal but for rounding to bfloat16, in either order."""
+    orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
+    expected = theirs.flatten().float().cpu()
+    return ours.numel() == theirs.numel() and any(
+        torch.allclose(order.float().cpu(), expected, rtol=2**-7, atol=0) for order in orders
+    )

@@ -1,8 +1,7 @@
 """GGUF files as sources of text models: one file holds configuration, weights, tokenizer and chat template.
 
 transformers reads such a file with `from_pretrained(folder, gguf_file=name)`. Here a path to the file is enough, and
-its weights are
-unpacked: the model is an ordinary one, so it trains, it can be saved, and its weights can be compared.
+its weights are unpacked: the model is an ordinary one, so it trains, saves, and compares with others.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
 
     Args:
         name (`str`): the argument that the source came in.
-        source: a Hub id, a path, or a loaded model.
         load_kwargs (`dict`): keyword arguments of `from_pretrained`. Not changed.
 
     Raises:
@@ -75,10 +73,7 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
 
 
 def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Path:
-    """Finds the GGUF file of a source, fetches it where it must be, and looks at its head.
-
-    Args:
-        name, source, load_kwargs: from [`split_gguf`], with `gguf_file`.
+    """Finds the GGUF file of a source, fetches it where it must be, and looks at its head. Arguments: [`split_gguf`].
 
     Raises:
         ImportError: without the package `gguf`.
@@ -164,13 +159,8 @@ def _read_config(path: Path, size: int, time: int) -> PreTrainedConfig:
 def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwargs: dict[str, Any]) -> PreTrainedModel:
     """Loads the causal language model in a GGUF file.
 
-    Without a `quantization_config` its weights are unpacked. By default transformers keeps them packed where it has
-    kernels for them, and
-    even where it has unpacked them it leaves the model marked as quantized: such a model cannot be saved.
-
-    Args:
-        name, source, load_kwargs: from [`split_gguf`], with `gguf_file`.
-        config (`PreTrainedConfig`): the file's.
+    Without a `quantization_config` its weights are unpacked. transformers alone leaves the model marked as quantized,
+    and such a model cannot be saved. Arguments: [`split_gguf`].
 
     Raises:
         ValueError: if the file does not hold all weights.

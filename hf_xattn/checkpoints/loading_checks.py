@@ -39,15 +39,10 @@ from .saved_names import pieces_missing
 
 
 class CheckedFolder(NamedTuple):
-    """What was read of a folder.
+    """What was read of a folder."""
 
-    Attributes:
-        fields (`dict`): its config.json; empty if there is none.
-        headers (`dict[str, Stored]`): its weights; empty if it has none.
-    """
-
-    fields: dict[str, Any]
-    headers: dict[str, Stored]
+    fields: dict[str, Any]  # its config.json; empty if there is none
+    headers: dict[str, Stored]  # its weights; empty if it has none
 
 
 def refuse_pickles(load_kwargs: dict[str, Any]) -> None:
@@ -61,8 +56,7 @@ def refuse_pickles(load_kwargs: dict[str, Any]) -> None:
 def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Checks the JSON files in a folder, and returns config.json; empty if there is none, or for a Hub id.
 
-    Raises:
-        ValueError: for a file that is damaged or leads out of the folder, and for a configuration that no model has.
+    Raises a `ValueError` for a file that is damaged or leads out of the folder, and for fields that no model has.
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return {}
@@ -81,13 +75,7 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
-    """Checks a checkpoint in a folder.
-
-    None for a Hub id, whose files `check_shapes` checks when they are fetched.
-
-    Args:
-        source: as for `from_pretrained`.
-        load_kwargs (`dict`): the caller's `subfolder`, `variant`, `gguf_file` and `state_dict` count.
+    """Checks a checkpoint in a folder. None for a Hub id: [`check_shapes`] checks its files when they are fetched.
 
     Raises:
         ValueError: as [`check_config_file`], for weights that are no whole safetensors files in the folder, and for a
@@ -95,11 +83,11 @@ def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | No
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return None
-    refuse_unfinished(Path(source, load_kwargs.get("subfolder") or ""))
+    folder = Path(source, load_kwargs.get("subfolder") or "")
+    refuse_unfinished(folder)
     fields = check_config_file(source, load_kwargs)
     if load_kwargs.get("state_dict") is not None or load_kwargs.get("gguf_file") is not None:
         return CheckedFolder(fields, {})
-    folder = Path(source) / (load_kwargs.get("subfolder") or "")
     files, index = weight_files(folder, load_kwargs.get("variant"), fields.get("transformers_weights"))
     if not files:
         is_adapter = (folder / MANIFEST).is_file()  # beside its weights, a trainer's files are no weights
@@ -120,9 +108,7 @@ def check_size(
 ) -> None:
     """Checks, before it is built, that a model is not far larger than its weights. See `check_against_weights`.
 
-    Args:
-        model_class: an Auto class, or the class of the model.
-        config (`PreTrainedConfig`): the model's. A model that cannot be built passes: loading it says why.
+    `model_class` may be an Auto class. A model that cannot be built passes: loading it says why.
     """
     build = getattr(model_class, "from_config", None) or model_class._from_config
     try:
@@ -137,9 +123,8 @@ def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_
     """Checks a model without values against the weights that it is to get.
 
     Raises:
-        ValueError: for files of other kinds, files that are not whole, weights that are not numbers, a model that is
-            far larger than its weights, a weight of another shape, and for experts of a layer of which some are
-            missing.
+        ValueError: for files of other kinds or not whole, weights that are not numbers, a model that is far larger
+            than its weights, a weight of another shape, and a layer of which some experts are missing.
     """
     quantized = getattr(load_config, "hf_quantizer", None) is not None
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")

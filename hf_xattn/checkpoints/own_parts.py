@@ -38,7 +38,7 @@ COMPILED = "_orig_mod"
 def refuse_own_parts(model: Any) -> None:
     """Raises a `ValueError` for a part that was compiled, or that loading would build of another class.
 
-    A model with layers of an adapter (PEFT) is left to the checks for those.
+    Other checks refuse a model with layers of an adapter (PEFT).
     """
     body = model.base_model
     if any(adapter_layers(body)):

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from ..cache.image_cache import ImageCache
-
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("generate", help="answer a prompt about images")
@@ -49,7 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
         from ..cache.image_cache import load_image_cache
 
         cache = load_image_cache(arguments.image_cache, model)
-    num_images = 0 if cache is None else _num_images(cache)
+    layout = None if cache is None else cache.cross_attention_cache.layout
+    num_images = 0 if layout is None else layout.num_images
     if _has_template(processor) and not arguments.raw:
         made = _chat(processor, arguments.prompt, images, num_images)
     elif images:
@@ -68,15 +67,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(tokenizer.decode(tokens[0, prompt_length:], skip_special_tokens=True))
 
 
-def _num_images(cache: ImageCache) -> int:
-    layout = cache.cross_attention_cache.layout
-    return 0 if layout is None else layout.num_images
-
-
 def _has_template(processor: Any) -> bool:
-    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] without a template has a default one, as
-    in training.
-    """
+    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] has a default template."""
     from ..processing_xattn import XAttnProcessor
 
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -85,12 +77,7 @@ def _has_template(processor: Any) -> bool:
 
 
 def _chat(processor: Any, prompt: str, images: list[Image], num_cached: int) -> Mapping[str, torch.Tensor]:
-    """Renders a chat with one question. For `num_cached` encoded images it makes the ids of a chat with as many
-    images, and no pixels.
-
-    Raises:
-        ValueError: for a marker of an image in the prompt, because the template writes them.
-    """
+    """Renders a chat with one question. For `num_cached` encoded images it makes the ids alone, and no pixels."""
     marker = getattr(processor, "image_token", None)
     if marker and marker in prompt:
         raise ValueError(f"`--prompt` contains {marker}, which the chat template writes. Leave it out, or add `--raw`.")

@@ -12,9 +12,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of every `from_pretrained`. Without the option nothing asks: code that is needed is an
-    error.
-    """
+    """Returns keyword arguments of every `from_pretrained`. Without the option, custom code is an error."""
     return {"trust_remote_code": arguments.trust_remote_code}
 
 

@@ -26,21 +26,13 @@ def new_folder(folder: Path) -> Path:
 
 
 def read_processor(
-    text: str,
-    vision: str | None,
-    output: Path,
-    *,
-    image_token_id: int | None = None,
-    **load_kwargs: Any,
+    text: str, vision: str | None, output: Path, *, image_token_id: int | None = None, **load_kwargs: Any
 ) -> Any:
     """Reads the tokenizer of a text model and the image processor of a vision model. Prints which of them is missing.
 
     Args:
-        text (`str`), vision (`str`, *optional*): folders or Hub ids. `text` may be the path of a GGUF file.
         output (`Path`): the folder that the result goes to, for messages.
-        image_token_id (`int`, *optional*): id of the token that marks an image in a text.
-        load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...; and
-            `gguf_file`, for the tokenizer.
+        load_kwargs: keyword arguments of both `from_pretrained` calls; and `gguf_file`, for the tokenizer.
 
     Returns:
         An [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
@@ -77,20 +69,15 @@ def read_processor(
             print(f"Processor saved without images: {vision} has no image processor.")
     if image_processor is None:
         return tokenizer
-    image_token = _token(tokenizer, image_token_id)
-    if image_token_id is not None and image_token is None:
+    image_token: Any = None
+    if image_token_id is not None and image_token_id < len(tokenizer):
+        image_token = tokenizer.convert_ids_to_tokens(image_token_id)
+    elif image_token_id is not None:
         print(
             f"The tokenizer of {text} has no token {image_token_id}: add OpenFlamingo's tokens "
             f"(<|endofchunk|>, <image>) to the tokenizer in {output} before you use it."
         )
     return XAttnProcessor(image_processor, tokenizer, image_token=image_token)
-
-
-def _token(tokenizer: Any, token_id: int | None) -> str | None:
-    """Returns the token of an id. Returns None if the id is None or outside the vocabulary."""
-    if token_id is None or token_id >= len(tokenizer):
-        return None
-    return tokenizer.convert_ids_to_tokens(token_id)
 
 
 def print_report(model: XAttnForConditionalGeneration) -> None:

@@ -35,11 +35,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="most tokens that a client may ask for in an answer (default: 4096)",
     )
     parser.add_argument(
-        "--max-beams",
-        type=int,
-        default=8,
-        metavar="N",
-        help="most beams that a client may ask for (default: 8)",
+        "--max-beams", type=int, default=8, metavar="N", help="most beams that a client may ask for (default: 8)"
     )
     parser.add_argument(
         "--private-addresses",

@@ -21,12 +21,9 @@ FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, "tokenizer_config.json")
 
 
 def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Loads tokenizer and image processor of the bases, and says so. None for a folder with files of a processor, and
-    any other checkpoint.
+    """Loads tokenizer and image processor of the bases, and says so.
 
-    Args:
-        name (`str`): folder or Hub id.
-        load_kwargs (`dict`): keyword arguments of `from_pretrained`.
+    None for a folder with files of a processor, and for any other checkpoint.
 
     Returns:
         `dict`: arguments of [`XAttnProcessor`]. `image_processor` is None for a model without a vision tower.

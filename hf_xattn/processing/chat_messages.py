@@ -21,9 +21,7 @@ HINTS = ("detail", "cache_control", "min_pixels", "max_pixels", "resized_height"
 
 
 class ImagePart:
-    """Marks the place of an image among the parts of a message. `Conversation.images` holds the images, in the same
-    order.
-    """
+    """The place of an image among the parts of a message. `Conversation.images` holds the images, in this order."""
 
 
 IMAGE = ImagePart()
@@ -32,14 +30,9 @@ Content = str | list[str | ImagePart] | None
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One message of a chat.
+    """One message of a chat."""
 
-    Attributes:
-        fields (`dict`): everything except the content: role, tool calls, reasoning, ...
-        content (`str` or `list`, *optional*): a text, or a list of texts and images.
-    """
-
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # everything except the content: role, tool calls, reasoning, ...
     content: Content
 
     @property
@@ -65,22 +58,15 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """The messages of a chat, and one image for each image part: None if the part has no source.
-
-    `unknown_keys` are those of the parts without a source.
-    """
+    """The messages of a chat and their images."""
 
     messages: list[Message]
-    images: list[Any]
-    unknown_keys: list[str] = dataclasses.field(default_factory=list)
+    images: list[Any]  # one for each image part: None if the part has no source
+    unknown_keys: list[str] = dataclasses.field(default_factory=list)  # of the parts without a source
 
 
 def is_batch(conversation: Any) -> bool:
-    """Returns whether `conversation` is a list of conversations.
-
-    Raises:
-        TypeError, ValueError: if it is neither a conversation nor a list of conversations.
-    """
+    """Returns whether `conversation` is a list of conversations. Raises an error if it is no conversation either."""
     if hasattr(conversation, "messages"):
         return False
     if not isinstance(conversation, (list, tuple)):
@@ -98,7 +84,6 @@ def read_conversation(conversation: Any, where: str, num_frames: int | None, fps
     Args:
         conversation: a list of messages: dicts with `role` and `content`, in the format of transformers or OpenAI.
         where (`str`): name of the conversation in errors.
-        num_frames, fps: options for videos, see `read_frames`.
 
     Raises:
         TypeError, ValueError: for a part that is not a text, an image or a video, a part with several sources, and a
@@ -119,11 +104,7 @@ def read_conversation(conversation: Any, where: str, num_frames: int | None, fps
 
 
 def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
-    """Gives `images`, which the caller passed separately, to the image parts without a source, in order.
-
-    Raises:
-        ValueError: if images and parts differ in number.
-    """
+    """Gives `images`, which the caller passed separately, to the image parts without a source, in order."""
     bare = sum(image is None for image in conversation.images)
     if images is None:
         if bare:
@@ -151,10 +132,8 @@ def of_row(images: Any, row: int, rows: int) -> Any:
     if images is None:
         return None
     if not isinstance(images, (list, tuple)) or len(images) != rows:
-        raise ValueError(
-            f"`images` must be a list with one entry for each of {rows} conversations, got {type_name(images)}"
-            + (f" of {len(images)}." if isinstance(images, (list, tuple)) else ".")
-        )
+        got = type_name(images) + (f" of {len(images)}" if isinstance(images, (list, tuple)) else "")
+        raise ValueError(f"`images` must be a list with one entry for each of {rows} conversations, got {got}.")
     return [] if images[row] is None else images[row]
 
 
@@ -187,10 +166,9 @@ def _read_part(
     num_frames: int | None,
     fps: float | None,
 ) -> None:
-    """Appends a part to `parts`, its images to `images`, and the unknown keys of an image part without an image to
-    `unknown`.
+    """Appends a part to `parts`, its images to `images`, and unknown keys of an image part to `unknown`.
 
-    A video is replaced by its frames.
+    A video becomes its frames.
     """
     read = _mapping(part)
     if read is None:
@@ -223,10 +201,9 @@ def _read_part(
         images.extend(frames)
         parts.extend([IMAGE] * len(frames))
     else:
+        keys = f" in a part with the keys {', '.join(map(str, given))}" if kind is None else ""
         raise ValueError(
-            f"Expected the type of each part of {where} to be one of "
-            f"{', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}, got {kind!r}"
-            + (f" in a part with the keys {', '.join(map(str, given))}." if kind is None else ".")
+            f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
         )
 
 
@@ -259,9 +236,7 @@ def _names(unknown: list[str]) -> str:
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
-    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client. None for anything
-    else.
-    """
+    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client, or None."""
     if isinstance(value, Mapping):
         return value
     dump = getattr(value, "model_dump", None)

@@ -23,15 +23,12 @@ def read_texts(text: Any, images: Any) -> list[str]:
         if not text:
             raise ValueError("Expected `text` to be one text or more, got an empty list.")
         return list(text)
-    wrong = text
+    got = type_name(text)
     if isinstance(text, (list, tuple)):
-        wrong = next(entry for entry in text if not isinstance(entry, str))
+        got = f"a list with {type_name(next(entry for entry in text if not isinstance(entry, str)))}"
     swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
-    raise TypeError(
-        "Expected `text` to be a str or a list of str, got "
-        f"{'' if wrong is text else 'a list with '}{type_name(wrong)}."
-        + (" `images` is the first argument and `text` the second: pass them by name." if swapped else "")
-    )
+    hint = " `images` is the first argument and `text` the second: pass them by name." if swapped else ""
+    raise TypeError(f"Expected `text` to be a str or a list of str, got {got}.{hint}")
 
 
 def read_samples(
@@ -78,8 +75,7 @@ def lay_out(tensors: dict[str, torch.Tensor], samples: list[list[Any]]) -> dict[
 
     Returns:
         `dict`: `(texts, images of the text with most, ...)` each, with zeros as padding; and `image_mask`, False =
-            padding, if there
-        is any.
+            padding, if there is any.
     """
     widest = max(len(sample) for sample in samples)
     batch = {name: tensor.new_zeros(len(samples), widest, *tensor.shape[1:]) for name, tensor in tensors.items()}
@@ -133,12 +129,7 @@ def _entries(images: Any) -> list[Any] | None:
 
 
 def _images(entry: Any) -> list[Any]:
-    """The images of one text.
-
-    Raises:
-        TypeError: for anything that is not an image, a URL or a path.
-        ValueError: for an array with a wrong number of axes.
-    """
+    """The images of one text."""
     entries = _entries(entry)
     given = [image for image in ([entry] if entries is None else entries) if image is not None]
     images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]

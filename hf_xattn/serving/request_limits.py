@@ -14,14 +14,11 @@ LINGER = 5.0  # seconds that a refused client may go on sending
 
 
 class RequestLimits:
-    """Reads the body of a request, up to a limit, and gives it to the application at once. A larger one is refused
-    with status 413.
+    """Reads the body of a request, and gives it to the application at once. Refuses a too large one (413).
 
-    The application would collect the body too, but without a limit where the client does not say its length (chunked
-    encoding), and an error raised inside of it while it reads becomes one of its own.
+    The application itself has no limit where the client does not say the length of the body (chunked encoding).
 
     Args:
-        app: the application to protect.
         most (`int`): bytes that the body of a request may have.
         remedy (`str`): what the client can do. It follows the limit in the message.
         error (`Callable[[int, str], dict]`): makes the JSON of an error from the status and a message.
@@ -82,6 +79,3 @@ async def refuse(receive: Any, send: Any, status: int, error: dict[str, Any]) ->
     except asyncio.TimeoutError:
         pass
     await send({"type": "http.response.body", "body": b""})
-
-
-__all__ = ["RequestLimits", "refuse"]

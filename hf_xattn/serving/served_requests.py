@@ -1,8 +1,6 @@
-"""What the messages of a request may hold, and what it may ask for beyond them. Other fields would let a client read
-files of the server.
+"""What the messages of a request may hold, and what it may ask for beyond them.
 
-Transformers' server hands them to the processor, which reads paths and web addresses, as it should for the code that
-calls it.
+Transformers' server hands other fields to the processor, which reads paths: a client could read files of the server.
 """
 
 from __future__ import annotations
@@ -49,10 +47,10 @@ def check_message(index: int, message: dict) -> None:
                 f"Expected `tool_calls` of message {index} to be a list of objects with `function`, which has a `name` "
                 f"and `arguments`, got {short(calls)}.",
             )
-    elif missing := [
-        name for name in ITEMS.get(str(message.get("type")), ()) if not isinstance(message.get(name), (str, list))
-    ]:
-        raise HTTPException(400, f"Expected item {index} ({message['type']}) to have `{missing[0]}`, a text.")
+        return
+    for name in ITEMS.get(str(message.get("type")), ()):
+        if not isinstance(message.get(name), (str, list)):
+            raise HTTPException(400, f"Expected item {index} ({message['type']}) to have `{name}`, a text.")
 
 
 def check_content(index: int, message: dict, content: Any) -> None:
@@ -71,9 +69,7 @@ def _is_call(call: Any) -> bool:
 
 
 def check_instructions(body: dict) -> None:
-    """Raises an `HTTPException` for instructions of the Responses API that are no text: a list of parts may hold
-    images.
-    """
+    """Raises an `HTTPException` for instructions of the Responses API that are no text, but may hold images."""
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise HTTPException(400, f"Expected `instructions` to be a text, got {type_name(instructions)}.")

@@ -121,9 +121,7 @@ class OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self.created, "owned_by": "hf_xattn"}]
 
     def shutdown(self) -> None:
-        """Keeps the model: without it the server cannot answer, and a model that it loads again would have no image
-        store.
-        """
+        """Keeps the model: the server cannot answer without it."""
 
 
 class _Worded(BaseHandler):
@@ -165,39 +163,30 @@ class _Checked(BaseHandler):
     """Refuses requests that the server would read only in part, and reads images before the server does."""
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
+        manager: Any = self.model_manager
         check_instructions(body)
-        check_template_kwargs(body, self._served()[1])
+        check_template_kwargs(body, manager.processor)
         field = "input" if isinstance(self, ResponseHandler) else "messages"
         parts = list(image_parts(body.get(field), field, isinstance(self, ResponseHandler)))
-        if parts and self.model_manager.get_model_modality(*self._served()) is Modality.LLM:
+        if parts and manager.get_model_modality(manager.model, manager.processor) is Modality.LLM:
             raise HTTPException(
-                400, f"{self.model_manager.force_model} cannot read images: it was saved without an image processor."
+                400, f"{manager.force_model} cannot read images: it was saved without an image processor."
             )
-        limits = self._limits()
         for place, part in parts:
             # In a thread, so that a slow address or a large image does not delay other requests.
-            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), limits)
+            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), manager.limits)
         return await super().handle_request(body, request_id)  # type: ignore[misc]
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict], modality: Modality) -> list[dict]:
         return check_images_are_read(BaseHandler.get_processor_inputs_from_messages(messages, modality))
 
-    def _limits(self) -> ImageLimits:
-        manager: Any = self.model_manager
-        return manager.limits
-
-    def _served(self) -> tuple[Any, Any]:
-        manager: Any = self.model_manager
-        return manager.model, manager.processor
-
 
 class _Generation(GenerateManager):
     """Ends answers in front of stop strings, which transformers' manager leaves in them.
 
-    It also fixes two errors of that manager: it fails for stop strings of the model if it gets a processor instead of
-    a tokenizer, and a
-    line break in an error message breaks its stream.
+    That manager also fails for stop strings of the model if it gets a processor instead of a tokenizer, and a line
+    break in an error message breaks its stream.
     """
 
     def generate_streaming(
@@ -365,7 +354,6 @@ def build_app(
 
     Args:
         name (`str`): of the model, for clients.
-        model ([`XAttnForConditionalGeneration`]), processor: as loaded.
         limits ([`ImageLimits`]): of the images that clients name. By default none is fetched from a private network.
         max_request_bytes (`int`, *optional*): of the body of a request. By default [`room_for_images`].
         answers ([`AnswerLimits`]): of what clients ask of `generate`.
@@ -422,9 +410,7 @@ def check_answers(name: str, model: XAttnForConditionalGeneration, processor: An
 
 
 class Server(uvicorn.Server):
-    """Calls `ready` when it accepts requests. Stops at Ctrl-C, and gives running requests at most five seconds to
-    finish.
-    """
+    """Calls `ready` when it accepts requests. At Ctrl-C, running requests have five seconds to finish."""
 
     def __init__(self, app: FastAPI, ready: Callable[[], None], log_level: str = "info") -> None:
         super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5))

@@ -2,12 +2,8 @@
 
 A checkpoint may come from a stranger, or be cut off or damaged. transformers opens the files that an index names
 wherever they are, unpickles where it finds no safetensors, and reads weights before it knows whether they fit. Here a
-file must lie in the checkpoint's folder, be a
-whole safetensors file, and hold what the index promises. Only headers are read: this takes milliseconds.
-
-safetensors files have no checksum. A bit that is flipped inside a weight's values cannot be noticed here: compare the
-SHA-256 that the source publishes. Folders of `save_pretrained(folder, adapter_only=True)` carry the SHA-256 of their
-files.
+file must lie in the checkpoint's folder, be a whole safetensors file, and hold what the index promises. Only headers
+are read. They have no checksum, so a flipped bit in a weight's values is not noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -49,10 +46,7 @@ class Stored(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def check_path(name: str, path: Any) -> None:
@@ -172,8 +166,6 @@ def weight_files(
     """Returns the weight files that `from_pretrained` would read from a folder, and the index; empty if there is none.
 
     Args:
-        folder (`Path`): the folder.
-        variant (`str`, *optional*): as for `from_pretrained`.
         named (`str`, *optional*): the file, or the index, where the configuration names it (`transformers_weights`).
 
     Raises:
@@ -210,12 +202,7 @@ def _variant(name: str, variant: str | None) -> str:
 
 
 def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> dict[str, Stored]:
-    """Returns the tensors of safetensors files, by name. Reads no weights.
-
-    Args:
-        files (`Iterable[Path]`): all of one folder.
-        index (`dict[str, str]`): the file of each tensor; empty if there is no index.
-        where (`str`): the checkpoint, for messages.
+    """Returns the tensors of safetensors files, by name. Reads no weights. `index` is empty if there is none.
 
     Raises:
         ValueError: if a file is missing or no whole safetensors file, if two files hold one tensor, or if a tensor is
@@ -304,12 +291,8 @@ def _header(path: Path, where: str) -> dict[str, Stored]:
 def refuse_pickled(folder: Path, what: str) -> None:
     """Raises a `ValueError` for a folder without safetensors. Pickled weights can run code, so they are never read."""
     others = sorted({path.name for pattern in PICKLED for path in folder.glob(pattern)})
-    hint = (
-        f" It holds {others[:5]}. If you trust these files, load the model with transformers and save it again."
-        if others
-        else ""
-    )
-    raise ValueError(f"{what} holds no *.safetensors file.{hint}")
+    hint = f" It holds {others[:5]}. If you trust these files, load the model with transformers and save it again."
+    raise ValueError(f"{what} holds no *.safetensors file.{hint if others else ''}")
 
 
 def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> None:

@@ -1,9 +1,8 @@
 """Decoders and vision towers whose code came with their checkpoint.
 
 Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves. For a
-part of a larger
-model it does neither, so both are done here. A configuration is read without running code: until a model is loaded with
-`trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
+part of a larger model it does neither, so both are done here. A configuration is read without running code: until a
+model is loaded with `trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
 """
 
 from __future__ import annotations
@@ -105,15 +104,13 @@ def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str
 
     Args:
         parts (`list[tuple]`): each part, and its configuration in that of the whole model.
-        folder (`str`): where the model is saved.
 
     Raises:
         ValueError: where two parts have different files of one name.
     """
     written: dict[Path, bytes] = {}
-    note: Any
     for part, config in parts:
-        note = config
+        note: Any = config
         if not part.is_custom_code() and getattr(config, "auto_map", None):
             del config.auto_map  # the weights are those of transformers' own class
         if not part.is_remote_code():

@@ -15,11 +15,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def is_distributed() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+    found = torch.distributed
+    return found.is_available() and found.is_initialized() and found.get_world_size() > 1
 
 
 def has_units(module: nn.Module | None) -> bool:

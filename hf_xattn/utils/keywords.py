@@ -61,11 +61,7 @@ def given(names: Iterable[str], load_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def keywords_of(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """Keywords that a decoder reads.
-
-    Args:
-        modules (`Iterable`): the decoder and the models around it, from the outside in.
-    """
+    """Keywords that a decoder reads. `modules`: the decoder and the models around it."""
     known: set[str] = set()
     open_ended = False
     for module in modules:

@@ -136,9 +136,8 @@ def write_stub(
 
     Args:
         folder (`str`): the folder of a model, a configuration or a processor.
-        with_code (`bool`): write the code too. It is always written in two cases: if the folder holds code of an
-            earlier save, which would be out of date, and if the running code itself came with a checkpoint, because the
-            package is not installed.
+        with_code (`bool`): write the code too. It is always written if the folder holds code of an earlier save, which
+            would be out of date, and if the running code itself came with a checkpoint.
         target (`Path`, *optional*): the folder that the files will be moved to, which `own_code` lists; by default
             `folder`.
         small (`bool`): the checkpoint is a small one (`adapter_only=True`), which needs more code to load.
@@ -157,17 +156,12 @@ def write_stub(
         files[f"{CODE}.py"] = "\n".join(
             [NOTICE, _source(LOADER), *map(_as_comments, code_modules(small or _loads_small(folder)))]
         )
-    foreign = [
-        name
-        for name in files
-        for where in (folder, target)
-        if (where / name).is_file() and not is_own_file(where / name)
-    ]
-    if foreign:
-        raise ValueError(
-            f"The code of this package has a file {foreign[0]}, and {target} holds another file of this name. Save "
-            "without `with_code`, or rename that file in the checkpoint that brought it."
-        )
+    for name in files:
+        if any((where / name).is_file() and not is_own_file(where / name) for where in (folder, target)):
+            raise ValueError(
+                f"The code of this package has a file {name}, and {target} holds another file of this name. Save "
+                "without `with_code`, or rename that file in the checkpoint that brought it."
+            )
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
 

@@ -20,29 +20,16 @@ MOST = 165  # opacity of the heat where the attention is largest, of 255
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """Where the model looked on one picture.
+    """Where the model looked on one picture."""
 
-    Attributes:
-        picture (`PIL.Image.Image`): the picture that the vision tower has read.
-        heat (`PIL.Image.Image`): one RGBA pixel a patch, to lay over the picture.
-        covered (`tuple[float, float]`): share of the picture's height and width that the patches cover.
-        share (`float`): share of the attention that lies on the patches of this picture, from 0 to 1.
-    """
-
-    picture: Image
-    heat: Image
-    covered: tuple[float, float]
-    share: float
+    picture: Image  # that the vision tower has read
+    heat: Image  # one RGBA pixel a patch, to lay over the picture
+    covered: tuple[float, float]  # share of the picture's height and width that the patches cover
+    share: float  # of the attention, on the patches of this picture, from 0 to 1
 
 
 class Gaze:
-    """The attention of each token of an answer, as the mean over heads.
-
-    Args:
-        maps ([`AttentionMaps`]): of one text and its answer. Only the part that a page shows is kept.
-
-    Attributes:
-        layers (`list[int]`): layers with blocks.
+    """The attention of each token of an answer, as the mean over heads. Keeps only what a page shows of `maps`.
 
     Raises:
         ValueError: for a model whose image tokens are not patches, as [`AttentionMaps.grid`].
@@ -62,17 +49,11 @@ class Gaze:
         self._covered = [maps.covered(image) for image in images]
 
     def looks(self, tokens: range, layer: int | None = None) -> list[Look]:
-        """Returns one value for each picture.
-
-        All words and pictures of the answer have one scale, so heat can be compared.
+        """Returns one value for each picture. All words and pictures of the answer have one scale.
 
         Args:
             tokens (`range`): tokens of a word. Their mean is shown.
-            layer (`int`, *optional*): one of `layers`; the mean of its blocks if it has several. By default the mean
-                of all blocks.
-
-        Raises:
-            ValueError: for a layer without a block.
+            layer (`int`, *optional*): one of `layers`. By default the mean of all blocks.
         """
         if layer is not None and layer not in self.layers:
             raise ValueError(f"Expected `layer` to be one of {self.layers} or None, got {layer!r}.")

@@ -9,11 +9,7 @@ from ..request_limits import refuse
 
 
 class NoUploads:
-    """ASGI middleware: refuses Gradio's own uploads, which the page does not use and nobody would delete.
-
-    Args:
-        app: the application to protect.
-    """
+    """ASGI middleware: refuses Gradio's own uploads, which the page does not use and nobody would delete."""
 
     def __init__(self, app: Any):
         self.app = app
@@ -26,15 +22,9 @@ class NoUploads:
 
 
 class BoundedQueue:
-    """ASGI middleware: refuses a question while too many others wait for the model. One that is being answered does
-    not wait.
+    """ASGI middleware: refuses a question while `most` others wait for the model.
 
-    `gradio.Server` makes its queue only in `launch`, and without a limit.
-
-    Args:
-        app: the application to protect.
-        most (`int`): questions that may wait.
-        queue (`Callable`): returns Gradio's queue.
+    `gradio.Server` makes its queue only in `launch`, and without a limit. `queue` returns it.
     """
 
     def __init__(self, app: Any, most: int, queue: Callable[[], Any]):

@@ -104,11 +104,7 @@ def build_page(
 
 
 def load_gradio() -> Any:
-    """Imports Gradio, without reports to its makers.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Imports Gradio, without reports to its makers."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     try:
         import gradio
@@ -285,6 +281,3 @@ def _data_url(picture: Image) -> str:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return "data:image/png;base64," + b64encode(buffer.getvalue()).decode()
-
-
-__all__ = ["build_page"]

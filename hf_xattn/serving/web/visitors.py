@@ -31,13 +31,7 @@ MAX_SIDE = 2048  # larger pictures are scaled down: no model reads more, and the
 
 
 class Visitor:
-    """One visitor: a conversation, and pictures that wait for the next message.
-
-    Attributes:
-        session ([`ChatSession`]): the conversation.
-        waiting (`list[PIL.Image.Image]`): pictures for the next message.
-        answering (`bool`): whether a question is being answered.
-    """
+    """One visitor: a conversation (`session`), and pictures that wait for the next message (`waiting`)."""
 
     # Unpacked, a picture takes much more memory than its file: one after another.
     _unpacking = threading.Lock()
@@ -54,15 +48,9 @@ class Visitor:
         return self._stop is not None
 
     def add(self, source: str, name: str) -> None:
-        """Adds a picture to the next message.
+        """Adds a picture to the next message. Raises a `ValueError` for anything else, or for too many.
 
-        Args:
-            source (`str`): the picture as a data URL. A path or a web address would let visitors read files of the
-                server.
-            name (`str`): name of the file, for messages.
-
-        Raises:
-            ValueError: for anything that is not a picture, and for too large or too many pictures.
+        `source` is a data URL: a path or a web address would let visitors read files of the server.
         """
         if getattr(self.session.processor, "image_processor", None) is None:
             raise ValueError("This model was saved without an image processor: it cannot read pictures.")
@@ -168,11 +156,7 @@ def _num_pixels(source: str) -> int:
 class Visitors:
     """All visitors of a page. Those who have only opened it are forgotten first, then those who came longest ago.
 
-    Args:
-        model ([`XAttnForConditionalGeneration`]), processor, system, options: as in [`ChatSession`].
-
-    Raises:
-        ValueError: for a model whose chat template cannot render a question.
+    Arguments as in [`ChatSession`].
     """
 
     def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
@@ -216,11 +200,7 @@ class Visitors:
         return sorted(idle, key=lambda known: self._visitors[known].has_begun)
 
     def find(self, name: str) -> Visitor:
-        """Returns the visitor of a name.
-
-        Raises:
-            ValueError: for a name that is not known, or no longer.
-        """
+        """Returns the visitor of a name. Raises a `ValueError` for one that is not known, or no longer."""
         with self._lock:
             if not isinstance(name, str) or name not in self._visitors:
                 raise ValueError("This conversation is no longer kept. Reload the page to begin a new one.")
