@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 from .loading import add_model, load_model_and_images
-from .options import add_listening, check_listening
+from .options import add_listening, address_of, bind, check_listening
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -57,7 +57,6 @@ def run(arguments: argparse.Namespace) -> None:
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'transformers[serving]'`.")
     from ..serving.answer_limits import AnswerLimits
-    from ..serving.listening import address_of, bind
     from ..serving.serving import SERVED, Server, build_app, check_answers
 
     limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)

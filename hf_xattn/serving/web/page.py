@@ -22,10 +22,9 @@ from transformers.utils import logging
 from ...checkpoints.model_card import example_questions
 from ...modeling_xattn import XAttnForConditionalGeneration
 from ...utils.tensor_checks import type_name
-from ..request_limits import RequestLimits
+from ..request_limits import BoundedQueue, NoUploads, RequestLimits
 from .drawing import Drawing, drawing_for
 from .gaze import Look
-from .limits import BoundedQueue, NoUploads
 from .visitors import MAX_BYTES, Visitor, Visitors
 
 
