@@ -50,24 +50,15 @@ def read_processor(
     source, text_kwargs = split_gguf("text", text, load_kwargs)
     check_tokenizer(text_kwargs.get("gguf_file"))
     load_kwargs.pop("gguf_file", None)
-    try:
-        with undamaged("tokenizer", text):
-            tokenizer = AutoTokenizer.from_pretrained(source, **text_kwargs)
-    except DamagedError:
-        raise
-    except (OSError, ValueError):
+    tokenizer = _read(AutoTokenizer, source, "tokenizer", text, text_kwargs)
+    if tokenizer is None:
         print(f"No processor saved: {text} has no tokenizer.")
         return None
-    image_processor = None
-    if vision is not None:
-        try:
-            with undamaged("image processor", vision):
-                image_processor = AutoImageProcessor.from_pretrained(vision, **load_kwargs)
-        except DamagedError:
-            raise
-        except (OSError, ValueError):
-            print(f"Processor saved without images: {vision} has no image processor.")
+    if vision is None:
+        return tokenizer
+    image_processor = _read(AutoImageProcessor, vision, "image processor", vision, load_kwargs)
     if image_processor is None:
+        print(f"Processor saved without images: {vision} has no image processor.")
         return tokenizer
     image_token: Any = None
     if image_token_id is not None and image_token_id < len(tokenizer):
@@ -78,6 +69,17 @@ def read_processor(
             f"(<|endofchunk|>, <image>) to the tokenizer in {output} before you use it."
         )
     return XAttnProcessor(image_processor, tokenizer, image_token=image_token)
+
+
+def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict[str, Any]) -> Any:
+    """A tokenizer or an image processor. None if there is none."""
+    try:
+        with undamaged(what, where):
+            return auto_class.from_pretrained(source, **load_kwargs)
+    except DamagedError:
+        raise
+    except (OSError, ValueError):
+        return None
 
 
 def print_report(model: XAttnForConditionalGeneration) -> None:

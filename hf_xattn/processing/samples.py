@@ -49,11 +49,7 @@ def read_samples(
             "Expected `videos` to be a list with one entry for each text (a video, a list of videos, None or []), got "
             f"{type_name(videos)}."
         )
-    if texts is not None and len(entries) != len(texts):
-        raise ValueError(
-            f"Expected `videos` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. "
-            "The entry of a text without a video is None or []."
-        )
+    _check_number("videos", entries, texts)
     samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
     if len(samples) != len(entries):
         raise ValueError(
@@ -113,12 +109,16 @@ def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[
         if nested and len(entries) != 1:
             raise ValueError(f"Expected `images` to be the images of one text, got lists for {len(entries)} texts.")
         return [_images(entries[0] if nested else entries)]
+    _check_number("images", entries, texts)
+    return [_images(entry) for entry in entries]
+
+
+def _check_number(name: str, entries: list[Any], texts: list[str] | None) -> None:
     if texts is not None and len(entries) != len(texts):
         raise ValueError(
-            f"Expected `images` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. "
-            "The entry of a text without an image is None or []."
+            f"Expected `{name}` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. "
+            f"The entry of a text without {name} is None or []."
         )
-    return [_images(entry) for entry in entries]
 
 
 def _entries(images: Any) -> list[Any] | None:

@@ -22,9 +22,7 @@ MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
 MOST_BIASES = 300
 OF_NOTHING = ("transformers_version", "_from_model_config")  # in the JSON of a `GenerationConfig`, without an effect
 # Fields of a `GenerationConfig` that transformers' server sets from the checked fields of a request.
-SET_BY_SERVER = frozenset(
-    "max_new_tokens temperature do_sample top_p repetition_penalty sequence_bias stop_strings".split()
-)
+SET_BY_SERVER = set("max_new_tokens temperature do_sample top_p repetition_penalty sequence_bias stop_strings".split())
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ from ..utils.tensor_checks import type_name
 
 
 # What the server itself gives a template, and what a processor would read pictures from.
-NO_VARIABLES = frozenset(
-    "messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split()
-)
+NO_VARIABLES = set("messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split())
 PICTURES_OF_DECISIONS = ("assets", "images")
 # Items of the Responses API that are no messages, with the fields that transformers' server reads.
 ITEMS: dict[str, tuple[str, ...]] = {

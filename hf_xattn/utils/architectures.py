@@ -1,8 +1,7 @@
 """A table of what differs between the decoder architectures of transformers, and the sizes in their configurations.
 
-Most architectures need no entry, because `decoders/decoder.py` finds the layers and the path of keyword arguments in
-the model. An entry says why an architecture is not supported, or how it differs. The test suite builds a small model of
-each architecture and tests it. A test fails if the result and this table differ.
+Most architectures need no entry: `decoders/decoder.py` finds the layers and the path of keyword arguments in the model.
+An entry says why an architecture is not supported, or how it differs. A test builds a small model of each.
 """
 
 from __future__ import annotations

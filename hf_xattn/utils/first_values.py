@@ -30,8 +30,7 @@ FILLS = frozenset({"kaiming_uniform_", "uniform_", "normal_", "zero_"})
 class ValuesComeLater(TorchFunctionMode):
     """Leaves new layers without values. For constructors of a model that then calls `post_init`, or on the meta device.
 
-    A mode of torch holds for one thread. Replacing the functions in `torch.nn.init` would change models that other
-    threads make.
+    A mode of torch holds for one thread: models that other threads make are not changed.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

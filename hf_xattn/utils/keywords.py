@@ -78,8 +78,6 @@ def refuse_unknown(
 
     Args:
         caller (`Callable`): whose arguments they are; its own names are suggested too.
-        given (`Iterable[str]`): names that came as `**kwargs`.
-        known (`frozenset[str]`): names that may come so.
         only_near (`bool`): let a name pass that resembles none of them.
     """
     for name in given:

@@ -1,11 +1,9 @@
 """What a saved folder needs to load without `import hf_xattn`: a stub, and the code itself where it is asked for.
 
 With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names. Here this is a stub
-that imports this package. So the installed package runs. If it is not installed, the error says so.
-
-`save_pretrained(folder, with_code=True)` writes the code beside the stub, which uses it if the package is not
-installed. Transformers copies the file that a file imports with `from .x import y`, but no folders. So all code is one
-file: a loader, and below it the files of this package as comments.
+that imports this package. If the package is not installed, the stub raises an error, or uses the code beside it, which
+`save_pretrained(folder, with_code=True)` writes. Transformers copies a file that a file imports, but no folders. So all
+code is one file: a loader, and below it the files of this package as comments.
 """
 
 from __future__ import annotations
@@ -223,7 +221,6 @@ def _source(module: str) -> str:
 
 
 def _as_comments(module: str) -> str:
-    file = module.replace(".", "/") + (
-        "/__init__.py" if _spec(module).submodule_search_locations is not None else ".py"
-    )
+    is_folder = _spec(module).submodule_search_locations is not None
+    file = module.replace(".", "/") + ("/__init__.py" if is_folder else ".py")
     return "\n".join([f"\n# ==== {file}", *(f"# {line}".rstrip() for line in _source(module).splitlines())])

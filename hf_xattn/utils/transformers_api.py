@@ -1,9 +1,7 @@
 """What this package uses of transformers beyond its public API, and in which versions it was seen.
 
-Private names may change with any release. So each of them is listed here, with the file of transformers that defines it
-and the first version that has it. A test compares the table with the code of this package and with the installed
-transformers. Names that some supported versions lack are resolved here, and the rest of the package imports them from
-here.
+Private names may change with any release. A test compares the table of them with the code of this package and with the
+installed transformers. The rest of the package imports from here the names that some supported versions lack.
 """
 
 from __future__ import annotations
@@ -99,9 +97,7 @@ HAS_RECORDING = has("activate_past_recording")  # once: compiled code asks
 
 
 def check_recorded(cache: Cache) -> None:
-    """Raises a `ValueError` for a sliding window that has recorded more than attention may get. For a transformers
-    without `HAS_RECORDING`.
-    """
+    """Raises a `ValueError` for a window that has recorded too much, for a transformers without `HAS_RECORDING`."""
     layer: Any
     for layer in cache.layers:
         if (
@@ -139,12 +135,6 @@ def checkpoints_activations(model: PreTrainedModel) -> bool:
     """Whether layers are computed again in the backward pass. Until 5.22 the property had another name."""
     renamed: bool | None = getattr(model, "is_activation_checkpointing", None)
     return model.is_gradient_checkpointing if renamed is None else renamed
-
-
-def checkpoint_activations(model: PreTrainedModel, options: dict[str, Any] | None = None) -> None:
-    """Switches that on."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
 
 
 try:  # since 5.20
