@@ -241,7 +241,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             plain, tools, documents, variables = self.tokenizer._mark_chat_inputs(
                 template, plain, tools, documents, variables, tokenize, return_assistant_tokens_mask
             )
-            messages = [read_conversation(chat, "`conversation`", None, None).messages for chat in plain]
+            messages = [read_conversation(chat, "`conversation`").messages for chat in plain]
             call["sanitize_control_tokens"] = True
         options = {**self.tokenizer.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
 
@@ -275,11 +275,11 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         separate = call.pop("images", None)
         of_videos = {**(call.pop("videos_kwargs", None) or {}), **{n: call.pop(n) for n in OF_VIDEOS if n in call}}
         refuse_unknown(self.apply_chat_template, of_videos, frozenset(OF_VIDEOS))
-        sampling = {} if of_videos.get("do_sample_frames") is False else of_videos
+        sampling = {} if of_videos.pop("do_sample_frames", None) is False else of_videos
         chats = []
         for index, chat in enumerate(conversation if batched else [conversation]):
             where = f"conversation {index}" if batched else "`conversation`"
-            read = read_conversation(chat, where, sampling.get("num_frames"), sampling.get("fps"))
+            read = read_conversation(chat, where, **sampling)
             if with_sources:
                 read = with_images(read, of_row(separate, index, len(conversation)) if batched else separate, where)
             chats.append(read)

@@ -1,6 +1,4 @@
-"""Saves what the bases of a model do not hold: `save_pretrained(folder, adapter_only=True)`. See
-`checkpoints/adapters.py` for what the folder holds.
-"""
+"""Saves what the bases of a model do not hold (`adapter_only=True`), as `checkpoints/adapters.py` describes it."""
 
 from __future__ import annotations
 
@@ -97,11 +95,7 @@ def save_adapter(
 
 
 def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
-    """Finds the bases of a model, before work is lost on a model that cannot be saved without them.
-
-    Raises:
-        TypeError, ValueError: as [`save_adapter`].
-    """
+    """Finds the bases of a model, before work is lost on one without them. Errors as [`save_adapter`]."""
     bases = bases or {}
     body, sources = model.base_model, {}
     refuse_adapter_layers(body, "`adapter_only=True` cannot save", SAVE_OR_MERGE)
@@ -150,11 +144,7 @@ class _Comparison:
             self.theirs = weights_of(source.load(load, device_map={"": self.part.device}, **options))
 
     def take_out_of(self, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Takes the weights that equal the base's out of `state`. Returns what loading must know about the base.
-
-        Raises:
-            ValueError: for a quantized weight that differs.
-        """
+        """Takes the weights that equal the base's out of `state`. Returns what loading must know about the base."""
         absent = [name for name in self.base if self.prefix + name not in state]
         dtypes: dict[str, str] = {}
         for name, theirs in self.theirs.items():

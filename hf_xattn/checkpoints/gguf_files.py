@@ -132,11 +132,7 @@ def _read_head(path: Path, size: int, time: int) -> GgufHead:
 
 
 def gguf_config(name: str, path: Path) -> PreTrainedConfig:
-    """The configuration in a GGUF file. It takes transformers seconds to read a vocabulary, so the last one is kept.
-
-    Raises:
-        ValueError: if transformers cannot read it, for example for an architecture that it does not know.
-    """
+    """The configuration in a GGUF file. transformers takes seconds to read a vocabulary, so the last one is kept."""
     facts = path.stat()
     try:
         config = copy.deepcopy(_read_config(path, facts.st_size, facts.st_mtime_ns))

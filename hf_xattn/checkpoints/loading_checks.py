@@ -1,8 +1,4 @@
-"""What `from_pretrained` and `retrofit` check of a checkpoint: first its files, then the shapes, and at the end that
-nothing is missing.
-
-Each check comes before the work that a bad checkpoint would make endless, or the memory that it would take.
-"""
+"""What `from_pretrained` and `retrofit` check of a checkpoint, before it takes endless work or memory."""
 
 from __future__ import annotations
 

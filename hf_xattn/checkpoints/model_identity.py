@@ -50,11 +50,7 @@ class ModelIdentity:
         self._sums: dict[str, tuple[Any, int]] = {}
 
     def current(self, parts: dict[str, nn.Module]) -> str:
-        """Returns the SHA-256 of the configuration, and of the present weights: names, dtypes, shapes and sums.
-
-        Args:
-            parts (`dict[str, nn.Module]`): the modules between the pixels and the keys and values, by name.
-        """
+        """Returns the SHA-256 of configuration and weights. `parts`: the modules from pixels to keys and values."""
         tensors = list(_tensors(parts))
         samples = _samples([tensor for _, tensor, _ in tensors])
         sums = []

@@ -1,6 +1,4 @@
-"""What both models share with transformers' loading, initialisation and dispatching. Saving is in
-`checkpoints/saving.py`.
-"""
+"""What both models share with transformers' loading, initialisation and dispatching."""
 
 from __future__ import annotations
 
@@ -222,11 +220,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
 
     def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:
-        """`PreTrainedModel.load_adapter`. Checks the adapter's folder before it adds layers.
-
-        Raises:
-            ValueError: for pickled weights, a file that is damaged, and a rank that the weights do not have.
-        """
+        """`PreTrainedModel.load_adapter`. Raises a `ValueError` for a damaged folder before it adds layers."""
         check_adapter_folder(peft_model_id, kwargs.get("adapter_kwargs") or {})
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
@@ -255,11 +249,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return (model, info) if info_wanted else model
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """`PreTrainedModel.resize_token_embeddings`.
-
-        Raises:
-            ValueError: for a model with `additional_vocab_size`: those tokens lie behind the vocabulary and would move.
-        """
+        """`PreTrainedModel.resize_token_embeddings`. Raises a `ValueError` for an `additional_vocab_size`."""
         if self.config.additional_vocab_size:
             raise ValueError(
                 f"This model has {self.config.additional_vocab_size} tokens behind its vocabulary "

@@ -106,10 +106,7 @@ class _Rules:
 
 
 def pieces_missing(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
-    """Weights that are missing beside others of the same tensor, such as single experts; weights without a place.
-
-    `names` are those of the weights in the checkpoint.
-    """
+    """Names of missing pieces of a tensor, such as single experts, and of weights in a checkpoint without a place."""
     rules = _Rules(model)
     groups: dict[str, set[str]] = {}
     saved = revert_weight_conversion(model, _shapes(rules.own))

@@ -1,6 +1,4 @@
-"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code that loads the
-model.
-"""
+"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code."""
 
 from __future__ import annotations
 

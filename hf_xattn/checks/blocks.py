@@ -79,10 +79,7 @@ def check_alive(model: Any) -> Result:
 
 @contextlib.contextmanager
 def awake_blocks(model: Any) -> Iterator[int]:
-    """Inside, the blocks of a fresh model have random weights where they start at zero.
-
-    Yields the number of blocks that were woken: all of a fresh model, none of any other.
-    """
+    """Inside, a fresh model's blocks have random weights where they start at zero. Yields how many were woken."""
     blocks = model.blocks if all(map(_is_fresh, model.blocks)) else []
     generator = torch.Generator().manual_seed(SEED + 2)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -124,11 +124,7 @@ def _read_image(name: str, processor: Any) -> Image:
 
 
 def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
-    """Prints the answer while it is generated. Returns whether there was one; if not, the images stay.
-
-    Raises:
-        ValueError: for a message that cannot be answered.
-    """
+    """Prints the answer while it is generated. Returns whether there was one: if not, the images stay."""
     from jinja2 import TemplateError
     from transformers import TextStreamer
 

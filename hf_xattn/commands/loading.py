@@ -109,11 +109,7 @@ def load_processor(name: str, **hub: Any) -> Any:
 
 
 def load_shapes(name: str, **hub: Any) -> XAttnForConditionalGeneration:
-    """Builds a saved model on the meta device. Reads only the configuration.
-
-    Raises:
-        ValueError: for a model without blocks.
-    """
+    """Builds a saved model on the meta device. Reads only the configuration. Errors as [`check_model`]."""
     check_model(name, **hub)
     import torch
 

@@ -25,11 +25,7 @@ def add_device(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a name
-    """Returns the device that `--device` names: for `auto` a GPU if there is one.
-
-    Raises:
-        ValueError: for a device that torch does not know, or that this machine does not have.
-    """
+    """Returns the device that `--device` names. Raises a `ValueError` for one that this machine does not have."""
     import torch
 
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -58,11 +54,7 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
 
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of `generate`.
-
-    Raises:
-        ValueError: for `--max-new-tokens` below 1, or a negative `--temperature`.
-    """
+    """Returns keyword arguments of `generate`. Raises a `ValueError` for values out of bounds."""
     if arguments.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
     if arguments.temperature is not None and arguments.temperature < 0:
@@ -102,11 +94,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Binds a port; 0 takes a free one.
-
-    Raises:
-        ValueError: if the address does not belong to this machine, or the port is in use.
-    """
+    """Binds a port; 0 takes a free one. Raises a `ValueError` if the address is not ours, or the port is in use."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def new_folder(folder: Path) -> Path:
-    """Checks that `folder` is new or empty, and returns it. What a killed process left there is removed.
-
-    Raises:
-        ValueError: if `folder` is a file or a folder that is not empty.
-    """
+    """Returns a folder that is new or empty. Raises a `ValueError` for any other."""
     from ..utils.whole_folder import is_free
 
     if not is_free(folder):

@@ -78,8 +78,8 @@ def is_batch(conversation: Any) -> bool:
     return isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
 
 
-def read_conversation(conversation: Any, where: str, num_frames: int | None, fps: float | None) -> Conversation:
-    """Reads one conversation, and does not change it.
+def read_conversation(conversation: Any, where: str, **sampling: Any) -> Conversation:
+    """Reads one conversation, and does not change it. `sampling` goes to `read_frames`, for videos.
 
     Args:
         conversation: a list of messages: dicts with `role` and `content`, in the format of transformers or OpenAI.
@@ -94,13 +94,10 @@ def read_conversation(conversation: Any, where: str, num_frames: int | None, fps
         raise TypeError(f"Expected {where} to be a list of messages, got {type_name(messages)}.")
     if not messages:
         raise ValueError(f"{where} has no messages.")
-    images: list[Any] = []
-    unknown: list[str] = []
-    read = [
-        _message(message, f"message {index} of {where}", images, unknown, num_frames, fps)
-        for index, message in enumerate(messages)
-    ]
-    return Conversation(read, images, unknown)
+    read = Conversation([], [])
+    for index, message in enumerate(messages):
+        read.messages.append(_message(message, f"message {index} of {where}", read, sampling))
+    return read
 
 
 def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
@@ -137,9 +134,8 @@ def of_row(images: Any, row: int, rows: int) -> Any:
     return [] if images[row] is None else images[row]
 
 
-def _message(
-    message: Any, where: str, images: list[Any], unknown: list[str], num_frames: int | None, fps: float | None
-) -> Message:
+def _message(message: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> Message:
+    """Reads a message. Appends its images to those of the conversation."""
     read = _mapping(message)
     if read is None or "role" not in read:
         came = "one without `role`" if read is not None else type_name(message)
@@ -153,23 +149,12 @@ def _message(
         raise TypeError(f"Expected the content of {where} to be a str or a list of parts, got {type_name(content)}.")
     parts: list[str | ImagePart] = []
     for part in content:
-        _read_part(part, where, parts, images, unknown, num_frames, fps)
+        parts += _read_part(part, where, conversation, sampling)
     return Message(fields, parts)
 
 
-def _read_part(
-    part: Any,
-    where: str,
-    parts: list[str | ImagePart],
-    images: list[Any],
-    unknown: list[str],
-    num_frames: int | None,
-    fps: float | None,
-) -> None:
-    """Appends a part to `parts`, its images to `images`, and unknown keys of an image part to `unknown`.
-
-    A video becomes its frames.
-    """
+def _read_part(part: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> list[str | ImagePart]:
+    """Reads a part. Appends its images to those of the conversation. A video becomes its frames."""
     read = _mapping(part)
     if read is None:
         raise TypeError(
@@ -183,28 +168,27 @@ def _read_part(
         if not isinstance(text, str):
             others = _names(_unknown(given, ("text",)))
             raise TypeError(f"Expected `text` of a part of {where} to be a str, got {type_name(text)}.{others}")
-        parts.append(text)
-    elif kind in IMAGES:
+        return [text]
+    if kind in IMAGES:
         image = _source(given, IMAGES, where)
         if image is None:
-            unknown.extend(_unknown(given, IMAGES))
-        images.append(image)
-        parts.append(IMAGE)
-    elif kind in VIDEOS:
+            conversation.unknown_keys.extend(_unknown(given, IMAGES))
+        conversation.images.append(image)
+        return [IMAGE]
+    if kind in VIDEOS:
         video = _source(given, VIDEOS, where)
         if video is None:
             others = _names(_unknown(given, VIDEOS))
             raise ValueError(
                 f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.{others}"
             )
-        frames = read_frames(video, num_frames, fps)
-        images.extend(frames)
-        parts.extend([IMAGE] * len(frames))
-    else:
-        keys = f" in a part with the keys {', '.join(map(str, given))}" if kind is None else ""
-        raise ValueError(
-            f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
-        )
+        frames = read_frames(video, **sampling)
+        conversation.images.extend(frames)
+        return [IMAGE] * len(frames)
+    keys = f" in a part with the keys {', '.join(map(str, given))}" if kind is None else ""
+    raise ValueError(
+        f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
+    )
 
 
 def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:

@@ -41,11 +41,7 @@ def default_template(tokenizer: Any) -> str:
 
 
 def check_template(processor: Any) -> None:
-    """Renders a test question with the chat template of a processor, or of a tokenizer for a model without images.
-
-    Raises:
-        ValueError: if that fails. Then every question would fail.
-    """
+    """Raises a `ValueError` if a processor, or a tokenizer, cannot render a test question with its chat template."""
     from jinja2 import TemplateError
 
     question: Any = [{"type": "text", "text": "?"}] if hasattr(processor, "tokenizer") else "?"

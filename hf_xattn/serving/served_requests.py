@@ -28,9 +28,7 @@ ITEMS: dict[str, tuple[str, ...]] = {
 
 
 def check_message(index: int, message: dict) -> None:
-    """Raises an `HTTPException` for a role that chat templates do not have, for tool calls in another form, and for an
-    item that lacks a field. Transformers' server would fail, or leave the message out.
-    """
+    """Raises an `HTTPException` for an unknown role, tool calls in another form, and an item that lacks a field."""
     if "role" in message:
         if message["role"] not in ROLES:
             raise HTTPException(
@@ -100,11 +98,7 @@ def _variables(processor: Any) -> frozenset[str]:
 
 
 def check_images_are_read(messages: list[dict]) -> list[dict]:
-    """Returns the messages for the processor. It gets pictures alone, and never an address that it would read itself.
-
-    Raises:
-        HTTPException: for an image that was not read before: it stands where images are not looked for.
-    """
+    """Returns the messages. Raises an `HTTPException` for an image that was not read: it stands in another place."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():

@@ -183,11 +183,7 @@ class _Checked(BaseHandler):
 
 
 class _Generation(GenerateManager):
-    """Ends answers in front of stop strings, which transformers' manager leaves in them.
-
-    That manager also fails for stop strings of the model if it gets a processor instead of a tokenizer, and a line
-    break in an error message breaks its stream.
-    """
+    """Ends answers in front of stop strings, gives the manager a tokenizer, and keeps line breaks out of its stream."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
@@ -398,11 +394,7 @@ def _tokenizer(processor: Any) -> Any:
 
 
 def check_answers(name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
-    """Makes the inputs of a test question. If this fails, every request would fail, so the server does not start.
-
-    Raises:
-        ValueError: for a model without a chat template, or with a tokenizer that cannot be used for streaming.
-    """
+    """Raises a `ValueError` if every request would fail: for a slow tokenizer, or no chat template."""
     tokenizer = _tokenizer(processor)
     if not hasattr(tokenizer, "_tokenizer"):
         raise ValueError(f"Expected {name} to have a fast tokenizer for serving, got a {type_name(tokenizer)}.")

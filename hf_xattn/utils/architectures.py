@@ -139,11 +139,7 @@ def text_hidden_size(text_config: PreTrainedConfig) -> int:
 
 
 def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
-    """Returns the width of a vision model's `last_hidden_state`.
-
-    Raises:
-        ValueError: if the configuration has no such width.
-    """
+    """Returns the width of a vision model's `last_hidden_state`, or raises a `ValueError`."""
     for config in (vision_config, getattr(vision_config, "vision_config", None)):
         width = "vision_output_dim" if getattr(config, "model_type", None) in TILED_VISION_TYPES else "hidden_size"
         size = getattr(config, width, None)

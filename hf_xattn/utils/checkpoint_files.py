@@ -100,11 +100,7 @@ def check_inside(folder: Path, path: Path) -> None:
 
 
 def check_name(name: Any, where: str) -> str:
-    """Returns the name of a file in a folder, from a list that a checkpoint brings.
-
-    Raises:
-        ValueError: for anything but the name of a file in the folder: no absolute path, no `..`, no empty text.
-    """
+    """Returns the name of a file in a folder. Raises a `ValueError` for a name that leads elsewhere."""
     if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
         path = PurePosixPath(name)
         if not path.is_absolute() and ".." not in path.parts and path.parts:
@@ -122,11 +118,7 @@ def short(value: Any) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file with one JSON object.
-
-    Raises:
-        ValueError: for a file that is too large, or holds something else.
-    """
+    """Reads a file with one JSON object. Raises a `ValueError` for any other, and for one that is too large."""
     size = path.stat().st_size
     if size > MAX_JSON:
         raise ValueError(f"{path} is too large: expected a JSON file of at most {MAX_JSON} bytes, got {size}.")

@@ -45,11 +45,7 @@ def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
 
 
 def read_config(config: Any) -> Any:
-    """The configuration of a part. For custom code it is an [`UnreadConfig`], until that code may be run.
-
-    Args:
-        config (`dict` or `PreTrainedConfig`): as in a file, or read already.
-    """
+    """The configuration of a part, from a `dict` too. Custom code that may not be run gives an [`UnreadConfig`]."""
     if isinstance(config, UnreadConfig):
         fields = config.to_dict()
     elif isinstance(config, dict) and config.get("model_type") not in CONFIG_MAPPING and _code_of(config, "AutoConfig"):
@@ -69,11 +65,7 @@ def read_config(config: Any) -> Any:
 
 
 def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with random weights: `auto_class.from_config`, with custom code where it may be run.
-
-    Raises:
-        ValueError: where it may not, and there is no other.
-    """
+    """A model with random weights. Raises a `ValueError` for custom code that may not be run."""
     source = _trusted.get()
     ref = _code_of(config, auto_class.__name__)
     if isinstance(config, UnreadConfig):

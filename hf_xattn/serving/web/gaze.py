@@ -29,11 +29,7 @@ class Look:
 
 
 class Gaze:
-    """The attention of each token of an answer, as the mean over heads. Keeps only what a page shows of `maps`.
-
-    Raises:
-        ValueError: for a model whose image tokens are not patches, as [`AttentionMaps.grid`].
-    """
+    """The attention of each token of an answer, as the mean over heads. Errors as [`AttentionMaps.grid`]."""
 
     def __init__(self, maps: AttentionMaps):
         # The weights behind the choice of a token are at the position before it.

@@ -1,8 +1,4 @@
-"""Serves the page: a `gradio.Server` with the page's own files, and what it may ask for.
-
-Gradio's queue lets one question at a time to the model, streams the answer, and closes the answer's iterator when a
-tab is closed.
-"""
+"""Serves the page: a `gradio.Server` with the page's own files, and what it may ask for. One question at a time."""
 
 from __future__ import annotations
 
@@ -209,9 +205,7 @@ def _add_api(server: Any, error_type: Callable[..., Exception], visitors: Visito
 
     @api(**in_turn)
     def ask(visitor: str, text: str) -> Iterator[dict]:
-        """Yields the answer so far. The last one has words (start, length), and tells whether there is something to
-        look at.
-        """
+        """Yields the answer so far. The last one has words (start, length), and whether there is something to see."""
         found = visitors.find(visitor)
         session, said = found.session, ""
         for piece in found.ask(text):

@@ -120,11 +120,7 @@ class Visitor:
             stop.set()
 
     def look(self, answer: int, word: int, layer: int | None = None) -> tuple[list[int], list[Look]]:
-        """Returns the layers to choose from, and where the model looked when it generated a word of an answer.
-
-        Raises:
-            ValueError: for an answer or a word that does not exist, an answer without pictures, and as [`Gaze`].
-        """
+        """Returns the layers to choose from, and where the model looked when it generated a word of an answer."""
         answers = self.session.answers
         if not 0 <= answer < len(answers):
             raise ValueError("This answer is no longer kept.")
@@ -179,9 +175,7 @@ class Visitors:
         return name
 
     def make_room(self, name: str) -> None:
-        """Forgets others until all pictures that are kept take at most `MAX_KEPT` bytes. To be called after a visitor
-        has added one.
-        """
+        """Forgets others until all kept pictures take at most `MAX_KEPT` bytes."""
         with self._lock:
             kept = {known: visitor.kept for known, visitor in self._visitors.items()}
             total = sum(kept.values())
@@ -193,9 +187,7 @@ class Visitors:
                     del self._visitors[known]
 
     def _idle(self, name: str) -> list[str]:
-        """Names of the visitors that can be forgotten, except `name`: first those who have done nothing yet, then who
-        came longest ago.
-        """
+        """Names of the visitors that can be forgotten, in this order, except `name`."""
         idle = [known for known, visitor in self._visitors.items() if known != name and not visitor.answering]
         return sorted(idle, key=lambda known: self._visitors[known].has_begun)
 
