@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .loading import add_model_and_images, load_model_and_images
+from .options import check_least
 
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.image and arguments.image_cache:
         raise ValueError("Expected --image or --image-cache, got both.")
-    for option in ("max_new_tokens", "num_beams"):
-        if getattr(arguments, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(arguments, option)}.")
+    check_least(arguments, 1, "max_new_tokens", "num_beams")
     if arguments.image_cache is not None and not arguments.image_cache.is_file():
         raise ValueError(f"`--image-cache` ({arguments.image_cache}) is not a file.")
     model, processor, images = load_model_and_images(arguments)

@@ -55,10 +55,8 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns keyword arguments of `generate`. Raises a `ValueError` for values out of bounds."""
-    if arguments.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
-    if arguments.temperature is not None and arguments.temperature < 0:
-        raise ValueError(f"--temperature must be 0 or more, got {arguments.temperature}.")
+    check_least(arguments, 1, "max_new_tokens")
+    check_least(arguments, 0, "temperature")
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}
     if arguments.temperature is not None:
         options["do_sample"] = arguments.temperature > 0
@@ -82,10 +80,12 @@ def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
     )
 
 
-def check_listening(arguments: argparse.Namespace) -> None:
-    """Raises a `ValueError` for a negative `--image-store`."""
-    if arguments.image_store < 0:
-        raise ValueError(f"`--image-store` must be at least 0, got {arguments.image_store}.")
+def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises a `ValueError` for an option below a number."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least}, got {value}.")
 
 
 def address_of(host: str, port: int) -> str:

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 from .loading import add_model, load_model_and_images
-from .options import add_listening, address_of, bind, check_listening
+from .options import add_listening, address_of, bind, check_least
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -47,11 +47,8 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_listening(arguments)
-    for name in ("max_image_mib", "max_request_mib", "max_new_tokens", "max_beams"):
-        most = getattr(arguments, name)
-        if most is not None and most < 1:
-            raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1, got {most}.")
+    check_least(arguments, 0, "image_store")
+    check_least(arguments, 1, "max_image_mib", "max_request_mib", "max_new_tokens", "max_beams")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():

@@ -162,14 +162,11 @@ class Visitors:
         self._lock = threading.Lock()
         check_template(processor)
 
-    def _session(self) -> ChatSession:
-        return ChatSession(*self._arguments, **self._options)
-
     def welcome(self) -> str:
         """Begins a conversation, and returns the visitor's name. Nobody can guess it."""
         name = secrets.token_urlsafe(24)
         with self._lock:
-            self._visitors[name] = Visitor(self._session())
+            self._visitors[name] = Visitor(ChatSession(*self._arguments, **self._options))
             for known in self._idle(name)[: max(0, len(self._visitors) - MAX_VISITORS)]:
                 del self._visitors[known]
         return name
