@@ -75,10 +75,7 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
 def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Path:
     """Finds the GGUF file of a source, fetches it where it must be, and looks at its head. Arguments: [`split_gguf`].
 
-    Raises:
-        ImportError: without the package `gguf`.
-        OSError: if the Hub does not have it.
-        ValueError: if there is no such file, or no whole GGUF file.
+    Raises an error without the package `gguf`, and if there is no such file, or no whole GGUF file.
     """
     if os.path.isdir(source):
         path = Path(source, load_kwargs.get("subfolder") or "", load_kwargs["gguf_file"])
@@ -153,13 +150,10 @@ def _read_config(path: Path, size: int, time: int) -> PreTrainedConfig:
 
 
 def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Loads the causal language model in a GGUF file.
+    """Loads the causal language model in a GGUF file, with all of its weights. Arguments: [`split_gguf`].
 
     Without a `quantization_config` its weights are unpacked. transformers alone leaves the model marked as quantized,
-    and such a model cannot be saved. Arguments: [`split_gguf`].
-
-    Raises:
-        ValueError: if the file does not hold all weights.
+    and such a model cannot be saved.
     """
     from transformers import GgufConfig
 

@@ -54,12 +54,7 @@ class _BoundedReader(GGUFReader):
 
 
 def read_gguf_head(path: Path) -> GgufHead:
-    """Reads all of a file but the values of its tensors.
-
-    Raises:
-        ValueError: for tensors that do not follow each other, or far more layers than tensors.
-        Exception: whatever else the library's reader raises for a damaged file.
-    """
+    """Reads all of a file but the values of its tensors. Raises whatever the library raises for a damaged file."""
     reader = _BoundedReader(path)
     tensors: dict[str, Stored] = {}
     expected = 0

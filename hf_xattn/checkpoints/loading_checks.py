@@ -73,9 +73,7 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
 def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
     """Checks a checkpoint in a folder. None for a Hub id: [`check_shapes`] checks its files when they are fetched.
 
-    Raises:
-        ValueError: as [`check_config_file`], for weights that are no whole safetensors files in the folder, and for a
-            folder in which a save was cut off.
+    Raises a `ValueError` as [`check_config_file`], for a save that was cut off, and for damaged or pickled weights.
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return None
@@ -118,9 +116,8 @@ def check_size(
 def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> None:
     """Checks a model without values against the weights that it is to get.
 
-    Raises:
-        ValueError: for files of other kinds or not whole, weights that are not numbers, a model that is far larger
-            than its weights, a weight of another shape, and a layer of which some experts are missing.
+    Raises a `ValueError` for files that are damaged or no safetensors, for a weight of another shape or dtype, for a
+    model that is far larger than its weights, and for a layer of which some experts are missing.
     """
     quantized = getattr(load_config, "hf_quantizer", None) is not None
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")

@@ -26,13 +26,9 @@ ADDED = (*BLOCKS, "additional")  # parts of the text half that no base has
 
 
 def load_base(model: Any, name: str, saved: torch.dtype | None = None) -> PreTrainedModel:
-    """Loads a base in the dtype and with the quantization of a model's text half.
+    """Loads a base in the dtype and with the quantization of a model's text half. Errors as those of `retrofit`.
 
-    Args:
-        saved (`torch.dtype`, *optional*): dtype of the model's file, if it was loaded in another one.
-
-    Raises:
-        ValueError: for a base of another model type, and as `retrofit`.
+    `saved` is the dtype of the model's file, if it was loaded in another one.
     """
     text = model.base_model.text_model
     # From float32, all weights of the file come back as they are.

@@ -43,12 +43,9 @@ def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
 
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
-    """Loads a model, its processor and the images of `--image`.
+    """Loads a model, its processor, or its tokenizer if it has no processor, and the images of `--image`.
 
-    If the model was saved without a processor, its tokenizer is returned instead.
-
-    Raises:
-        ValueError: for a missing file, a model without blocks, or images for a model without an image processor.
+    Raises a `ValueError` for a missing file, a model without blocks, or images without an image processor.
     """
     files: list[Path] = arguments.image or []
     for file in files:

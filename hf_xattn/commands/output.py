@@ -32,10 +32,6 @@ def read_processor(
 
     Returns:
         An [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
-
-    Raises:
-        ValueError: for a tokenizer or an image processor that is damaged, and the tokenizer of a GGUF file in an old
-            transformers.
     """
     from transformers import AutoTokenizer
 

@@ -274,23 +274,21 @@ def _short(source: str | Path) -> str:
 def _rgb(image: Image, name: str) -> Image:
     from PIL import Image, ImageOps
 
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of "
+            "values is not known. Scale the values to 0..255 and call `convert('L')`."
+        )
     try:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
             return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
-        if image.mode in ("I", "F"):
-            raise _Refused(
-                f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of "
-                "values is not known. Scale the values to 0..255 and call `convert('L')`."
-            )
         if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
             white.alpha_composite(image)
             image = white
         return image.convert("RGB")
-    except _Refused as error:
-        raise ValueError(str(error)) from None
     except Exception as error:  # a broken file: decoders raise errors of many kinds
         raise ValueError(f"`{name}` holds an image that cannot be read: {error}") from error
 

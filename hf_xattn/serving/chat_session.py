@@ -136,11 +136,8 @@ class ChatSession:
     ) -> Iterator[str]:
         """Asks one question in a thread, and yields the answer piece by piece. It is then the last of `answers`.
 
-        The answer ends after the current token if the caller sets `stop` or closes the iterator, and the text until
-        then is the answer. A question that comes while another is being answered waits for it.
-
-        Raises:
-            ValueError: as [`~ChatSession.ask`].
+        The answer ends after the current token if the caller sets `stop` or closes the iterator. A question that comes
+        while another is being answered waits for it. Errors as [`~ChatSession.ask`].
         """
         pieces: queue.SimpleQueue = queue.SimpleQueue()
         stop = stop or threading.Event()

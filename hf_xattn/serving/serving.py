@@ -258,9 +258,7 @@ class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
 def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tuple[str, dict]]:
     """Yields the image parts of a request, each with a description of its place for errors.
 
-    Raises:
-        HTTPException: for messages in a wrong form, and for parts that are neither text nor images, because the server
-            would ignore them.
+    Raises an `HTTPException` for messages in a wrong form, and for parts that are neither text nor images.
     """
     if items and isinstance(messages, str):
         return
@@ -301,9 +299,7 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
 def read_image(place: str, address: Any, limits: ImageLimits = SERVED) -> Image:
     """Reads an image from the web or from a data URL, as the processor does.
 
-    Raises:
-        HTTPException: for any other address, because transformers would also read files of this machine, for an
-            address that `limits` refuse, and for data that are not an image or are too large.
+    Raises an `HTTPException` for any other address: transformers would also read files of this machine.
     """
     url = address.get("url") if isinstance(address, dict) else address
     if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):

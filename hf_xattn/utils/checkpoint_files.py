@@ -134,9 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_index(path: Path) -> dict[str, str]:
     """Returns the file of each tensor, from the index of a sharded checkpoint.
 
-    Raises:
-        ValueError: for an index without a `weight_map`, and for one that names anything but safetensors files in its
-            folder.
+    Raises a `ValueError` for a damaged index, and for one that names anything but safetensors files in its folder.
     """
     content = read_json(path)
     index = content.get("weight_map")
@@ -196,9 +194,8 @@ def _variant(name: str, variant: str | None) -> str:
 def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> dict[str, Stored]:
     """Returns the tensors of safetensors files, by name. Reads no weights. `index` is empty if there is none.
 
-    Raises:
-        ValueError: if a file is missing or no whole safetensors file, if two files hold one tensor, or if a tensor is
-            not in the file that the index names.
+    Raises a `ValueError` for a file that is missing or damaged, and for a tensor that is in two files, or in another
+    file than the index names.
     """
     headers: dict[str, Stored] = {}
     for path in files:
@@ -220,9 +217,8 @@ def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> di
 def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored]:
     """Returns the tensors of files that several processes have written, by name. Reads no weights.
 
-    Raises:
-        ValueError: for a file that is no whole safetensors file, and for parts that are no whole tensor: a file is
-            missing, or one belongs to another save.
+    Raises a `ValueError` for a damaged file, and for parts that are no whole tensor: a file is missing, or of another
+    save.
     """
     parts: dict[str, set[tuple[Stored, tuple[int, ...]]]] = {}
     for path in files:

@@ -94,11 +94,8 @@ def _not_trusted(config: PreTrainedConfig) -> ValueError:
 def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str | os.PathLike[str]) -> None:
     """Copies the code of custom parts into a folder, and notes it in their configurations.
 
-    Args:
-        parts (`list[tuple]`): each part, and its configuration in that of the whole model.
-
-    Raises:
-        ValueError: where two parts have different files of one name.
+    `parts` are pairs of a part and its configuration in that of the whole model. Raises a `ValueError` if two parts
+    have different files of one name.
     """
     written: dict[Path, bytes] = {}
     for part, config in parts:

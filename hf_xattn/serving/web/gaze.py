@@ -34,9 +34,8 @@ class Gaze:
     def __init__(self, maps: AttentionMaps):
         # The weights behind the choice of a token are at the position before it.
         first = maps.num_given - 1
-        answer = replace(
-            maps, weights=[weights[:, :, first:-1] for weights in maps.weights], tokens=maps.tokens[:, first:-1]
-        )
+        weights = [each[:, :, first:-1] for each in maps.weights]
+        answer = replace(maps, weights=weights, tokens=maps.tokens[:, first:-1])
         self.layers = list(dict.fromkeys(maps.layers))
         self._blocks = {layer: blocks_at(maps.layers, layer) for layer in self.layers}
         images = range(maps.num_images)
@@ -53,9 +52,8 @@ class Gaze:
         """
         if layer is not None and layer not in self.layers:
             raise ValueError(f"Expected `layer` to be one of {self.layers} or None, got {layer!r}.")
-        chosen = [
-            (grid if layer is None else grid[self._blocks[layer]]).mean(dim=0) for grid in self._grids
-        ]  # (tokens, rows, columns) each
+        grids = self._grids if layer is None else [grid[self._blocks[layer]] for grid in self._grids]
+        chosen = [grid.mean(dim=0) for grid in grids]  # (tokens, rows, columns) each
         most = max(max(float(grid.max()) for grid in chosen), 1e-6)
         of_word = [grid[tokens.start : tokens.stop].mean(dim=0) for grid in chosen]
         return [
