@@ -15,13 +15,11 @@ SCALE, LINE = 5, 16
 
 
 def attention_on_digits(model, processor, canvases: list[Canvas], pictures: list) -> dict[str, float]:
-    """Measures how much of the attention lies on the patch of the digit that is being named, mean over digits and
-    heads.
+    """Measures how much of the attention lies on the patch of the digit that is being named.
 
     A digit is named at the position in front of its word. Digits that the model gets wrong count too.
 
-    Returns:
-        `dict`: the share for each block, and the share of a patch if the attention were even.
+    Returns the share for each block, mean over digits and heads, and the share of a patch if the attention were even.
     """
     shares: dict[int, list[float]] = {}
     tokens = 0

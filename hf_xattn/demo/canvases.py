@@ -30,25 +30,15 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 
 
 class Canvas(NamedTuple):
-    """An image and the digits on it.
+    """An image and the digits on it."""
 
-    Attributes:
-        pixels (`np.ndarray`): `(20, 60)`, uint8, white on black.
-        digits (`list[int]`): from left to right.
-        corners (`list[tuple[int, int]]`): upper left corner of each digit, row and column.
-    """
-
-    pixels: np.ndarray
-    digits: list[int]
-    corners: list[tuple[int, int]]
+    pixels: np.ndarray  # (20, 60), uint8, white on black
+    digits: list[int]  # from left to right
+    corners: list[tuple[int, int]]  # upper left corner of each digit, row and column
 
 
 class DigitPool:
-    """The digit images for training, or the held-out digit images.
-
-    Args:
-        held_out (`bool`): whether to use the held-out fifth of the images, or the other four fifths.
-        seed (`int`): seed of the split.
+    """The digit images for training, or the held-out fifth of the images. `seed` decides the split.
 
     Raises:
         ImportError: if scikit-learn is not installed.
@@ -104,10 +94,8 @@ def picture_of(canvas: Canvas) -> Image:
 
 
 def patch_labels(canvas: Canvas) -> torch.Tensor:
-    """Returns labels `(2, 12)` for the patches of 10 by 10 pixels.
-
-    The first row holds the digit in each patch (10 for background). The second row holds the digit's place from the
-    left (3 for background, -100 for a digit behind the third).
+    """Returns labels `(2, 12)` for the patches: the digit (10 for background), and the digit's place from the left (3
+    for background, -100 for a digit behind the third).
     """
     labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
     for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):

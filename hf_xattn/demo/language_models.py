@@ -108,9 +108,7 @@ def find_smollm2() -> Path:
 
 
 def _digest(name: str, where: dict[str, Any]) -> str:
-    """Stands for the content of a source: SHA-256 of a GGUF file; commit of a repository; names, sizes and times of a
-    folder's files.
-    """
+    """The SHA-256 of a GGUF file; the commit of a repository; names, sizes and times of the files in a folder."""
     if "gguf_file" in where:
         return f"sha256:{sha256_of(Path(name, where['gguf_file']))}"
     if not os.path.isdir(name):

@@ -1,6 +1,4 @@
-"""Draws canvases with a question, the answer, and where the model looked at each word of the answer. Attention, not an
-explanation.
-"""
+"""Draws canvases with a question, the answer, and where the model looked for its words. Attention, no explanation."""
 
 from __future__ import annotations
 
@@ -24,14 +22,10 @@ LOOK = (255, 140, 0)
 def draw_questions(
     path: Path, model, processor: XAttnProcessor, questions: list[Question], layer: int | None = None
 ) -> None:
-    """Draws one question of each kind: the canvas, then the canvas again for a word of the answer that the image
-    decides; three to read.
+    """Draws one question of each kind: the canvas, and again for a word that the image decides (for "read", for three).
 
-    That is a digit word; in the answer to "where" it is the word after the digit that was asked for.
-
-    The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and,
-    without `layer`, over
-    blocks. The questions are the first ones about as many digits as a canvas can hold.
+    The brighter a patch, the more attention it gets at the position that chooses the word: mean over heads and, without
+    `layer`, over blocks. The questions are the first ones about as many digits as a canvas can hold.
     """
     from PIL import Image, ImageDraw
 
@@ -46,16 +40,8 @@ def draw_questions(
     for index, question in enumerate(chosen):  # the first one, to read all digits, takes a row of its own
         column, row = (0, 0) if index == 0 else ((index - 1) % 2, (index + 1) // 2)
         corner = MARGIN + column * (CELL + MARGIN), MARGIN + row * height
-        _draw(
-            sheet,
-            pen,
-            corner,
-            model,
-            processor,
-            question,
-            "mean" if layer is None else layer,
-            1 if index else PANELS - 1,
-        )
+        num_words = 1 if index else PANELS - 1
+        _draw(sheet, pen, corner, model, processor, question, "mean" if layer is None else layer, num_words)
     sheet.save(path, optimize=True)
 
 
@@ -65,7 +51,9 @@ def _draw(sheet, pen, corner: tuple[int, int], model, processor, question: Quest
     font = ImageFont.load_default(size=15)
     left, top = corner
     picture = picture_of(question.canvas)
-    maps = _asked(model, processor, picture, question.text)
+    chat = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": question.text}]}]
+    inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)
+    maps = attention_maps(model, inputs.to(model.device), max_new_tokens=ANSWER_TOKENS, do_sample=False)
     said = maps.tokens[0, maps.num_given :].tolist()
     text = processor.decode(said, skip_special_tokens=True)
     colour = "darkgreen" if is_right(question, text) else "red"
@@ -83,19 +71,10 @@ def _draw(sheet, pen, corner: tuple[int, int], model, processor, question: Quest
         pen.text((x, top + LINE + PANEL[1] + 2), word.text.strip(",."), fill="black", font=font)
 
 
-def _asked(model, processor: XAttnProcessor, picture, text: str):
-    chat = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": text}]}]
-    inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)
-    return attention_maps(model, inputs.to(model.device), max_new_tokens=ANSWER_TOKENS, do_sample=False)
-
-
 def decided_words(question: Question, said: list[int], tokenizer) -> list[Word]:
-    """The words of an answer that the image decides; its first word, if it names no digit.
+    """The words of an answer (`said`, its tokens) that the image decides; its first word, if it names no digit.
 
-    Args:
-        question ([`Question`]): what was asked.
-        said (`list[int]`): tokens of the answer.
-        tokenizer: the one that made them.
+    These are digit words; in the answer to "where", the word after the digit that was asked for.
     """
     words = words_of(said, tokenizer)
     digits = [index for index, word in enumerate(words) if word.text.strip(",.").lower() in WORDS]

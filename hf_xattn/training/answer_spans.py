@@ -84,11 +84,8 @@ def find_answers(
 
 
 def end_of_turn(render: Render, messages: Messages, answer: int, special_tokens: Sequence[str]) -> str | None:
-    """Returns the token that the template writes after an answer, or None.
-
-    The answer is rendered as the last message, because a token that comes only with the next message belongs to that
-    message.
-    """
+    """Returns the token that the template writes after an answer, or None."""
+    # The answer is rendered as the last message: a token that comes only with the next message belongs to that one.
     probe = render([*messages[:answer], with_text(messages[answer], PLACEHOLDER)])
     rest = probe.rpartition(PLACEHOLDER)[2].lstrip()
     return max((token for token in special_tokens if token and rest.startswith(token)), key=len, default=None)

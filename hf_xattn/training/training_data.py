@@ -37,26 +37,15 @@ MAX_PROBLEMS = 20
 
 
 class PictureRows(NamedTuple):
-    """The examples of a folder.
-
-    Attributes:
-        file (`Path`): the JSON lines file.
-        rows (`list[dict]`): rows for a collator, with the paths of their pictures.
-        lines (`list[int]`): the line of each row, counted from 1.
-        fingerprint (`str`): changes if the file or a picture changes.
-        problems (`list[tuple[int, str]]`): lines that are not examples, each with the reason. [`check_rows`] raises
-            them.
-        captions (`int`): number of lines that are captions: `prompt` is their question.
-        contents (`dict[Path, str]`): SHA-256 of the file of each picture.
-    """
+    """The examples of a folder."""
 
     file: Path
-    rows: list[dict[str, Any]]
-    lines: list[int]
-    fingerprint: str
-    problems: list[tuple[int, str]]
-    captions: int
-    contents: dict[Path, str]
+    rows: list[dict[str, Any]]  # for a collator, with the paths of their pictures
+    lines: list[int]  # of each row, counted from 1
+    fingerprint: str  # changes if the file or a picture changes
+    problems: list[tuple[int, str]]  # lines that are not examples, each with the reason
+    captions: int  # number of lines that are captions: `prompt` is their question
+    contents: dict[Path, str]  # SHA-256 of the file of each picture; "" for a file that is missing
 
 
 def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows:
@@ -107,10 +96,10 @@ def pictures_by_content(data: PictureRows) -> dict[str, Path]:
     for row, line in zip(data.rows, data.lines):
         for part in _picture_parts(row):
             path = Path(part["path"])
-            if not path.is_file():
-                problems.append((line, _missing(path, data.file.parent)))
-            else:
+            if path.is_file():
                 pictures.setdefault(data.contents[path], path)
+            else:
+                problems.append((line, str(_unreadable(path, data.file.parent))))
     if problems:
         raise ValueError(_list_problems(data.file, sorted(problems)))
     return pictures
@@ -173,7 +162,8 @@ def _reason(row: dict[str, Any], error: Exception, folder: Path, collate: Callab
 
 
 def _without_row(error: Exception) -> str:
-    return str(error).partition(": ")[2]  # without the row's place in a batch of one
+    """An error of the collator, without the row's place in a batch of one."""
+    return str(error).partition(": ")[2]
 
 
 def _picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -186,22 +176,15 @@ def _unreadable(path: Path, folder: Path) -> str | None:
     """Why a picture cannot be read, or None."""
     from PIL import Image
 
+    name = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
     if not path.is_file():
-        return _missing(path, folder)
+        return f"the picture {name!r} does not exist"
     try:
         with Image.open(path) as picture:
             picture.load()
     except Exception as error:  # Pillow raises errors of many kinds
-        return f"the picture {_name(path, folder)!r} cannot be read: {error}"
+        return f"the picture {name!r} cannot be read: {error}"
     return None
-
-
-def _missing(path: Path, folder: Path) -> str:
-    return f"the picture {_name(path, folder)!r} does not exist"
-
-
-def _name(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def _list_problems(file: Path, problems: list[tuple[int, str]]) -> str:
