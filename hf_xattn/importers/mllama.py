@@ -20,6 +20,7 @@ tokens). This package adds nothing.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import LlamaConfig, MllamaConfig, MllamaTextConfig, MllamaVisionConfig
@@ -116,24 +117,22 @@ def recipe(config: MllamaConfig) -> Recipe:
     blocks = dict(zip(cross, block_names(layers, decoder_places, num_layers)))
 
     def targets(name: str) -> list[Target] | None:
-        if renamed(name, [(EMBEDDING, "")]) is not None:
+        if re.fullmatch(EMBEDDING, name):
             embedding = "model.text_model.model.embed_tokens"
             return [
                 Target(f"{embedding}.weight", slice(None, text.vocab_size)),
                 Target(f"{embedding}.additional.weight", slice(text.vocab_size, None)),
             ]
-        layer = renamed(name, [(LAYER, r"\1 \2")])
+        layer = re.fullmatch(LAYER, name)
         if layer is None:
             new = renamed(name, RULES)
+        elif (index := int(layer[1])) not in where:
+            return None
+        elif index in blocks:
+            part = renamed(layer[2], BLOCK_RULES)
+            new = None if part is None else f"{blocks[index]}.{part}"
         else:
-            index, rest = layer.split(" ")
-            if int(index) not in where:
-                return None
-            if int(index) in blocks:
-                part = renamed(rest, BLOCK_RULES)
-                new = None if part is None else f"{blocks[int(index)]}.{part}"
-            else:
-                new = f"{layers}.{where[int(index)]}.{rest}"
+            new = f"{layers}.{where[index]}.{layer[2]}"
         return None if new is None else [Target(new)]
 
     return Recipe(target, targets)

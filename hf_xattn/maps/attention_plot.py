@@ -37,8 +37,9 @@ def draw(
         raise ImportError('`plot` needs matplotlib: pip install "matplotlib>=3.8"') from error
     shown = np.asarray(picture)
     if shown.ndim not in (2, 3):
+        described = f"shape {tuple(picture.shape)}" if hasattr(picture, "shape") else repr(picture)
         raise ValueError(
-            f"Expected `picture` to be a PIL image or an array (height, width[, channels]), got {_described(picture)}."
+            f"Expected `picture` to be a PIL image or an array (height, width[, channels]), got {described}."
         )
     if shown.ndim == 3 and shown.shape[2] == 1:
         shown = shown[..., 0]
@@ -59,8 +60,3 @@ def draw(
     figure.colorbar(drawn, ax=list(axes), shrink=0.8)
     figure.suptitle(title)
     return figure
-
-
-def _described(picture: Any) -> str:
-    shape = getattr(picture, "shape", None)
-    return repr(picture) if shape is None else f"shape {tuple(shape)}"

@@ -8,12 +8,7 @@ from ..training.freezing import body_of
 
 
 class ImageChecks:
-    """What [`check_images`] has set. Leaving a `with` statement restores what was set before.
-
-    Args:
-        body ([`XAttnModel`]): the model.
-        enabled (`bool`): whether its calls check their images from now on.
-    """
+    """What [`check_images`] has set. Leaving a `with` statement restores what was set before."""
 
     def __init__(self, body: Any, enabled: bool):
         self._body, self._before = body, body.checks_images
@@ -39,8 +34,7 @@ def check_images(model: Any, enabled: bool = True) -> ImageChecks:
     that of the connector.
 
     Padding is not looked at, because no text sees it: images that `image_mask` hides, and tokens that a
-    `cross_attention_mask` of shape
-    (batch, num_image_tokens) hides.
+    `cross_attention_mask` of shape `(batch, num_image_tokens)` hides.
 
     Off by default, because it reads all values of the images, and a GPU has to wait for the answer. Where it is off it
     costs nothing. Code of `torch.compile` breaks its graph for it, and with `fullgraph=True` refuses it. An image

@@ -28,14 +28,9 @@ Render = Callable[..., str]
 
 
 class AnswerSpan(NamedTuple):
-    """An answer in the rendered text.
+    """An answer in the rendered text: its range of characters, including its end-of-turn token."""
 
-    Attributes:
-        message (`int`): index of the assistant's message.
-        start, end (`int`): range of the answer's characters, including its end-of-turn token.
-    """
-
-    message: int
+    message: int  # index of the assistant's message
     start: int
     end: int
 
@@ -43,14 +38,9 @@ class AnswerSpan(NamedTuple):
 def find_answers(
     render: Render, messages: Messages, answers: Sequence[int], special_tokens: Sequence[str], image_token: str | None
 ) -> tuple[str, list[AnswerSpan]]:
-    """Returns the rendered conversation, and where its answers are.
+    """Returns the rendered conversation, and where the answers (indices of messages) are.
 
-    Args:
-        render (`Callable`): renders messages to text; it takes `add_generation_prompt`.
-        messages (`list[dict]`): the conversation.
-        answers (`Sequence[int]`): indices of the messages to find.
-        special_tokens (`Sequence[str]`): tokens that may end a turn.
-        image_token (`str`, *optional*): marker of an image.
+    `render` takes messages and `add_generation_prompt`. The `special_tokens` may end a turn.
 
     Raises:
         ValueError: if there is no answer, an answer is empty, or the template changes or omits it.

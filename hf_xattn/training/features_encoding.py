@@ -31,19 +31,12 @@ _Batch = tuple[list[tuple[list[str], dict[str, torch.Tensor]]], dict[str, str]]
 
 
 class EncodedPictures(NamedTuple):
-    """What one process has done.
+    """What one process has done with its share of the pictures."""
 
-    Attributes:
-        new (`int`): pictures that were encoded.
-        known (`int`): pictures whose features the folder held already, of this process's share.
-        nbytes (`int`): size of the files that were written.
-        problems (`dict[str, str]`): pictures that cannot be read, by the SHA-256 of the file, each with the reason.
-    """
-
-    new: int
-    known: int
-    nbytes: int
-    problems: dict[str, str]
+    new: int  # pictures that were encoded
+    known: int  # pictures whose features the folder held already
+    nbytes: int  # of the files that were written
+    problems: dict[str, str]  # pictures that cannot be read, by the SHA-256 of the file, each with the reason
 
 
 @torch.no_grad()
@@ -122,7 +115,7 @@ def _known(folder: Path, maker: Maker) -> set[str]:
         for field, ours in maker._asdict().items():
             theirs = getattr(shard.maker, field)
             if ours != theirs:
-                what = {"tower": "vision tower", "image_processor": "image processor", "dtype": "dtype"}[field]
+                what = "vision tower" if field == "tower" else field.replace("_", " ")
                 raise ValueError(
                     f"Expected {folder} to hold features of this model, got features of another {what} in {path.name}: "
                     f"{theirs[:12]} instead of {ours[:12]}. Choose a new folder."

@@ -51,9 +51,7 @@ class PictureRows(NamedTuple):
 def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows:
     """Reads the examples of a folder. [`check_rows`] raises the errors of its lines and of its pictures, all at once.
 
-    Args:
-        folder (`str` or `Path`): a folder with pictures and `metadata.jsonl`, or with one other `.jsonl` file.
-        prompt (`str`): the user's message in an example that is a caption.
+    `prompt` is the user's message in an example that is a caption.
 
     Raises:
         ValueError: for a missing folder or file, or an empty file.
@@ -112,16 +110,11 @@ def check_rows(
 ) -> int:
     """Makes a batch of each row alone, to find unreadable pictures, empty or cut answers, and templates that fail.
 
-    Args:
-        folders (`Sequence[PictureRows]`): the examples. One error lists the wrong lines of all of them.
-        collate (`Callable`): makes a batch of a list of rows.
-        with_pixels (`Callable`, *optional*): does so from pictures in memory, where `collate` needs files.
-
-    Returns:
-        `int`: number of tokens in the longest row.
+    `with_pixels` makes batches of pictures in memory, where `collate` needs files. Returns the number of tokens in the
+    longest row.
 
     Raises:
-        ValueError: for rows that cannot be trained on. The message lists their lines.
+        ValueError: for rows that cannot be trained on. The message lists their lines, in all folders.
     """
     from tqdm.auto import tqdm
 
@@ -216,8 +209,7 @@ def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], li
     _check_fields(example)
     row = _as_row(example, prompt)
     pictures: list[Path] = []
-    conversation = read_row(row)
-    messages = [_with_paths(message, folder, pictures) for message in conversation.messages]
+    messages = [_with_paths(message, folder, pictures) for message in read_row(row).messages]
     if "prompt" in row:
         first = len(row["prompt"])
         return {"prompt": messages[:first], "completion": messages[first:]}, pictures, False
@@ -252,9 +244,9 @@ def _as_row(example: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     with_images: dict[str, Any] = {"images": images} if images else {}
     if "messages" in example or "prompt" in example:
         return {**{name: value for name, value in example.items() if name not in PICTURES}, **with_images}
-    question, answer = ("question", "answer") if "question" in example else (None, "text")
-    asked = {"role": "user", "content": prompt if question is None else example[question]}
-    return {"messages": [asked, {"role": "assistant", "content": example[answer]}], **with_images}
+    question, answer = (example["question"], example["answer"]) if "question" in example else (prompt, example["text"])
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, **with_images}
 
 
 def _with_paths(message: dict[str, Any], folder: Path, pictures: list[Path]) -> dict[str, Any]:
