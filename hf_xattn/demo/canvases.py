@@ -38,11 +38,7 @@ class Canvas(NamedTuple):
 
 
 class DigitPool:
-    """The digit images for training, or the held-out fifth of the images. `seed` decides the split.
-
-    Raises:
-        ImportError: if scikit-learn is not installed.
-    """
+    """The digit images for training, or the held-out fifth of the images. `seed` decides the split."""
 
     def __init__(self, held_out: bool, seed: int = 0):
         try:

@@ -46,22 +46,15 @@ def start_connector(
     first = min(model.config.cross_attention_layers)
     of_digit = word_states(base, processor, first, WORDS)
     targets = torch.cat([of_digit, torch.zeros_like(of_digit[:1])])[digits]  # zeros for background
-    for place in patch_places(base, processor, first):
+    corners = [(row, column) for row in range(0, HEIGHT, PATCH) for column in range(0, WIDTH, PATCH)]
+    words = [region(*corner).split() for corner in corners]  # `top left`, ... of each patch of a canvas
+    for part, names in enumerate((ROWS, COLUMNS)):
+        place = word_states(base, processor, first, names)[[names.index(each[part]) for each in words]]
         targets = targets + place.repeat(CANVASES, 1) * (digits < len(WORDS))[:, None]
     weight, bias = ridge(features[kept], targets[kept])
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * RANDOM
     connector.layers[0].weight.copy_(weight + noise)
     connector.layers[0].bias.copy_(bias)
-
-
-def patch_places(base: PreTrainedModel, processor: XAttnProcessor, layer: int) -> list[torch.Tensor]:
-    """Returns the states of the words for the row and for the column of each patch, both `(12, hidden_size)`."""
-    corners = [(row, column) for row in range(0, HEIGHT, PATCH) for column in range(0, WIDTH, PATCH)]
-    words = [region(*corner).split() for corner in corners]
-    return [
-        word_states(base, processor, layer, names)[[names.index(each[part]) for each in words]]
-        for part, names in enumerate((ROWS, COLUMNS))
-    ]
 
 
 @torch.no_grad()

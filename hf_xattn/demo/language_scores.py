@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,6 @@ ANSWER_TOKENS = 16  # generated for an answer about a canvas; the longest right 
 TEXT_TOKENS = 24  # generated for a question that no picture concerns
 
 
-class Turn(NamedTuple):
-    """A question of a chat and what was answered."""
-
-    question: str
-    answer: str
-
-
 def held_out_questions(pool: DigitPool, count: int, new_phrasing: bool, seed: int) -> list[Question]:
     """Draws `count` questions of each kind about canvases of held-out digits."""
     rng = np.random.default_rng((seed, 5, new_phrasing))
@@ -36,7 +29,11 @@ def held_out_questions(pool: DigitPool, count: int, new_phrasing: bool, seed: in
 
 
 def answers(
-    model, processor: XAttnProcessor, questions: list[Question], see: bool = True, earlier: list[Turn] | None = None
+    model,
+    processor: XAttnProcessor,
+    questions: list[Question],
+    see: bool = True,
+    earlier: list[tuple[str, str]] | None = None,
 ) -> list[str]:
     """Generates the answers to questions, greedily. With `see`, the chats begin with the pictures.
 
@@ -55,7 +52,7 @@ def second_right(model, processor: XAttnProcessor, questions: list[Question], se
     rng = np.random.default_rng((seed, 8))
     asked = questions[::5]
     first = [ask_about(question.canvas, rng) for question in asked]
-    earlier = [Turn(each.text, answer) for each, answer in zip(first, answers(model, processor, first))]
+    earlier = [(each.text, answer) for each, answer in zip(first, answers(model, processor, first))]
     second = answers(model, processor, asked, earlier=earlier)
     return sum(is_right(question, answer) for question, answer in zip(asked, second)) / len(asked)
 
@@ -167,7 +164,7 @@ def _tokens(
     texts: list[str],
     pictures: list | None,
     max_new_tokens: int,
-    earlier: list[Turn] | None = None,
+    earlier: list[tuple[str, str]] | None = None,
 ) -> list[list[int]]:
     """The tokens of the answers, without the padding behind the shorter ones."""
     last = model.generation_config.eos_token_id
@@ -184,7 +181,9 @@ def _tokens(
     return answers
 
 
-def _inputs(processor: XAttnProcessor, texts: list[str], pictures: list | None, earlier: list[Turn] | None = None):
+def _inputs(
+    processor: XAttnProcessor, texts: list[str], pictures: list | None, earlier: list[tuple[str, str]] | None = None
+):
     chats = []
     for index, text in enumerate(texts):
         turns = [] if earlier is None else [*earlier[index]]

@@ -56,13 +56,7 @@ class Rows:
     def example(
         self, question: str, answer: str, with_image: bool = True, before: tuple[tuple[str, str], ...] = ()
     ) -> Example:
-        """Returns the tokens of a chat, after the common beginning.
-
-        Earlier questions and answers (`before`) are trained too.
-
-        Raises:
-            ValueError: if the chat does not begin as the others do.
-        """
+        """Returns the tokens of a chat, after the common beginning. Earlier answers (`before`) are trained too."""
         key = (*before, (question, answer)), with_image
         if key not in self._known:
             ids, labels = self._tokens(*key)
@@ -141,12 +135,9 @@ def train(
     recipe: Recipe,
     seed: int,
 ) -> None:
-    """Trains what requires gradients, in place, on the rows of [`batch_of_step`].
+    """Trains what requires gradients, in place. Frozen matrices of decoder layers are rounded to the training's dtype.
 
-    The frozen matrices of the decoder layers are rounded to the dtype of the training.
-
-    Raises:
-        RuntimeError: if the upper layers alone do not compute what the whole model computes.
+    Raises a `RuntimeError` if the upper layers alone do not compute what the whole model computes.
     """
     rows = Rows(processor, pool.canvas(np.random.default_rng(seed)))
     dtype = training_dtype(model.device)
@@ -166,15 +157,10 @@ def train(
             losses.append(nn.functional.cross_entropy(logits, labels, reduction="sum"))
         return torch.stack(losses).sum() / trained
 
-    optimize(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        recipe.steps,
-        recipe.learning_rate,
-        loss_of_step,
-        "blocks and connector, questions",
-        clip=1.0,
-        warmup=min(0.1, WARMUP_STEPS / recipe.steps),
-    )
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    warmup = min(0.1, WARMUP_STEPS / recipe.steps)
+    name = "blocks and connector, questions"
+    optimize(learning, recipe.steps, recipe.learning_rate, loss_of_step, name, clip=1.0, warmup=warmup)
 
 
 def round_frozen(layers: nn.Module, dtype: torch.dtype) -> None:

@@ -34,10 +34,10 @@ def draw_questions(
         for kind in KINDS
     ]
     columns, height = 2 * CELL + 3 * MARGIN, PANEL[1] + 2 * LINE + MARGIN
-    rows = 1 + len(chosen[1:]) // 2 + len(chosen[1:]) % 2
+    rows = 1 + len(chosen) // 2  # the first question takes a row of its own
     sheet = Image.new("RGB", (columns, MARGIN + rows * height), "white")
     pen = ImageDraw.Draw(sheet)
-    for index, question in enumerate(chosen):  # the first one, to read all digits, takes a row of its own
+    for index, question in enumerate(chosen):
         column, row = (0, 0) if index == 0 else ((index - 1) % 2, (index + 1) // 2)
         corner = MARGIN + column * (CELL + MARGIN), MARGIN + row * height
         num_words = 1 if index else PANELS - 1

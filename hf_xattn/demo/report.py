@@ -13,11 +13,7 @@ SHARES = ("right", "attention", "accuracy")  # names of figures that are shares
 
 
 def prepared(output: Path) -> Path:
-    """Makes the demo's folder.
-
-    Raises:
-        ValueError: if `output` is a file, or a folder with files of something else.
-    """
+    """Makes the demo's folder. Raises a `ValueError` for a file, or a folder with files of something else."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"`output` ({output}) must be a folder, got a file.")
     if output.is_dir() and any(output.iterdir()) and not (output / MARK).exists():

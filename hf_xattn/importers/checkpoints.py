@@ -62,9 +62,7 @@ def convert_checkpoint(source: str | Path, output: str | Path) -> None:
         recipe.config.architectures = [XAttnForConditionalGeneration.__name__]
         recipe.config.save_pretrained(target_folder)
         copy_side_files(folder, target_folder)
-        with torch.device("meta"):  # the card needs shapes only
-            skeleton = XAttnForConditionalGeneration._from_config(recipe.config, dtype=recipe.config.dtype)
-        write_model_card(skeleton, target_folder, base=[str(source)])
+        write_model_card(_skeleton(recipe.config), target_folder, base=[str(source)])
 
 
 def import_checkpoint(
@@ -116,11 +114,7 @@ def recipe_of(config: PreTrainedConfig) -> Recipe:
 
 
 def config_of(folder: Path, headers: dict[str, Stored]) -> PreTrainedConfig:
-    """Reads the configuration in a folder, after its sizes were checked.
-
-    Raises:
-        ValueError: for a configuration that no model has, or that transformers cannot read.
-    """
+    """Reads the configuration in a folder, after its sizes were checked. Raises a `ValueError` if it cannot be one."""
     try:
         fields = check_config_file(folder, {})
         check_layer_count(fields, len(headers), f"{folder / 'config.json'}")
@@ -153,16 +147,13 @@ def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _skeleton(config: XAttnConfig) -> XAttnForConditionalGeneration:
+    """A model of shapes and dtypes, without values."""
     with torch.device("meta"):
         return XAttnForConditionalGeneration._from_config(config)
 
 
 def _plan(recipe: Recipe, headers: dict[str, Stored]) -> dict[str, list]:
-    """Returns, for each tensor of the source, the target parameters and their shapes.
-
-    Raises:
-        ValueError: if names or shapes do not fit the model type, or if tensors are missing.
-    """
+    """Returns the target parameters and their shapes for each tensor of the source. Refuses sources that do not fit."""
     skeleton = _skeleton(recipe.config)
     expected = shapes_of(skeleton)
     dtypes = {name: tensor.dtype for name, tensor in skeleton.state_dict().items()}

@@ -49,12 +49,9 @@ LAYER = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
 
 
 def places(text_config: MllamaTextConfig) -> dict[int, int]:
-    """Maps each layer of the source to a decoder layer.
+    """Maps each layer of the source to the decoder layer that it becomes, or that it becomes a block in front of.
 
-    A self-attention layer becomes the decoder layer. A cross-attention layer becomes a block in front of it.
-
-    Raises:
-        ValueError: for a layer that does not exist, or if no layer has self-attention.
+    Raises a `ValueError` for a layer that does not exist, or if no layer has self-attention.
     """
     cross = set(text_config.cross_attention_layers or ())
     if outside := sorted(index for index in cross if index not in range(text_config.num_hidden_layers)):

@@ -155,8 +155,7 @@ def _shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[list
 def mllama_config(config: XAttnConfig) -> MllamaConfig:
     """Returns the configuration of the Mllama that a model is equal to.
 
-    Raises:
-        ValueError: for a model of another shape. The message lists each difference, with what was expected and found.
+    Raises a `ValueError` for a model of another shape, which lists each difference.
     """
     if differences := mllama_differences(config):
         listed = "".join(f"\n- `{name}`: expected {expected}, found {found}" for name, expected, found in differences)
@@ -196,7 +195,13 @@ def mllama_differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
         ("additional_vocab_in_head", False, config.additional_vocab_in_head),
     ]
     if text.model_type == "llama":
-        wanted += _of_llama(text)
+        head_dim = text.hidden_size // text.num_attention_heads
+        wanted += [  # Mllama's text model has no option for these
+            ("text_config.attention_bias", False, text.attention_bias),
+            ("text_config.mlp_bias", False, text.mlp_bias),
+            ("text_config.head_dim", head_dim, text.head_dim or head_dim),
+            ("text_config.quantization_config", None, getattr(text, "quantization_config", None)),
+        ]
         wanted += _of_blocks(config, text)
     found = [(name, repr(expected), repr(value)) for name, expected, value in wanted if expected != value]
     if 0 in config.cross_attention_layers:
@@ -207,17 +212,6 @@ def mllama_differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
     if (added := config.additional_vocab_size) > ADDITIONAL_TOKENS:
         found.append(("additional_vocab_size", f"at most {ADDITIONAL_TOKENS}, as in Mllama", str(added)))
     return found
-
-
-def _of_llama(text: PreTrainedConfig) -> list[tuple[str, Any, Any]]:
-    """What Mllama's text model has no option for."""
-    heads, width = getattr(text, "num_attention_heads", 1), getattr(text, "hidden_size", 0)
-    return [
-        ("text_config.attention_bias", False, getattr(text, "attention_bias", False)),
-        ("text_config.mlp_bias", False, getattr(text, "mlp_bias", False)),
-        ("text_config.head_dim", width // heads, getattr(text, "head_dim", None) or width // heads),
-        ("text_config.quantization_config", None, getattr(text, "quantization_config", None)),
-    ]
 
 
 def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:

@@ -39,8 +39,8 @@ from transformers import PreTrainedModel
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from ..decoders.insertion import check_insertable
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, check_parts, language_weights, load_parts, shape_of, stack_of, unwrapped
-from .recipe import block_name, renamed
+from .blocks import block_options, block_tensors, check_parts, language_weights, load_parts, shape_of, unwrapped
+from .recipe import renamed
 
 
 # Published checkpoints name a block by its layer. A model that was saved whole holds each block under both names.
@@ -117,13 +117,9 @@ def import_open_flamingo(
         image_visibility="latest",
         **connector,
     )
-    layers_name, num_layers = stack_of(text)
-    parts: dict[str, torch.Tensor] = {}
-    for index, block in blocks.items():
-        place = block_name(f"model.text_model.{layers_name}", index, num_layers)
-        parts |= {f"{place}.{name}": tensor for name, tensor in open_flamingo_block(block, head_dim)[1].items()}
+    parts = block_tensors(text, {place: open_flamingo_block(block, head_dim)[1] for place, block in blocks.items()})
     parts |= {f"model.connector.layers.0.{name}": tensor for name, tensor in latents.items()}
-    check_parts(config, layers_name, num_layers, parts)
+    check_parts(config, text, parts)
     check_insertable(text)
     if text_config.vocab_size != text.config.vocab_size:
         text.resize_token_embeddings(text_config.vocab_size, mean_resizing=False)

@@ -94,19 +94,15 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 
 def side_files(source: Path) -> list[Path]:
-    """Returns the files that [`copy_side_files`] copies.
-
-    Raises:
-        ValueError: for a link to a file elsewhere: a copy would publish its contents.
-    """
-    files = [
-        path
-        for path in sorted(source.iterdir())
-        if not any(path.match(pattern) for pattern in NOT_COPIED) and path.is_file()
-    ]
-    for path in files:
+    """Returns the files that [`copy_side_files`] copies. Refuses links to files elsewhere, which it would publish."""
+    files = []
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or any(path.match(pattern) for pattern in NOT_COPIED):
+            continue
         try:
             check_inside(source, path)
         except ValueError as error:
             raise ValueError(f"`source` ({source}): {error}") from error
-    return [path for path in files if not is_own_file(path)]
+        if not is_own_file(path):
+            files.append(path)
+    return files

@@ -1,11 +1,8 @@
 """Attention maps: how the attention of each text token is spread over the image tokens, in every block and head.
 
-Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. The model
-does not change: any attention implementation may be set, and other threads may use the model meanwhile.
-
-With `max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the
-steps of `generate`, because what a token sees does not depend on later tokens. Only the chosen text is read, so beams
-and return sequences need no bookkeeping.
+Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. With
+`max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the steps
+of `generate`, because what a token sees does not depend on later tokens.
 
 These are attention weights. They tell where a block has looked, not why the model said what it said.
 """

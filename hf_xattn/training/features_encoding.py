@@ -54,15 +54,8 @@ def encode_pictures(
 ) -> EncodedPictures:
     """Writes the vision tower's outputs for the pictures that a folder does not hold yet.
 
-    Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): its vision tower runs, in evaluation mode.
-        processor ([`XAttnProcessor`]): reads the pictures.
-        pictures (`dict[str, Path]`): from `training_data.pictures_by_content`; the same in all processes.
-        folder (`str` or `Path`): new, empty, or with features of the same tower and the same image processor.
-        batch_size (`int`): pictures that the tower reads at once.
-        workers (`int`): processes that read pictures.
-        shard_bytes (`int`): a file is complete when its features have this size.
-        rank, world_size (`int`): this process, and the number of processes that share the pictures.
+    `pictures` are those of `training_data.pictures_by_content`, the same in all processes (`world_size`), which share
+    them. Each process has `workers` that read pictures. A file is complete when it has `shard_bytes`.
 
     Raises:
         TypeError: for a model without blocks.

@@ -56,8 +56,10 @@ def parameter_groups(
     known = set()
     for part, name, weight, owner in part_weights(model):
         known.add(id(weight))
+        # Gates, norms and most biases are vectors; experts have a matrix of biases.
+        decay = weight.ndim > 1 and not name.endswith("bias") and "norm" not in type(owner).__name__.lower()
         if weight.requires_grad or (include_frozen and not is_quantized(weight)):
-            groups[part, _decays(name, weight, owner)].append(weight)
+            groups[part, decay].append(weight)
     others = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in known]
     if others:
         raise ValueError(
@@ -78,11 +80,6 @@ def parameter_groups(
         if weights:
             made.append({"params": weights, "lr": rates[part], "weight_decay": factor, "name": name})
     return made
-
-
-def _decays(name: str, weight: nn.Parameter, owner: nn.Module) -> bool:
-    """Whether a parameter decays. Gates, norms and most biases are vectors; experts have a matrix of biases."""
-    return weight.ndim > 1 and not name.endswith("bias") and "norm" not in type(owner).__name__.lower()
 
 
 def _by_part(argument: str, given: Any) -> dict[str, float]:

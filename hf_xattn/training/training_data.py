@@ -86,8 +86,7 @@ def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows
 def pictures_by_content(data: PictureRows) -> dict[str, Path]:
     """Returns the pictures of a folder by the SHA-256 of their files. Of equal files it returns one.
 
-    Raises:
-        ValueError: for lines that are not examples, and for pictures that do not exist. The message lists their lines.
+    Raises a `ValueError` that lists the lines that are not examples, and those of pictures that do not exist.
     """
     problems = list(data.problems)
     pictures: dict[str, Path] = {}

@@ -56,7 +56,12 @@ def read_row(row: Any) -> Conversation:
                 "Remove the column."
             )
     messages, first = _messages(given, row)
-    _check_columns(given)
+    for name, value in given.items():
+        if name not in COLUMNS and _looks_like_images(name, value):
+            raise ValueError(
+                f"Expected images in the column `images`, got the column `{name}`, which is not read. Did you mean "
+                "`images`? Rename the column, or remove it."
+            )
     messages = _with_images(messages, _images(given))
     answers = (index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first)
     return Conversation(messages, tuple(answers))
@@ -208,16 +213,6 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _is_bare(part: Mapping[str, Any]) -> bool:
     return part.get("type") in IMAGES and not any(name in part for name in IMAGE_SOURCES)
-
-
-def _check_columns(row: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a column that is not read, but holds images or has nearly the name `images`."""
-    for name, value in row.items():
-        if name not in COLUMNS and _looks_like_images(name, value):
-            raise ValueError(
-                f"Expected images in the column `images`, got the column `{name}`, which is not read. Did you mean "
-                "`images`? Rename the column, or remove it."
-            )
 
 
 def _check_message(where: str, message: Mapping[str, Any]) -> None:

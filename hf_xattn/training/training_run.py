@@ -94,8 +94,7 @@ class TrainingOptions:
             )
         if self.features is not None and self.train_vision:
             raise ValueError(
-                "Expected `--features` or `--train-vision`, got both: features are what a frozen vision tower has "
-                "returned."
+                "Expected `--features` or `--train-vision`, got both: features are outputs of a frozen vision tower."
             )
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`--prompt` must be a text that is not empty.")
@@ -111,14 +110,10 @@ class TrainingOptions:
 
 
 def train(options: TrainingOptions, resume: bool = False) -> None:
-    """Trains a model and saves it. All data are checked before the weights are loaded.
+    """Trains a model and saves it; with `resume`, from the last complete checkpoint in `options.output` on.
 
-    Args:
-        options ([`TrainingOptions`]): the options of the run.
-        resume (`bool`): continue from the last complete checkpoint in `options.output`.
-
-    Raises:
-        ValueError: for bad data, a model without a processor, or an output folder of a different run.
+    All data are checked before the weights are loaded. Raises a `ValueError` for bad data, a model without a processor,
+    or an output folder of a different run.
     """
     quiet_other_processes()
     if is_lone_on_cpu():
