@@ -5,14 +5,12 @@ The digit images are split before they are placed: no digit image is in both a t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 DIGIT, PATCH = 8, 10
 HEIGHT, WIDTH = 2 * PATCH, 6 * PATCH
@@ -82,10 +80,8 @@ def to_pixel_values(canvas: Canvas) -> torch.Tensor:
     return ((pixels - 0.5) / 0.5).expand(1, 3, -1, -1)
 
 
-def picture_of(canvas: Canvas) -> Image:
+def picture_of(canvas: Canvas) -> Image.Image:
     """Returns the canvas as a PIL image in RGB."""
-    from PIL import Image
-
     return Image.fromarray(canvas.pixels).convert("RGB")
 
 

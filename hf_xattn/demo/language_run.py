@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..checkpoints.model_card import write_model_card
 from ..utils.transformers_api import AutoImageProcessor
+from .attention import draw_questions
 from .canvases import DigitPool
 from .checkpoints import make_vision_checkpoint
 from .connector_start import start_connector
@@ -32,7 +33,6 @@ from .language_scores import (
     verdicts_right,
 )
 from .language_training import Recipe, block_layers, train, training_dtype
-from .question_picture import draw_questions
 from .questions import KINDS, PHRASINGS
 from .report import example_images, prepared, print_table, save_examples, say
 from .text_prompts import TRAINING_PROMPTS

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -107,7 +108,7 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     }
     save_examples(output, canvases[:8])
     _draw_answers(output / "canvases.png", canvases, pictures, readings)
-    draw_attention(output / "attention.png", model, processor, canvases, pictures, layer="mean")
+    draw_attention(output / "attention.png", model, processor, canvases, pictures)
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     measured = {name: shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
     training = {"data": "scikit-learn's digits"}
@@ -200,8 +201,6 @@ def _speed(model, processor, pictures: list, repeats: int) -> dict[str, float]:
 
 def _draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
     """Draws eight canvases with the model's answers."""
-    from PIL import Image, ImageDraw
-
     scale, columns, line = 5, 2, 22
     width, height = WIDTH * scale, HEIGHT * scale + line
     sheet = Image.new("RGB", (columns * (width + 10) + 10, 4 * (height + 10) + 10), "white")

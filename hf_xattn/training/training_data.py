@@ -21,6 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL import Image
+from tqdm.auto import tqdm
+
 from ..processing.chat_messages import IMAGES
 from ..utils.checkpoint_files import sha256_of
 from ..utils.keywords import suggestion
@@ -115,8 +118,6 @@ def check_rows(
     Raises:
         ValueError: for rows that cannot be trained on. The message lists their lines, in all folders.
     """
-    from tqdm.auto import tqdm
-
     longest, told = 0, []
     for data in folders:
         problems = list(data.problems)
@@ -135,8 +136,6 @@ def check_rows(
 
 def _reason(row: dict[str, Any], error: Exception, folder: Path, collate: Callable[[list[dict[str, Any]]], Any]) -> str:
     """Why a row cannot be trained on: all pictures that cannot be read, and what is wrong beside them."""
-    from PIL import Image
-
     found = {part["path"]: _unreadable(Path(part["path"]), folder) for part in _picture_parts(row)}
     reasons = {path: reason for path, reason in found.items() if reason}
     if not reasons:
@@ -166,8 +165,6 @@ def _picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _unreadable(path: Path, folder: Path) -> str | None:
     """Why a picture cannot be read, or None."""
-    from PIL import Image
-
     name = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
     if not path.is_file():
         return f"the picture {name!r} does not exist"

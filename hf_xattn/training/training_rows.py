@@ -11,6 +11,8 @@ import mimetypes
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from ..processing.chat_messages import IMAGES, SOURCES, TEXTS
 from ..processing.image_reading import is_array, is_pil
 from ..utils.keywords import suggestion
@@ -173,8 +175,6 @@ def _decoded(image: Any) -> Any:
     if not isinstance(image, Mapping):
         return image
     if image.get("bytes") is not None:
-        from PIL import Image
-
         return Image.open(io.BytesIO(image["bytes"]))
     if image.get("path") is not None:
         return image["path"]
@@ -256,8 +256,6 @@ def _holds_images(value: Any) -> bool:
 
 
 def _is_picture(content: bytes) -> bool:
-    from PIL import Image
-
     try:
         Image.open(io.BytesIO(content)).close()  # reads the header only
     except Exception:  # Pillow raises errors of many kinds
