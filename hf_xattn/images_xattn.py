@@ -166,7 +166,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
             aspect_ratio_mask=aspect_ratio_mask,
         )
         self._check_active()
-        if inputs.pixel_values is None:
+        if inputs.images is None:
             raise ValueError("`get_image_features` needs `pixel_values`.")
         # What neither the call nor this configuration asks for is left to the tower's own.
         if output_hidden_states is None:
@@ -174,7 +174,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         if output_attentions is None:
             output_attentions = self.config.output_attentions or None
         output, features = self.image_encoder.outputs(
-            inputs.pixel_values,
+            inputs.images,
             inputs.tiles,
             place_in_row(self.config, inputs, inputs.real_images, None).positions,
             output_hidden_states=None if output_hidden_states is None else bool(output_hidden_states),

@@ -78,9 +78,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         if push_to_hub:  # transformers uploads what is new in the folder
             write_stub(save_directory)
             return super().save_pretrained(save_directory, push_to_hub, **kwargs)
-        keeps_stub = (
-            Path(save_directory) / MANIFEST
-        ).is_file()  # which has the digest of the stub that came with the model
+        # A manifest has the digest of the stub that came with the model.
+        keeps_stub = (Path(save_directory) / MANIFEST).is_file()
         with WholeFolder(save_directory, None if keeps_stub else own_code) as fresh:
             if not keeps_stub:
                 write_stub(fresh, target=Path(save_directory))
@@ -106,9 +105,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     @property
     def chat_template(self) -> str | dict[str, str] | None:
         """The processor's own template, or the tokenizer's if the processor has none."""
-        return (
-            self._chat_template if self._chat_template is not None else getattr(self.tokenizer, "chat_template", None)
-        )
+        own = self._chat_template
+        return getattr(self.tokenizer, "chat_template", None) if own is None else own
 
     @chat_template.setter
     def chat_template(self, template: str | dict[str, str] | None) -> None:
@@ -141,10 +139,10 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
 
         Returns:
             `BatchFeature`: `input_ids` and `attention_mask` `(batch, text_len)`; with images also `pixel_values`
-                `(batch,
-            num_images, channels, height, width)`, and, if texts have different numbers of images, `image_mask`
-            `(batch, num_images)`. An image processor that cuts images into tiles (Mllama's) gives `(batch, num_images,
-            max_num_tiles, channels, height, width)`, `aspect_ratio_ids` and `aspect_ratio_mask`.
+                `(batch, num_images, channels, height, width)`, and, if texts have different numbers of images,
+                `image_mask` `(batch, num_images)`. An image processor that cuts images into tiles (Mllama's) gives
+                `(batch, num_images, max_num_tiles, channels, height, width)`, `aspect_ratio_ids` and
+                `aspect_ratio_mask`.
 
         Raises:
             TypeError: for texts that are not strings, images of an unknown type, or unknown keywords.
@@ -162,13 +160,9 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             samples = read_samples(images, videos, texts, isinstance(text, str), merged["videos_kwargs"])
         data: dict[str, Any] = {} if samples is None else self._pixels(samples, merged["images_kwargs"])
         if texts is not None:
-            made = self._tokenized(texts, samples, return_tensors, merged)
-            data = {**made, **data}
+            data = {**self._tokenized(texts, samples, return_tensors, merged), **data}
         if return_tensors == "np":
-            data = {
-                name: value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-                for name, value in data.items()
-            }
+            data = {name: np.asarray(value) for name, value in data.items()}
         return BatchFeature(data)
 
     def apply_chat_template(
@@ -207,10 +201,9 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             return_tensors (`str`, *optional*): as in a call of the processor. `"auto"` is the default of that call,
                 `"pt"`.
             load_audio_from_video (`bool`): has no effect, because the processor reads no sound.
-            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default no special
-                tokens are added to the rendered text, as in the tokenizer's own `apply_chat_template`;
-                `add_special_tokens` changes that. With `add_generation_prompt` or `continue_final_message` a batch is
-                padded on the left by default; `padding_side` changes that.
+            processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default it adds no
+                special tokens (`add_special_tokens`), and pads a batch on the left with `add_generation_prompt` or
+                `continue_final_message` (`padding_side`).
             sanitize_control_tokens (`bool`): as in transformers. The markers of image parts still count as image
                 tokens.
             kwargs: variables of the template. Other names go to the processor.
@@ -248,7 +241,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             plain, tools, documents, variables = self.tokenizer._mark_chat_inputs(
                 template, plain, tools, documents, variables, tokenize, return_assistant_tokens_mask
             )
-            messages = [read_conversation(chat, "`conversation`", None, None).messages for chat in plain]
+            messages = [read_conversation(chat, "`conversation`").messages for chat in plain]
             call["sanitize_control_tokens"] = True
         options = {**self.tokenizer.special_tokens_map, **variables, "add_generation_prompt": add_generation_prompt}
 
@@ -270,13 +263,9 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             return prompts if batched else prompts[0]
         if return_tensors != "auto":
             call["return_tensors"] = return_tensors
-        made = self._encoded_chats(
-            prompts,
-            [chat.images for chat in chats],
-            call,
-            answers if return_assistant_tokens_mask else None,
-            left=bool(add_generation_prompt or continue_final_message),
-        )
+        said = answers if return_assistant_tokens_mask else None
+        left = bool(add_generation_prompt or continue_final_message)
+        made = self._encoded_chats(prompts, [chat.images for chat in chats], call, said, left)
         return made if return_dict else made["input_ids"]
 
     def _read_chats(
@@ -286,11 +275,11 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         separate = call.pop("images", None)
         of_videos = {**(call.pop("videos_kwargs", None) or {}), **{n: call.pop(n) for n in OF_VIDEOS if n in call}}
         refuse_unknown(self.apply_chat_template, of_videos, frozenset(OF_VIDEOS))
-        sampling = {} if of_videos.get("do_sample_frames") is False else of_videos
+        sampling = {} if of_videos.pop("do_sample_frames", None) is False else of_videos
         chats = []
         for index, chat in enumerate(conversation if batched else [conversation]):
             where = f"conversation {index}" if batched else "`conversation`"
-            read = read_conversation(chat, where, sampling.get("num_frames"), sampling.get("fps"))
+            read = read_conversation(chat, where, **sampling)
             if with_sources:
                 read = with_images(read, of_row(separate, index, len(conversation)) if batched else separate, where)
             chats.append(read)
@@ -299,9 +288,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def _encoded_chats(
         self, prompts: list[str], images: list[list[Any]], call: dict[str, Any], answers: Any, left: bool
     ) -> BatchFeature:
-        """Calls the processor on rendered chats. `answers`: the ranges of characters that the assistant says, for its
-        masks.
-        """
+        """Calls the processor on rendered chats. `answers`: ranges of characters that the assistant says, for masks."""
         defaults: dict[str, Any] = {"add_special_tokens": False}
         if left:
             defaults["padding_side"] = "left"  # `generate` continues at the right end
@@ -344,12 +331,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return own[chat_template] if isinstance(own, dict) and chat_template in own else chat_template
 
     def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments for the tokenizer, the image processor and the frames of videos, merged as in
-        transformers.
-
-        Raises:
-            TypeError: for unknown names, and for values of a wrong type.
-        """
+        """Returns the arguments for each part, merged as in transformers. Raises a `TypeError` for unknown names."""
         if kwargs.get("audio") is not None or kwargs.get("audio_kwargs"):
             raise TypeError("Expected text, images or videos, got `audio`, which this processor does not read.")
         kwargs = {name: value for name, value in kwargs.items() if name not in ("audio", "audio_kwargs")}
@@ -359,14 +341,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             elif not isinstance(kwargs[name], dict):
                 raise TypeError(f"Expected `{name}` to be a dict, got {type_name(kwargs[name])}.")
         text, images, flat = self._known_kwargs()
-        by_part = {
-            "text_kwargs": text,
-            "images_kwargs": images,
-            "videos_kwargs": frozenset(OF_VIDEOS),
-            "common_kwargs": text | images,
-        }
         refuse_unknown(self.__call__, kwargs, flat)
-        for name, known in by_part.items():
+        for name, known in zip(NESTED, (text, images, frozenset(OF_VIDEOS), text | images)):
             refuse_unknown(self.__call__, kwargs.get(name, {}), known)
         of_call: Any = self.valid_processor_kwargs
         try:
@@ -471,11 +447,8 @@ def _check_unit_range(image: Any) -> None:
     """Raises a `ValueError` for an image with values from 0 to 255, which `do_rescale=False` would leave so."""
     if is_array(image) and not str(image.dtype).removeprefix("torch.").startswith(("uint", "int", "bool")):
         return
+    got = f"an array of {image.dtype}" if is_array(image) else type_name(image)
     raise ValueError(
-        "Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got "
-        f"{f'an array of {image.dtype}' if is_array(image) else type_name(image)}, whose values go up to 255. Remove "
-        "`do_rescale=False`."
+        f"Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got {got}, whose values go up "
+        "to 255. Remove `do_rescale=False`."
     )
-
-
-__all__ = ["XAttnProcessor"]

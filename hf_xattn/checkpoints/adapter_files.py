@@ -31,11 +31,7 @@ def files_of_adapter(folder: Path) -> Iterator[Path]:
 
 
 def find_manifest(name: Any, load_kwargs: dict[str, Any]) -> Path | None:
-    """The manifest of a checkpoint. None if there is none, or if `name` is no folder and no repository.
-
-    Raises:
-        ValueError: for a folder that is half written.
-    """
+    """The manifest of a checkpoint, or None. Raises a `ValueError` for a folder that is half written."""
     if not isinstance(name, (str, os.PathLike)) or load_kwargs.get("state_dict") is not None:
         return None
     hub = given(FILE_KEYWORDS, load_kwargs)

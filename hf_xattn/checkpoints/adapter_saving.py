@@ -1,6 +1,4 @@
-"""Saves what the bases of a model do not hold: `save_pretrained(folder, adapter_only=True)`. See
-`checkpoints/adapters.py` for what the folder holds.
-"""
+"""Saves what the bases of a model do not hold (`adapter_only=True`), as `checkpoints/adapters.py` describes it."""
 
 from __future__ import annotations
 
@@ -39,10 +37,7 @@ def save_adapter(
     """Saves what the bases of a model do not hold. The folder is whole, or it is not taken.
 
     Args:
-        model ([`XAttnPreTrainedModel`]): the model.
-        target (`Path`): where it goes.
         bases (`dict`): `text_base` and `vision_base`, where the caller names them.
-        with_code (`bool`): save the code of this package too.
         state_dict (`dict`, *optional*): all weights of the model, where they are gathered already.
         options (`dict`): the other keyword arguments of `PreTrainedModel.save_pretrained`.
 
@@ -100,11 +95,7 @@ def save_adapter(
 
 
 def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, BaseSource]:
-    """Finds the bases of a model, before work is lost on a model that cannot be saved without them.
-
-    Raises:
-        TypeError, ValueError: as [`save_adapter`].
-    """
+    """Finds the bases of a model, before work is lost on one without them. Errors as [`save_adapter`]."""
     bases = bases or {}
     body, sources = model.base_model, {}
     refuse_adapter_layers(body, "`adapter_only=True` cannot save", SAVE_OR_MERGE)
@@ -132,14 +123,7 @@ def check_bases(model: Any, bases: dict[str, Any] | None = None) -> dict[str, Ba
 
 
 class _Comparison:
-    """Compares a part of a model with its base.
-
-    Args:
-        model ([`XAttnPreTrainedModel`]): the model.
-        name (`str`): of the part.
-        source ([`BaseSource`]): where the base is.
-        load (`Callable`): [`load_text`] or [`load_vision`].
-    """
+    """Compares a part of a model with its base. `load` is [`load_text`] or [`load_vision`]."""
 
     def __init__(self, model: Any, name: str, source: BaseSource, load: Callable[..., PreTrainedModel]):
         self.model, self.name, self.source = model, name, source
@@ -160,11 +144,7 @@ class _Comparison:
             self.theirs = weights_of(source.load(load, device_map={"": self.part.device}, **options))
 
     def take_out_of(self, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Takes the weights that equal the base's out of `state`. Returns what loading must know about the base.
-
-        Raises:
-            ValueError: for a quantized weight that differs.
-        """
+        """Takes the weights that equal the base's out of `state`. Returns what loading must know about the base."""
         absent = [name for name in self.base if self.prefix + name not in state]
         dtypes: dict[str, str] = {}
         for name, theirs in self.theirs.items():
@@ -205,8 +185,7 @@ class _Comparison:
                 continue
             ours, theirs = state[name], self.theirs.get(name.removeprefix(self.prefix))
             if theirs is not None and ours.is_floating_point() and theirs.is_floating_point():
-                orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
-                if not any(_close(order, theirs.flatten()) for order in orders):
+                if not scales_are_close(ours, theirs):
                     continue
             del state[name]
 
@@ -249,6 +228,10 @@ def _equal_plain(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours, theirs)
 
 
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether scales are equal but for rounding to bfloat16."""
-    return ours.shape == theirs.shape and torch.allclose(ours.float().cpu(), theirs.float().cpu(), rtol=2**-7, atol=0)
+def scales_are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether floating-point scales of a quantized weight are equal but for rounding to bfloat16, in either order."""
+    orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
+    expected = theirs.flatten().float().cpu()
+    return ours.numel() == theirs.numel() and any(
+        torch.allclose(order.float().cpu(), expected, rtol=2**-7, atol=0) for order in orders
+    )

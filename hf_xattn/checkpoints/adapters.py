@@ -2,18 +2,12 @@
 `checkpoints/adapter_saving.py`.
 
 Most weights of a retrofitted model are those of its bases. Such a folder holds the others: blocks, connector, added
-vocabulary, and every weight of the text model or the vision tower that differs from its base. Saving does not rely on
-`requires_grad`. It loads the bases again and compares every weight. So bases and folder together always give the whole
-model, bit for bit.
+vocabulary, and every weight of the text model or the vision tower that differs from its base. Saving loads the bases
+again and compares every weight, so bases and folder together always give the whole model, bit for bit.
 
-The manifest is written last. It names the bases with their commits, a fingerprint of their weights, and the SHA-256 of
-each file. A folder without a manifest is not loaded. The fingerprint consists of sums over all words of all weights
-(see `checkpoints/model_identity.py`). It takes about 0.5 s for a GB on two CPU cores, when the model is saved and when
-it is loaded.
-
-A text model that was quantized while it was loaded has a base in full precision. The manifest then holds the
-quantizer's configuration, and loading quantizes the base again. A checkpoint that holds quantized weights is a base
-like any other.
+The manifest names the bases with their commits, a fingerprint of their weights, and the SHA-256 of each file. It is
+written last: a folder without a manifest is not loaded. If the text model was quantized while it was loaded, the
+manifest holds the quantizer's configuration, and loading quantizes the base again.
 """
 
 from __future__ import annotations
@@ -67,12 +61,7 @@ BASE_ENTRIES: dict[str, tuple[tuple[type, ...], bool]] = {
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads and checks a manifest.
-
-    Raises:
-        ValueError: for a file that is damaged or was written by a later version, and for an entry of a wrong type, a
-            dtype that torch does not have, or the name of a file elsewhere.
-    """
+    """Reads a manifest. Raises a `ValueError` for a damaged one, a later format, and the name of a file elsewhere."""
     try:
         manifest = read_json(path)
     except ValueError as error:
@@ -126,34 +115,20 @@ def _check_base(record: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A checkpoint of added weights.
+    """A checkpoint of added weights."""
 
-    Attributes:
-        name (`str`): its folder or Hub id.
-        manifest (`dict`): the content of its manifest.
-        hub (`dict`): keyword arguments that say where its files are.
-    """
-
-    name: str
-    manifest: dict[str, Any]
-    hub: dict[str, Any]
+    name: str  # its folder or Hub id
+    manifest: dict[str, Any]  # the content of the file
+    hub: dict[str, Any]  # keyword arguments that say where its files are
 
     @classmethod
     def find(cls, name: Any, load_kwargs: dict[str, Any]) -> Adapter | None:
-        """Reads the manifest. None if there is none, or if `name` is no folder and no repository.
-
-        Raises:
-            ValueError: for a folder that is half written or damaged, or was written by a later version.
-        """
+        """Reads the manifest. None and errors as [`find_manifest`] and [`read_manifest`]."""
         path = find_manifest(name, load_kwargs)
         return None if path is None else cls(os.fspath(name), read_manifest(path), given(FILE_KEYWORDS, load_kwargs))
 
     def file(self, name: str) -> Path:
-        """Returns the path of a file of the checkpoint, and checks its digest.
-
-        Raises:
-            ValueError: for a file that is missing, cut off or another one.
-        """
+        """Returns the path of a file. Raises a `ValueError` for one that is missing, cut off or another one."""
         path = find_file(self.name, name, self.hub)
         if path is None:
             raise ValueError(f"{self.name} lacks {name}, which its {MANIFEST} names. Copy the folder again.")
@@ -195,9 +170,7 @@ class Adapter:
     def load_kwargs(self, config: Any, asked: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained` that load the whole model from its weights.
 
-        Args:
-            config (`XAttnConfig`, *optional*): if the caller has read it already.
-            asked (`dict`): the caller's, with `text_base` and `vision_base`.
+        `config` is an [`XAttnConfig`] if the caller has read it. `asked` are the caller's keyword arguments.
         """
         self.check_settings()
         bases = {argument: named_base(argument, asked.pop(argument, None)) for _, argument, _ in PARTS}
@@ -211,22 +184,16 @@ class Adapter:
             config, rest = XAttnConfig.from_pretrained(
                 source, return_unused_kwargs=True, **self.hub, **kernels, **asked
             )
-        for _, argument, _ in PARTS:
-            self._note_base(argument, config, bases[argument])
+        for argument, part in (("text_base", config.text_config), ("vision_base", config.vision_config)):
+            recorded = self.recorded_base(argument)
+            if part is not None and recorded is not None:
+                (bases[argument] or recorded).note_in(part)  # for the next time that the model is saved
         state = dict(self._base_weights(bases, apart))
         state.update(self.added())
         if apart.get("generation_config") is None and "generation_config.json" in self.manifest["files"]:
             apart["generation_config"] = GenerationConfig.from_pretrained(self.name, **self.hub)
         kept = {name: value for name, value in apart.items() if name not in (*CONFIG_KEYWORDS, "adapter_kwargs")}
         return {**rest, **kept, "config": config, "state_dict": state}
-
-    def _note_base(self, argument: str, config: XAttnConfig, named: BaseSource | None) -> None:
-        """Names the base that is loaded, for the next time that the model is saved."""
-        part: Any = config.text_config if argument == "text_base" else config.vision_config
-        record = self.manifest.get(argument)
-        if part is None or record is None:
-            return
-        (named or BaseSource.of_record(record)).note_in(part)
 
     def _base_weights(
         self, bases: dict[str, BaseSource | None], load_kwargs: dict[str, Any]
@@ -288,13 +255,12 @@ def load_set(
     """Loads the blocks, the connector and the vision tower of a checkpoint, to stand beside those of a model.
 
     Args:
-        model ([`XAttnModel`]): the model. Not changed.
-        adapter ([`Adapter`]), config ([`XAttnConfig`]): the checkpoint. Its configuration gets that of the tower.
+        model ([`XAttnModel`]): not changed.
+        config ([`XAttnConfig`]): the checkpoint's. It gets the configuration of the tower.
         load_kwargs (`dict`): keyword arguments for the vision tower, where the model has another one.
 
     Returns:
-        `tuple`: blocks by the index of their layer and their name in it, connector, tower. The last two are None
-            without pixels.
+        `tuple`: blocks by the index of their layer and their name in it; connector and tower, None without pixels.
 
     Raises:
         ValueError: for a base of another shape, and for weights of a text model that was trained too.

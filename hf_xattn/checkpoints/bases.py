@@ -69,14 +69,9 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class BaseSource:
-    """The place of a base.
+    """The place of a base. `revision`, `subfolder` and `gguf_file` are those of `from_pretrained`."""
 
-    Attributes:
-        name (`str`): a Hub id, or the absolute path of a folder.
-        revision, subfolder, gguf_file (`str`, *optional*): as for `from_pretrained`.
-    """
-
-    name: str
+    name: str  # a Hub id, or the absolute path of a folder
     revision: str | None = None
     subfolder: str | None = None
     gguf_file: str | None = None
@@ -131,11 +126,8 @@ def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, lo
     """Writes into the configuration of a part which checkpoint it came from.
 
     Args:
-        config (`PreTrainedConfig`): the part's.
-        source (`str`, `Path` or `PreTrainedModel`): the checkpoint, or the loaded model that is the part or contains
-            it.
-        load_kwargs (`dict`): keyword arguments for loading `source`. Those of another part say nothing of a loaded
-            model.
+        source (`str`, `Path` or `PreTrainedModel`): the checkpoint, or the loaded model that is or contains the part.
+        load_kwargs (`dict`): keyword arguments for loading `source`, ignored for a loaded model.
     """
     if isinstance(source, PreTrainedModel):
         name, where = source.config.name_or_path, {"gguf_file": gguf_file_of(source)}
@@ -157,12 +149,7 @@ def base_of(config: PreTrainedConfig) -> BaseSource | None:
 
 
 def named_base(argument: str, named: Any) -> BaseSource | None:
-    """Checks a base that the caller names. None if the caller names none.
-
-    Raises:
-        TypeError: for anything but a name.
-        ValueError: for a path without a folder.
-    """
+    """Checks a base that the caller names, or returns None. Raises an error for anything but a name of a base."""
     if named is None:
         return None
     if not isinstance(named, (str, os.PathLike)):
@@ -182,8 +169,7 @@ def text_config_of(
 ) -> PreTrainedConfig:
     """The configuration of the decoder in a checkpoint or a model. Errors are those of `retrofit`.
 
-    Args:
-        reads_weights (`bool`): whether the weights will be read too, and must be safetensors.
+    With `reads_weights` the weights will be read too, and must be safetensors.
     """
     if isinstance(text, PreTrainedModel):
         check_kind(text)  # before a tower is loaded; the new model checks the layers
@@ -219,11 +205,7 @@ def text_config_of(
 def vision_config_of(
     vision: str | Path | PreTrainedModel, load_kwargs: dict[str, Any], reads_weights: bool = True
 ) -> PreTrainedConfig:
-    """The configuration of the vision tower in a checkpoint or a model. Errors are those of `retrofit`.
-
-    Args:
-        reads_weights (`bool`): whether the weights will be read too, and must be safetensors.
-    """
+    """The configuration of the vision tower in a checkpoint or a model. Errors and arguments as [`text_config_of`]."""
     if isinstance(vision, PreTrainedModel):
         config = vision.config
         if getattr(config, "vision_config", None) is not None:
@@ -266,11 +248,7 @@ def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *
 
 
 def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
-    """Reads the configuration of a checkpoint. Checks it before transformers builds anything from it.
-
-    Raises:
-        ValueError: for a configuration that no model has, or that transformers cannot read.
-    """
+    """Reads the configuration of a checkpoint. Checks it before transformers builds anything from it."""
     try:
         with both_readings(source):
             check_config_file(source, load_kwargs)
@@ -282,11 +260,7 @@ def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> 
 
 
 def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> None:
-    """Checks the files of a folder (see `checkpoints/loading_checks.py`).
-
-    Raises:
-        ValueError: for a folder with anything but whole safetensors files. Pickled weights are never read.
-    """
+    """Raises a `ValueError` for a folder with anything but whole safetensors files."""
     load_kwargs = {key: value for key, value in load_kwargs.items() if key != "gguf_file"}  # the other part's
     try:
         checked = check_folder(source, load_kwargs)
@@ -300,11 +274,7 @@ def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]
 def _load(
     name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Loads a base. Before, its configuration and its weights are compared: they must be of one size.
-
-    Returns:
-        `tuple`: the base, and the names of weights that its checkpoint lacks.
-    """
+    """Loads a base whose configuration fits its weights. Returns it, and the names of weights that are missing."""
     checked = check_folder(source, load_kwargs)
     if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
         known = config or AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
@@ -319,10 +289,7 @@ def _load(
 
 @contextmanager
 def _unused_told_once(source: str | Path) -> Iterator[None]:
-    """Drops transformers' table of unused weights if it was logged for this checkpoint.
-
-    A base is loaded again where a model is saved without it.
-    """
+    """Drops transformers' table of unused weights if it was logged for this checkpoint, which saving loads again."""
     where = os.path.abspath(source) if os.path.isdir(source) else str(source)
 
     def is_new(record: logging.LogRecord) -> bool:

@@ -1,14 +1,11 @@
 """Several sets of blocks on one loaded base. One of them is active, or none.
 
 A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, connector, and their settings. All sets share
-the text model.
-They share the vision tower if they were trained with the same tower weights. The active set is part of the model: it is
-    trained and saved.
-The others are not submodules of the model. They move to the model's device when they are activated.
+the text model, and the vision tower if they were trained with the same tower weights. The active set is part of the
+model: it is trained and saved. The others are not submodules, and move to the model's device when they are activated.
 
 Switching copies no weights. A set refuses images that another set has encoded, and conversations about them: their
-    keys, values and hidden
-states are noise for it.
+keys, values and hidden states are noise for it.
 """
 
 from __future__ import annotations
@@ -43,36 +40,21 @@ WITHOUT_ADAPTER = "Merge the adapter first (`merge_and_unload()`), or load the m
 FIRST = "default"  # name of the set that a model was made or loaded with
 
 # Settings of a set. The others belong to the text model.
-FIELDS = (
-    "vision_config",
-    "cross_attention_config",
-    "cross_attention_layers",
-    "image_token_id",
-    "image_visibility",
-    "connector_type",
-    "connector_hidden_act",
-    "connector_bias",
-    "vision_feature_select_strategy",
-    "perceiver_config",
-)
+FIELDS = """
+    vision_config cross_attention_config cross_attention_layers image_token_id image_visibility connector_type
+    connector_hidden_act connector_bias vision_feature_select_strategy perceiver_config
+    """.split()
 
 
 @dataclass(eq=False)
 class BlockSet:
-    """One set.
+    """One set."""
 
-    Attributes:
-        blocks (`dict`): for the index of a layer and the name of its blocks in it, the block or blocks.
-        connector ([`XAttnConnector`], *optional*), vision_tower (`PreTrainedModel`, *optional*): None without pixels.
-        fields (`dict`): values of `FIELDS`.
-        mark (`str`): identifies caches of this set.
-    """
-
-    blocks: dict[tuple[int, str], Blocks]
+    blocks: dict[tuple[int, str], Blocks]  # by the index of a layer, and the name in it
     connector: XAttnConnector | None
     vision_tower: PreTrainedModel | None
-    fields: dict[str, Any]
-    mark: str
+    fields: dict[str, Any]  # values of `FIELDS`
+    mark: str  # identifies caches of this set
 
 
 class XAttnSetsMixin:
@@ -134,9 +116,7 @@ class XAttnSetsMixin:
         blocks, connector, tower = load_set(self, adapter, config, load_kwargs)
         fields = {field: getattr(config, field) for field in FIELDS}
         loaded = BlockSet(blocks, connector, tower, fields, uuid.uuid4().hex)
-        if self._sets is None:
-            self._sets = {FIRST: self._taken()}
-        self._sets[name] = loaded
+        self._all_sets()[name] = loaded
         self.set_cross_attention(name)
 
     def set_cross_attention(self, name: str | None) -> None:
@@ -151,10 +131,9 @@ class XAttnSetsMixin:
         if name == self._active:
             return
         refuse_adapter_layers(self.text_model, "`set_cross_attention` cannot change the blocks of", WITHOUT_ADAPTER)
-        if self._sets is None:
-            self._sets = {FIRST: self._taken()}
-        elif self._active is not None:
-            self._sets[self._active] = self._taken()  # with settings that the caller has changed meanwhile
+        sets = self._all_sets()
+        if self._active is not None:
+            sets[self._active] = self._taken()  # with settings that the caller has changed meanwhile
         _, layers = find_decoder(self.text_model)
         for layer in layers:
             for place in BLOCKS:
@@ -164,7 +143,7 @@ class XAttnSetsMixin:
         if name is None:
             self.config.image_token_id, self.config.image_visibility = None, "all"  # to the base, a marker is a word
             return
-        chosen = self._sets[name]
+        chosen = sets[name]
         block: Any
         part: Any
         for (index, place), block in chosen.blocks.items():
@@ -191,10 +170,7 @@ class XAttnSetsMixin:
         check_choice("name", name, tuple(self.cross_attention_names))
         if name == self._active:
             self.set_cross_attention(None)
-        assert self._sets is not None or name == FIRST
-        if self._sets is None:
-            self._sets = {FIRST: self._taken()}
-        del self._sets[name]
+        del self._all_sets()[name]
 
     def _check_set(self, cross: CrossCache) -> None:
         """Raises a `ValueError` if a cache holds images that another set of blocks has encoded."""
@@ -225,6 +201,11 @@ class XAttnSetsMixin:
                 f"No cross-attention is active, so images would change nothing. Call `set_cross_attention` with one of "
                 f"{self.cross_attention_names}."
             )
+
+    def _all_sets(self) -> dict[str, BlockSet]:
+        if self._sets is None:
+            self._sets = {FIRST: self._taken()}
+        return self._sets
 
     def _taken(self) -> BlockSet:
         """Returns the blocks that are in the layers now, as a set."""

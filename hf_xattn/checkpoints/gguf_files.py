@@ -1,8 +1,7 @@
 """GGUF files as sources of text models: one file holds configuration, weights, tokenizer and chat template.
 
 transformers reads such a file with `from_pretrained(folder, gguf_file=name)`. Here a path to the file is enough, and
-its weights are
-unpacked: the model is an ordinary one, so it trains, it can be saved, and its weights can be compared.
+its weights are unpacked: the model is an ordinary one, so it trains, saves, and compares with others.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
 
     Args:
         name (`str`): the argument that the source came in.
-        source: a Hub id, a path, or a loaded model.
         load_kwargs (`dict`): keyword arguments of `from_pretrained`. Not changed.
 
     Raises:
@@ -75,15 +73,9 @@ def split_gguf(name: str, source: Any, load_kwargs: dict[str, Any]) -> tuple[Any
 
 
 def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Path:
-    """Finds the GGUF file of a source, fetches it where it must be, and looks at its head.
+    """Finds the GGUF file of a source, fetches it where it must be, and looks at its head. Arguments: [`split_gguf`].
 
-    Args:
-        name, source, load_kwargs: from [`split_gguf`], with `gguf_file`.
-
-    Raises:
-        ImportError: without the package `gguf`.
-        OSError: if the Hub does not have it.
-        ValueError: if there is no such file, or no whole GGUF file.
+    Raises an error without the package `gguf`, and if there is no such file, or no whole GGUF file.
     """
     if os.path.isdir(source):
         path = Path(source, load_kwargs.get("subfolder") or "", load_kwargs["gguf_file"])
@@ -137,11 +129,7 @@ def _read_head(path: Path, size: int, time: int) -> GgufHead:
 
 
 def gguf_config(name: str, path: Path) -> PreTrainedConfig:
-    """The configuration in a GGUF file. It takes transformers seconds to read a vocabulary, so the last one is kept.
-
-    Raises:
-        ValueError: if transformers cannot read it, for example for an architecture that it does not know.
-    """
+    """The configuration in a GGUF file. transformers takes seconds to read a vocabulary, so the last one is kept."""
     facts = path.stat()
     try:
         config = copy.deepcopy(_read_config(path, facts.st_size, facts.st_mtime_ns))
@@ -162,18 +150,10 @@ def _read_config(path: Path, size: int, time: int) -> PreTrainedConfig:
 
 
 def load_gguf(name: str, source: str | Path, config: PreTrainedConfig, load_kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Loads the causal language model in a GGUF file.
+    """Loads the causal language model in a GGUF file, with all of its weights. Arguments: [`split_gguf`].
 
-    Without a `quantization_config` its weights are unpacked. By default transformers keeps them packed where it has
-    kernels for them, and
-    even where it has unpacked them it leaves the model marked as quantized: such a model cannot be saved.
-
-    Args:
-        name, source, load_kwargs: from [`split_gguf`], with `gguf_file`.
-        config (`PreTrainedConfig`): the file's.
-
-    Raises:
-        ValueError: if the file does not hold all weights.
+    Without a `quantization_config` its weights are unpacked. transformers alone leaves the model marked as quantized,
+    and such a model cannot be saved.
     """
     from transformers import GgufConfig
 

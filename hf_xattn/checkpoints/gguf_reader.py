@@ -1,9 +1,7 @@
 """Reads the head of a GGUF file with the library `gguf`, within bounds that the file sets.
 
-The library and transformers believe the head: an array of 2^40 numbers is read number by number, also behind the end of
-    the file, 10^9
-layers are built, and a tensor is taken from where its offset points. So bounds come first, and the tensors must follow
-each other without
+The library and transformers believe the head: an array of 2^40 numbers is read number by number, 10^9 layers are built,
+and a tensor is taken from where its offset points. So bounds come first, and the tensors must follow each other without
 gaps, as llama.cpp wants it: a changed offset would give the weights of one tensor to another.
 """
 
@@ -56,13 +54,7 @@ class _BoundedReader(GGUFReader):
 
 
 def read_gguf_head(path: Path) -> GgufHead:
-    """Reads all of a file but the values of its tensors.
-
-    Raises:
-        ValueError: for tensors that do not follow each other, or far more layers than tensors. The caller names the
-            file.
-        Exception: whatever else the library's reader raises for a damaged file.
-    """
+    """Reads all of a file but the values of its tensors. Raises whatever the library raises for a damaged file."""
     reader = _BoundedReader(path)
     tensors: dict[str, Stored] = {}
     expected = 0
@@ -75,8 +67,7 @@ def read_gguf_head(path: Path) -> GgufHead:
     parts, layers = _number(reader, "split.count", 1), _number(reader, ".block_count", 0)
     found = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
     if parts == 1 and layers > found + FEW_LAYERS:
-        # Thousands of layers take minutes to build, even without values. Where few are missing, loading names their
-        # weights.
+        # Thousands of layers take minutes to build, even without values. If few are missing, loading names them.
         raise ValueError(f"it has {layers} layers, and tensors of {found}")
     return GgufHead(tensors, parts)
 
@@ -85,6 +76,3 @@ def _number(reader: GGUFReader, ending: str, default: int) -> int:
     """The largest setting whose name ends so."""
     found = [int(field.parts[-1][0]) for name, field in reader.fields.items() if name.endswith(ending)]
     return max(found, default=default)
-
-
-__all__ = ["GgufHead", "read_gguf_head"]

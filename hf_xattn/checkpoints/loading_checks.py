@@ -1,8 +1,4 @@
-"""What `from_pretrained` and `retrofit` check of a checkpoint: first its files, then the shapes, and at the end that
-nothing is missing.
-
-Each check comes before the work that a bad checkpoint would make endless, or the memory that it would take.
-"""
+"""What `from_pretrained` and `retrofit` check of a checkpoint, before it takes endless work or memory."""
 
 from __future__ import annotations
 
@@ -39,15 +35,10 @@ from .saved_names import pieces_missing
 
 
 class CheckedFolder(NamedTuple):
-    """What was read of a folder.
+    """What was read of a folder."""
 
-    Attributes:
-        fields (`dict`): its config.json; empty if there is none.
-        headers (`dict[str, Stored]`): its weights; empty if it has none.
-    """
-
-    fields: dict[str, Any]
-    headers: dict[str, Stored]
+    fields: dict[str, Any]  # its config.json; empty if there is none
+    headers: dict[str, Stored]  # its weights; empty if it has none
 
 
 def refuse_pickles(load_kwargs: dict[str, Any]) -> None:
@@ -61,8 +52,7 @@ def refuse_pickles(load_kwargs: dict[str, Any]) -> None:
 def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Checks the JSON files in a folder, and returns config.json; empty if there is none, or for a Hub id.
 
-    Raises:
-        ValueError: for a file that is damaged or leads out of the folder, and for a configuration that no model has.
+    Raises a `ValueError` for a file that is damaged or leads out of the folder, and for fields that no model has.
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return {}
@@ -81,25 +71,17 @@ def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
-    """Checks a checkpoint in a folder.
+    """Checks a checkpoint in a folder. None for a Hub id: [`check_shapes`] checks its files when they are fetched.
 
-    None for a Hub id, whose files `check_shapes` checks when they are fetched.
-
-    Args:
-        source: as for `from_pretrained`.
-        load_kwargs (`dict`): the caller's `subfolder`, `variant`, `gguf_file` and `state_dict` count.
-
-    Raises:
-        ValueError: as [`check_config_file`], for weights that are no whole safetensors files in the folder, and for a
-            folder in which a save was cut off.
+    Raises a `ValueError` as [`check_config_file`], for a save that was cut off, and for damaged or pickled weights.
     """
     if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
         return None
-    refuse_unfinished(Path(source, load_kwargs.get("subfolder") or ""))
+    folder = Path(source, load_kwargs.get("subfolder") or "")
+    refuse_unfinished(folder)
     fields = check_config_file(source, load_kwargs)
     if load_kwargs.get("state_dict") is not None or load_kwargs.get("gguf_file") is not None:
         return CheckedFolder(fields, {})
-    folder = Path(source) / (load_kwargs.get("subfolder") or "")
     files, index = weight_files(folder, load_kwargs.get("variant"), fields.get("transformers_weights"))
     if not files:
         is_adapter = (folder / MANIFEST).is_file()  # beside its weights, a trainer's files are no weights
@@ -120,9 +102,7 @@ def check_size(
 ) -> None:
     """Checks, before it is built, that a model is not far larger than its weights. See `check_against_weights`.
 
-    Args:
-        model_class: an Auto class, or the class of the model.
-        config (`PreTrainedConfig`): the model's. A model that cannot be built passes: loading it says why.
+    `model_class` may be an Auto class. A model that cannot be built passes: loading it says why.
     """
     build = getattr(model_class, "from_config", None) or model_class._from_config
     try:
@@ -136,10 +116,8 @@ def check_size(
 def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> None:
     """Checks a model without values against the weights that it is to get.
 
-    Raises:
-        ValueError: for files of other kinds, files that are not whole, weights that are not numbers, a model that is
-            far larger than its weights, a weight of another shape, and for experts of a layer of which some are
-            missing.
+    Raises a `ValueError` for files that are damaged or no safetensors, for a weight of another shape or dtype, for a
+    model that is far larger than its weights, and for a layer of which some experts are missing.
     """
     quantized = getattr(load_config, "hf_quantizer", None) is not None
     what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")

@@ -2,9 +2,8 @@
 how it was trained.
 
 A card holds only what is known: from the configuration, from the cards of the checkpoints that went in, and from the
-    run that trained the
-model. It names a local checkpoint by its folder's name, without the path. A card that a person wrote or changed is
-never overwritten.
+run that trained the model. It names a local checkpoint by its folder's name, without the path. A card that a person
+wrote or changed is never overwritten.
 """
 
 from __future__ import annotations
@@ -141,10 +140,13 @@ def example_questions(name: str | None) -> list[str]:
 def _card(
     config: XAttnConfig, model: Any, training: dict[str, Any], results: dict[str, Any], base: Any, questions: list[str]
 ) -> str:
+    import yaml
+
     text, vision = config.text_config, config.vision_config
     earlier = _front_matter(config.name_or_path)  # of the folder that the model was loaded from
     sources = base or [part.name_or_path for part in (text, vision) if part is not None and part.name_or_path]
-    hub = [name for name in sources if _is_on_hub(name)] or _as_list(earlier.get("base_model"))
+    known = earlier.get("base_model")
+    hub = [name for name in sources if _is_on_hub(name)] or ([known] if isinstance(known, str) else list(known or []))
     licence = {key: earlier[key] for key in LICENCE_KEYS if key in earlier} or _common_licence(sources)
     front: dict[str, Any] = {
         "base_model": hub,
@@ -159,15 +161,11 @@ def _card(
     tower = "" if vision is None else f" and a `{vision.model_type}` vision tower"
     name = _shown(sources[0]).rpartition("/")[2] if sources else ""
     title = f"{name or text.model_type} with cross-attention"
+    untrained = " They are as initialised: images do not change the answers until the model is trained."
     sections = [
         f"# {title}",
         f"A `{text.model_type}` text decoder with gated cross-attention blocks{tower}.{made_of} "
-        "The blocks come from `hf_xattn`, a plug-in for transformers."
-        + (
-            " They are as initialised: images do not change the answers until the model is trained."
-            if is_fresh(model)
-            else ""
-        ),
+        f"The blocks come from `hf_xattn`, a plug-in for transformers.{untrained if is_fresh(model) else ''}",
         "## How to load",
         HOW_TO_INSTALL,
         _loading(vision is not None),
@@ -178,22 +176,22 @@ def _card(
         sections += ["## Training", _table(training)]
     if results:
         sections += ["## Results", _table(results)]
-    whole = "\n\n".join(["---\n" + _yaml(front) + "---", MARK.format(""), *sections]) + "\n"
+    head = yaml.safe_dump({name: value for name, value in front.items() if value}, sort_keys=False)
+    whole = "\n\n".join([f"---\n{head}---", MARK.format(""), *sections]) + "\n"
     return whole.replace(MARK.format(""), MARK.format(_digest(whole)))
 
 
 def _loading(sees: bool) -> str:
+    kind, part = ("ImageTextToText", "Processor") if sees else ("CausalLM", "Tokenizer")
     lines = [
         *(["from PIL import Image"] if sees else []),
-        f"from transformers import AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}, "
-        f"{'AutoProcessor' if sees else 'AutoTokenizer'}",
+        f"from transformers import AutoModelFor{kind}, Auto{part}",
         "",
         "import hf_xattn  # or pass trust_remote_code=True below",
         "",
         'name = "..."  # this folder or repository',
-        f"model = AutoModelFor{'ImageTextToText' if sees else 'CausalLM'}.from_pretrained(name)",
-        f"{'processor' if sees else 'tokenizer'} = "
-        f"{'AutoProcessor' if sees else 'AutoTokenizer'}.from_pretrained(name)",
+        f"model = AutoModelFor{kind}.from_pretrained(name)",
+        f"{part.lower()} = Auto{part}.from_pretrained(name)",
         ASKING if sees else ASKING_OF_FEATURES,
     ]
     return "```python\n" + "\n".join(lines) + "\n```"
@@ -216,14 +214,12 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
     args, state = trainer.args, trainer.state
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    of_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
     facts = {
-        "parameters trained": f"{trained:,} of {sum(parameter.numel() for parameter in model.parameters()):,}",
+        "parameters trained": f"{trained:,} of {_num_parameters(model):,}",
         "optimizer steps": f"{state.global_step:,}",
         "epochs": None if state.epoch is None else f"{state.epoch:.4g}",
-        "examples a step": args.per_device_train_batch_size
-        * args.gradient_accumulation_steps
-        * args.world_size
-        * max(1, args.n_gpu),
+        "examples a step": of_process * args.world_size * max(1, args.n_gpu),
         "learning rate": f"{args.learning_rate:g}, {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}",
         "optimizer": getattr(args.optim, "value", args.optim),
         "weight decay": args.weight_decay or None,
@@ -240,9 +236,8 @@ def _losses(trainer: Trainer) -> dict[str, Any]:
     for entry in trainer.state.log_history:
         for key, name in (("train_loss", f"training loss, mean of {steps}"), ("eval_loss", "evaluation loss")):
             if key in entry:
-                found[name] = f"{entry[key]:.4f}" + (
-                    f" (step {entry['step']})" if key == "eval_loss" and "step" in entry else ""
-                )
+                step = f" (step {entry['step']})" if key == "eval_loss" and "step" in entry else ""
+                found[name] = f"{entry[key]:.4f}{step}"
     return found
 
 
@@ -280,19 +275,8 @@ def _front_matter(name: str | None) -> dict[str, Any]:
 def _common_licence(sources: list[str]) -> dict[str, Any]:
     """The licence of all checkpoints, from their cards. Empty if the licences differ, or one is not known."""
     licences = [{key: head[key] for key in LICENCE_KEYS if key in head} for head in map(_front_matter, sources)]
-    return (
-        licences[0] if licences and "license" in licences[0] and all(each == licences[0] for each in licences) else {}
-    )
-
-
-def _as_list(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or [])
-
-
-def _yaml(front: dict[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump({name: value for name, value in front.items() if value}, sort_keys=False)
+    first = licences[0] if licences else {}
+    return first if "license" in first and all(each == first for each in licences) else {}
 
 
 def _table(rows: dict[str, Any]) -> str:
@@ -303,8 +287,7 @@ def _table(rows: dict[str, Any]) -> str:
 def tokens_per_image(model: Any) -> int | None:
     """Returns the number of tokens that the vision tower makes of one image, or None without a tower.
 
-    Runs the tower on a blank image. On the meta device this computes shapes only. `model` is an
-    [`XAttnForConditionalGeneration`] or an [`XAttnModel`], here and below.
+    Runs the tower on a blank image. On the meta device this computes shapes only.
     """
     vision, tower = model.config.vision_config, model.base_model.vision_tower
     if vision is None or tower is None:
@@ -336,7 +319,7 @@ def describe(model: Any) -> dict[str, Any]:
     """Returns the figures of a model by name, ready to print."""
     config, block = model.config, model.config.cross_attention_config
     layers, tower = config.cross_attention_layers, config.vision_config
-    added = sum(_num_parameters(block_) for block_ in model.blocks)
+    added = sum(map(_num_parameters, model.blocks))
     text = _num_parameters(model.base_model.text_model) - added
     vision, connector = _num_parameters(model.base_model.vision_tower), _num_parameters(model.base_model.connector)
     dtype = block_dtype(model)
@@ -353,18 +336,14 @@ def describe(model: Any) -> dict[str, Any]:
         "parameters of the base, frozen": f"{text + vision:,}",
         "K/V bytes an image token": f"{per_token:,} ({str(dtype).removeprefix('torch.')})",
     }
+    compute = flops_per_text_token(block, len(layers), tokens or 0)
     if tokens is not None:
         figures["tokens an image"] = f"{tokens:,}"
         figures["K/V bytes an image"] = f"{tokens * per_token:,}"
-        figures["compute added a text token"] = (
-            f"{flops_per_text_token(block, len(layers), tokens):,} FLOP with one image"
-        )
+        figures["compute added a text token"] = f"{compute:,} FLOP with one image"
     else:
-        figures["compute added a text token"] = (
-            f"{flops_per_text_token(block, len(layers), 0):,} FLOP, and "
-            f"{flops_per_text_token(block, len(layers), 1) - flops_per_text_token(block, len(layers), 0):,} an image "
-            "token"
-        )
+        of_token = flops_per_text_token(block, len(layers), 1) - compute
+        figures["compute added a text token"] = f"{compute:,} FLOP, and {of_token:,} an image token"
     return figures
 
 

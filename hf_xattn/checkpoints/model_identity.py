@@ -1,16 +1,13 @@
 """Identifies the model and the weights that encoded images.
 
 Keys and values of another model, or of this model before further training, may have the right shape, but they are noise
-for this model.
-So encoded images carry an identity: a hash of the configuration and of the weights between the pixels and the keys and
-    values. The
-weights of the text decoder are not included.
+for this model. So encoded images carry an identity: a hash of the configuration and of the weights between the pixels
+and the keys and values. The weights of the text decoder are not included.
 
-Reading all these weights is limited by memory bandwidth (about 0.2 s for a tower of 400 MB on two CPU cores). So the
-sum of each weight is cached while its storage, its version counter and a few sample values stay the same. An optimizer
-step, a loaded checkpoint or a conversion changes at least one of them. Not noticed are writes that torch does not
-count, through `.data` or a NumPy view of a weight, where they leave the sample values as they are; and hooks on the
-modules, which change what the weights compute.
+Reading all these weights takes about 0.2 s for a tower of 400 MB on two CPU cores. So the sum of each weight is cached
+while its storage, its version counter and a few sample values stay the same. An optimizer step, a loaded checkpoint or
+a conversion changes at least one of them. Not noticed are hooks on modules, and writes through `.data` or a NumPy view
+that leave the sample values as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,22 +43,14 @@ DROPPED = (
 
 
 class ModelIdentity:
-    """Computes the identity of the image side of a model.
-
-    Args:
-        config ([`XAttnConfig`]): the model's configuration.
-    """
+    """Computes the identity of the image side of a model."""
 
     def __init__(self, config: XAttnConfig):
         self._config = config
         self._sums: dict[str, tuple[Any, int]] = {}
 
     def current(self, parts: dict[str, nn.Module]) -> str:
-        """Returns the SHA-256 of the configuration, and of the present weights: names, dtypes, shapes and sums.
-
-        Args:
-            parts (`dict[str, nn.Module]`): the modules between the pixels and the keys and values, by name.
-        """
+        """Returns the SHA-256 of configuration and weights. `parts`: the modules from pixels to keys and values."""
         tensors = list(_tensors(parts))
         samples = _samples([tensor for _, tensor, _ in tensors])
         sums = []
@@ -142,11 +132,9 @@ def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
     samples: list[tuple[float, ...]] = [()] * len(tensors)
     for indices in groups.values():
         parts = [_few(tensors[index].view(-1)) for index in indices]
-        values = torch.cat(parts).to(torch.float64).tolist()
-        start = 0
+        values = iter(torch.cat(parts).to(torch.float64).tolist())
         for index, part in zip(indices, parts):
-            samples[index] = tuple(values[start : start + part.shape[0]])
-            start += part.shape[0]
+            samples[index] = tuple(islice(values, part.shape[0]))
     return samples
 
 
@@ -186,11 +174,7 @@ def fingerprint(weights: dict[str, torch.Tensor]) -> str:
 
 
 def digest_of_shapes(shapes: Mapping[str, Any]) -> str:
-    """SHA-256 over names and shapes of weights.
-
-    Args:
-        shapes (`dict`): weights, or their shapes, by name.
-    """
+    """SHA-256 over names and shapes of weights, from the weights or their shapes."""
     found = {name: tuple(getattr(each, "shape", each)) for name, each in shapes.items()}
     return _sha256("\n".join(f"{name}:{shape}" for name, shape in sorted(found.items())))
 

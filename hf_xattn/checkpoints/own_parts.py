@@ -38,7 +38,7 @@ COMPILED = "_orig_mod"
 def refuse_own_parts(model: Any) -> None:
     """Raises a `ValueError` for a part that was compiled, or that loading would build of another class.
 
-    A model with layers of an adapter (PEFT) is left to the checks for those.
+    Other checks refuse a model with layers of an adapter (PEFT).
     """
     body = model.base_model
     if any(adapter_layers(body)):
@@ -101,16 +101,14 @@ def _wrong_parts(model: Any) -> Iterator[str]:
         found, expected = class_of(getattr(body, name)), mapping.get(type(part), None)
         if part is None or expected is None or found.__module__.startswith("peft."):
             continue
-        if issubclass(found, PreTrainedModel) and (found.is_remote_code() or _is_of_the_same_type(found, part)):
-            continue  # custom code is saved beside the weights
+        if issubclass(found, PreTrainedModel):
+            # Such as a tower with a projection, which loads without it.
+            of_same_type = found.__module__.startswith("transformers.") and found.config_class is type(part)
+            if of_same_type or found.is_remote_code():  # which is saved beside the weights
+                continue
         kinds = expected if isinstance(expected, (tuple, list)) else (expected,)
         if found not in kinds:
             yield _words(name, found, kinds[0].__name__)
-
-
-def _is_of_the_same_type(found: type[PreTrainedModel], config: Any) -> bool:
-    """Whether transformers itself has the class, such as a tower with a projection, which loads without it."""
-    return found.__module__.startswith("transformers.") and found.config_class is type(config)
 
 
 def _wrong_modules(body: Any) -> Iterator[str]:

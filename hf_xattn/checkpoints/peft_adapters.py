@@ -28,19 +28,12 @@ logger = logging.get_logger(__name__)
 
 
 class PeftFolder(NamedTuple):
-    """A checkpoint with an adapter.
+    """A checkpoint with an adapter."""
 
-    Attributes:
-        name (`str`): its folder or Hub id.
-        base (`str`): folder or Hub id of the model below it; its own name if it holds both.
-        hub (`dict`): where the adapter's files are. Nothing of it but the token and the cache is said of the base.
-        revision (`str`, *optional*): of the base.
-    """
-
-    name: str
-    base: str
-    hub: dict[str, Any]
-    revision: str | None
+    name: str  # its folder or Hub id
+    base: str  # folder or Hub id of the model below it; its own name if it holds both
+    hub: dict[str, Any]  # where the adapter's files are
+    revision: str | None  # of the base
 
     def base_kwargs(self, load_kwargs: dict[str, Any]) -> dict[str, Any]:
         """The caller's keywords for loading the base: its own revision, and no subfolder."""
@@ -52,11 +45,7 @@ class PeftFolder(NamedTuple):
 
 
 def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None:
-    """Reads the configuration of an adapter. None for a checkpoint without one.
-
-    Raises:
-        ValueError: for a configuration that is damaged or names no base.
-    """
+    """Reads the configuration of an adapter, or returns None. Raises a `ValueError` if it is damaged."""
     if not isinstance(checkpoint, (str, os.PathLike)) or not is_peft_available():
         return None
     hub = given(FILE_KEYWORDS, load_kwargs)
@@ -88,11 +77,7 @@ def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None
 
 
 def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
-    """Checks an adapter before layers are added to a model.
-
-    Args:
-        name: its folder or Hub id; anything else passes.
-        hub (`dict`): where its files are, as for `PeftFolder`.
+    """Checks an adapter before layers are added to a model. `hub` is as in [`PeftFolder`].
 
     Raises:
         ValueError: for a folder in which a save was cut off, pickled weights, a file that is not whole or leads out of
@@ -136,12 +121,7 @@ def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
 
 
 def refuse_adapter_layers(module: nn.Module, what: str, remedy: str) -> None:
-    """Raises a `ValueError` for a module with layers of an adapter.
-
-    Args:
-        what (`str`): what does not work with them, as the beginning of a sentence.
-        remedy (`str`): what to do instead, as a sentence.
-    """
+    """Raises a `ValueError` for a module with layers of an adapter. `what` and `remedy` are parts of its message."""
     for layer, _ in adapter_layers(module):
         raise ValueError(
             f"{what} a model that holds LoRA layers or other layers of an adapter (PEFT): {layer} is one. {remedy}"
@@ -158,8 +138,7 @@ def adapter_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def warn_of_tower(model: Any) -> None:
     """Warns once of an adapter whose short names, such as `"q_proj"`, mean layers of the vision tower, too.
 
-    PEFT calls nothing of a model when it adds layers, but it leaves `peft_config` on the model. So this is called where
-    training begins.
+    PEFT calls nothing of a model when it adds layers. So this is called where training begins.
     """
     configs = vars(model).get("peft_config")
     body = model.base_model

@@ -1,6 +1,4 @@
-"""What both models share with transformers' loading, initialisation and dispatching. Saving is in
-`checkpoints/saving.py`.
-"""
+"""What both models share with transformers' loading, initialisation and dispatching."""
 
 from __future__ import annotations
 
@@ -71,10 +69,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def initialize_weights(self) -> None:
         """`PreTrainedModel.initialize_weights`, each part by the rule for its own code.
 
-        Custom code may write in place, so transformers spares its modules where no weight is missing. It does so in the
-        whole
-        tree of a custom model, but decoders of transformers need that call: Falcon-H1 fills buffers in modules without
-            weights.
+        transformers spares modules of custom code where no weight is missing, and takes all of this model for custom
+        code. But decoders of transformers need the call: Falcon-H1 fills buffers in modules without weights.
         """
         _initialize(self, self)
 
@@ -126,11 +122,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return super()._resolve_parallel_plans(distributed_config)
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
-        """`PreTrainedModel.set_attn_implementation`.
-
-        Raises:
-            ValueError: for a `dict` that names a part which the model does not have.
-        """
+        """`PreTrainedModel.set_attn_implementation`. Raises a `ValueError` for a part that the model does not have."""
         check_parts("attn_implementation", attn_implementation, self.config.sub_configs)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -149,21 +141,18 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         names a base that has changed since. A text model that was quantized is quantized again.
 
         Args:
-            quantization_config (*optional*): quantizes the text model alone: blocks, connector and vision tower stay in
-                high precision. For a folder of `adapter_only=True`, None means a text model in full precision, whatever
-                it was.
+            quantization_config (*optional*): quantizes the text model alone. For a folder of `adapter_only=True`, None
+                means a text model in full precision, whatever it was.
             text_base, vision_base (`str` or `Path`, *optional*): Hub id or folder of the bases of such a folder, if
                 they have moved.
-            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values,
-                and warn of them. So for a `state_dict` of the caller; an empty one asks for a model of first values.
+            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint, or the `state_dict`,
+                lacks first values, and warn of them. An empty `state_dict` asks for a model of first values.
 
         Raises:
             TypeError: for an `allow_missing_weights` that is no bool.
-            ValueError: for a folder in which a save was cut off. For such a folder that is damaged, or whose base is
-                gone or of another shape. For any folder with a configuration that no model has, with files that are not
-                whole, lie elsewhere or are pickled, or with weights missing (see `checkpoints/loading_checks.py`,
-                `utils/first_values.py`). For one that another class than those of this package has saved, unless it is
-                this class.
+            ValueError: for a folder in which a save was cut off; with a configuration that no model has; with files
+                that are damaged, lie elsewhere or are pickled; with weights missing; or saved by another class than
+                this one and those of this package. For a base that is gone or of another shape.
         """
         _refuse_splitting_of_old(kwargs)
         check_flags(allow_missing_weights=allow_missing_weights)
@@ -194,11 +183,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                         "a whole model."
                     )
             if kwargs.get("quantization_config") is not None:
-                known = (
-                    config
-                    if isinstance(config, XAttnConfig)
-                    else XAttnConfig.from_pretrained(source, **given(FILE_KEYWORDS, kwargs))
-                )
+                known = config
+                if not isinstance(config, XAttnConfig):
+                    known = XAttnConfig.from_pretrained(source, **given(FILE_KEYWORDS, kwargs))
                 kwargs["quantization_config"] = keep_added_precise(kwargs["quantization_config"], known)
             info_wanted = kwargs.pop("output_loading_info", False)
             try:
@@ -233,11 +220,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return super().load_state_dict(named_as_in_memory(self, state_dict), *args, **kwargs)
 
     def load_adapter(self, peft_model_id: Any = None, *args, **kwargs) -> Any:
-        """`PreTrainedModel.load_adapter`. Checks the adapter's folder before it adds layers.
-
-        Raises:
-            ValueError: for pickled weights, a file that is damaged, and a rank that the weights do not have.
-        """
+        """`PreTrainedModel.load_adapter`. Raises a `ValueError` for a damaged folder before it adds layers."""
         check_adapter_folder(peft_model_id, kwargs.get("adapter_kwargs") or {})
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
@@ -266,11 +249,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         return (model, info) if info_wanted else model
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """`PreTrainedModel.resize_token_embeddings`.
-
-        Raises:
-            ValueError: for a model with `additional_vocab_size`: those tokens lie behind the vocabulary and would move.
-        """
+        """`PreTrainedModel.resize_token_embeddings`. Raises a `ValueError` for an `additional_vocab_size`."""
         if self.config.additional_vocab_size:
             raise ValueError(
                 f"This model has {self.config.additional_vocab_size} tokens behind its vocabulary "
@@ -290,12 +269,7 @@ def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:
 
 
 def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
-    """Initialises a tree of modules, children first.
-
-    Args:
-        module (`nn.Module`): the tree.
-        owner (`PreTrainedModel`): the model whose `_init_weights` it gets, which is the nearest one above.
-    """
+    """Initialises a tree of modules, children first. `owner` is the nearest model above, which has the rule."""
     for child in module.children():
         _initialize(child, child if isinstance(child, PreTrainedModel) else owner)
     owner._initialize_weights(module, owner.is_custom_code())

@@ -33,31 +33,20 @@ Attributes = dict[tuple[str, str], dict[str, Any]]
 
 @dataclass
 class Insertion:
-    """What a retrofit has changed in a text model, beside classes and children. The text model keeps it.
+    """What a retrofit has changed in a text model, beside classes and children. The text model keeps it."""
 
-    Attributes:
-        was_given (`bool`): whether the text model existed before. Otherwise the model around it has built it.
-        mark (`str`): the model around the text model has the same one. If the text model has another one, or none, its
-            blocks are gone.
-        before, after (`dict`): the attributes that have changed.
-        not_initialized (`list[str]`): names of the parts that did not have the attribute `INITIALIZED`.
-    """
-
-    was_given: bool
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    before: Attributes = field(default_factory=dict)
+    was_given: bool  # whether the text model existed before; otherwise the model around it has built it
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # that of the model around the text model
+    before: Attributes = field(default_factory=dict)  # attributes that have changed
     after: Attributes = field(default_factory=dict)
-    not_initialized: list[str] = field(default_factory=list)
+    not_initialized: list[str] = field(default_factory=list)  # names of parts without the attribute `INITIALIZED`
 
 
 class AddedTensors(Set):
-    """Names of the tensors that were added to a model, for its `_keys_to_ignore_on_save`.
+    """Names of the tensors that were added to a text model, or to a part of it, for its `_keys_to_ignore_on_save`.
 
-    They are read when they are asked for, because another set of blocks (`set_cross_attention`) has other names.
-
-    Args:
-        model (`PreTrainedModel`): a text model, or a part of it.
-        own (`Iterable[str]`): names that the model leaves out in any case.
+    They are read when they are asked for: another set of blocks (`set_cross_attention`) has other names. `own` are the
+    names that the model leaves out in any case.
     """
 
     def __init__(self, model: PreTrainedModel, own: Iterable[str]):
@@ -198,6 +187,3 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _added_names(part: nn.Module) -> tuple[str, ...]:
     """Names of the children that a retrofit adds to a module."""
     return next((names for prefix, names in ADDED.items() if is_derived(part, prefix)), ())
-
-
-__all__ = ["remove_blocks"]

@@ -1,8 +1,8 @@
 """The names that weights have on disk: those that text model and vision tower have in their own checkpoints.
 
 transformers holds the experts of a layer in one tensor, and renames other weights. It saves a model under the published
-names, by reversing what loading does. Here it does so for the parts of a model. The rules are patterns, such as `.mlp.`
-for `.block_sparse_moe.`, which would hit the blocks inside the layers too, so blocks are kept from them.
+names by reversing what loading does. Here it does so for the parts of a model. The rules are patterns, such as `.mlp.`
+for `.block_sparse_moe.`, which fit the blocks inside the layers too. So they leave blocks alone.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class _Unsharded:
 def rules_of_parts(model: PreTrainedModel) -> list[WeightTransform]:
     """How loading makes the names that weights have in memory. Saving reverses these rules.
 
-    A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse would add the
-        prefix.
+    A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse adds the prefix.
     """
     unsharded: Any = _Unsharded(model)
     rules = get_model_conversion_mapping(unsharded, add_legacy=False)
@@ -107,12 +106,7 @@ class _Rules:
 
 
 def pieces_missing(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
-    """Weights that are missing beside others of the same tensor, such as single experts; weights without a place.
-
-    Args:
-        model ([`XAttnPreTrainedModel`]): has shapes.
-        names (`Collection[str]`): of the weights in the checkpoint.
-    """
+    """Names of missing pieces of a tensor, such as single experts, and of weights in a checkpoint without a place."""
     rules = _Rules(model)
     groups: dict[str, set[str]] = {}
     saved = revert_weight_conversion(model, _shapes(rules.own))
@@ -133,9 +127,7 @@ def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Weights of a model under the names that they have in memory. `from_pretrained` does the same on its own.
 
-    Args:
-        model ([`XAttnPreTrainedModel`]): the model.
-        weights (`dict`): under these names already, or those of a saved folder, or a part of them, such as one shard.
+    `weights` have these names already, or those of a saved folder. They may be a part of all, such as one shard.
     """
     rules = _Rules(model)
     own = rules.own

@@ -1,6 +1,4 @@
-"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code that loads the
-model.
-"""
+"""What both models add to `save_pretrained` and `push_to_hub`: small checkpoints, a model card, the code."""
 
 from __future__ import annotations
 
@@ -39,11 +37,10 @@ if TYPE_CHECKING:
 else:
     Model = object
 
-# Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself; transformers overlooks what it does
-# not know.
+# Keywords of `save_pretrained` that `adapter_only=True` takes or refuses itself. transformers overlooks unknown ones.
 SAVE_KEYWORDS = frozenset(
-    """is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format
-distributed_checkpoint""".split()
+    "is_main_process state_dict push_to_hub max_shard_size variant token save_peft_format save_original_format "
+    "distributed_checkpoint".split()
 )
 
 
@@ -95,20 +92,18 @@ class XAttnSavingMixin(Model):
 
         Args:
             adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added
-                vocabulary, and the weights of text model and vision tower that differ from their bases, which are
-                loaded once more to compare them. `from_pretrained` of the folder fetches the bases.
+                vocabulary, and the weights that differ from those of the bases, which are loaded again to compare
+                them. `from_pretrained` of the folder fetches the bases.
             text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by
                 default where the parts were loaded from.
             with_code (`bool`): save the code of this package too, so that the folder loads with
-                `trust_remote_code=True` where the package is not installed. Without it, the folder has a stub that
-                imports the package.
+                `trust_remote_code=True` where the package is not installed.
 
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
             ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded
-                instead; for a model whose weights could not be loaded again, such as one with layers of a `PeftModel`;
-                for a part of the caller's own class (see `checkpoints/own_parts.py`); and with `adapter_only` for a
-                base without a name or a checkpoint.
+                instead; for a model with layers of a `PeftModel`; for a part of the caller's own class (see
+                `checkpoints/own_parts.py`); and with `adapter_only` for a base without a name or a checkpoint.
         """
         check_flags(adapter_only=adapter_only, with_code=with_code)
         for name in kwargs:  # transformers takes any name
@@ -143,15 +138,10 @@ class XAttnSavingMixin(Model):
         with_code: bool = False,
         **kwargs,
     ) -> Any:
-        """`PreTrainedModel.push_to_hub`.
-
-        Args:
-            adapter_only, text_base, vision_base, with_code: as in [`save_pretrained`]. With `adapter_only`, the bases
-                must have Hub ids: others cannot load what is a folder here.
+        """`PreTrainedModel.push_to_hub`. The named arguments are those of [`save_pretrained`].
 
         Raises:
-            TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, before the repository is
-                created.
+            TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, which others cannot load.
         """
         check_flags(adapter_only=adapter_only, with_code=with_code)
         if not self._saves_peft_adapter():
@@ -316,12 +306,7 @@ class XAttnSavingMixin(Model):
         self.name_or_path = self.config.name_or_path = self._saved_as = os.fspath(folder)
 
     def _upload_modified_files(
-        self,
-        working_dir: str | os.PathLike[str],
-        repo_id: str,
-        files_timestamps: dict[str, float],
-        *args,
-        **kwargs,
+        self, working_dir: str | os.PathLike[str], repo_id: str, files_timestamps: dict[str, float], *args, **kwargs
     ) -> Any:
         """Called when files go up, with transformers' empty card where the repository has no card."""
         save = _save.get()

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoints.adapter_saving import equal_bits
+from ..checkpoints.adapter_saving import equal_bits, scales_are_close
 from ..checkpoints.bases import load_text, text_config_of
 from ..checkpoints.gguf_files import split_gguf
 from ..checkpoints.model_identity import weights_of, without_ties
+from ..checkpoints.peft_adapters import adapter_layers
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..decoders.quantization import quantization_of_text
@@ -26,14 +26,9 @@ ADDED = (*BLOCKS, "additional")  # parts of the text half that no base has
 
 
 def load_base(model: Any, name: str, saved: torch.dtype | None = None) -> PreTrainedModel:
-    """Loads a base in the dtype and with the quantization of a model's text half.
+    """Loads a base in the dtype and with the quantization of a model's text half. Errors as those of `retrofit`.
 
-    Args:
-        saved (`torch.dtype`, *optional*): dtype of the model's file, if it was loaded in another one. A float32 base
-            is rounded to it first, as the model was.
-
-    Raises:
-        ValueError: for a base of another model type, and as `retrofit`.
+    `saved` is the dtype of the model's file, if it was loaded in another one.
     """
     text = model.base_model.text_model
     # From float32, all weights of the file come back as they are.
@@ -70,11 +65,9 @@ def check_weights(model: Any, base: PreTrainedModel) -> Result:
 def _compare(text: PreTrainedModel, base: PreTrainedModel) -> tuple[list[str], int, int]:
     """Returns what differs, in words; how many scales are equal but for rounding; how many tensors were compared."""
     weights = {name: tensor for name, tensor in text.state_dict().items() if not set(name.split(".")) & set(ADDED)}
-    ours = {
-        _without_adapter(name): tensor for name, tensor in without_ties(weights, text).items() if not _of_adapter(name)
-    }
+    once, theirs = without_ties(weights, text), weights_of(base)
     tied = {_without_adapter(name): tensor for name, tensor in weights.items() if not _of_adapter(name)}
-    theirs = weights_of(base)
+    ours = {_without_adapter(name): tensor for name, tensor in once.items() if not _of_adapter(name)}
     differing, scales = [], 0
     for name, expected in theirs.items():
         mine = ours.get(name, tied.get(name))
@@ -83,17 +76,15 @@ def _compare(text: PreTrainedModel, base: PreTrainedModel) -> tuple[list[str], i
         elif mine.shape != expected.shape and not is_quantized(mine):
             differing.append(f"{name} (shape {tuple(mine.shape)}, not {tuple(expected.shape)})")
         elif not equal_bits(mine, expected):
-            if _is_scale(name, theirs) and _scales_are_close(mine, expected):
+            if _is_scale(name, theirs) and mine.is_floating_point() and scales_are_close(mine, expected):
                 scales += 1
             elif is_quantized(mine) or is_quantized(expected):
                 differing.append(name)
             else:
                 differing.append(f"{name} (by {number(largest_difference(mine, expected.to(mine.dtype)))})")
     differing += [f"{name} (not in the base)" for name in ours if name not in theirs and name not in base.state_dict()]
-    adapted = [
-        name for name, part in text.named_modules() if isinstance(getattr(part, "_disable_adapters", None), bool)
-    ]
-    differing += [f"{name} (LoRA or another adapter)" for name in adapted if not set(name.split(".")) & set(ADDED)]
+    adapted = (name for name, _ in adapter_layers(text) if not set(name.split(".")) & set(ADDED))
+    differing += [f"{name} (LoRA or another adapter)" for name in adapted]
     return differing, scales, len(theirs)
 
 
@@ -109,24 +100,13 @@ def _of_adapter(name: str) -> bool:
 def _is_scale(name: str, weights: dict[str, torch.Tensor]) -> bool:
     """Whether a tensor belongs to a 4-bit weight. bitsandbytes rounds these when it computes on a CPU."""
     weight, found, _ = name.rpartition(".weight.")
-    return bool(found) and is_quantized(weights.get(f"{weight}.weight", torch.empty(0)))
-
-
-def _scales_are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if not (ours.is_floating_point() and theirs.is_floating_point()):
-        return False
-    orders = (ours.flatten(), ours.t().flatten()) if ours.dim() == 2 else (ours.flatten(),)
-    expected = theirs.flatten().float().cpu()
-    return ours.numel() == theirs.numel() and any(
-        torch.allclose(order.float().cpu(), expected, rtol=2**-7, atol=0) for order in orders
-    )
+    is_real = weights[name].is_floating_point()
+    return bool(found) and is_real and is_quantized(weights.get(f"{weight}.weight", torch.empty(0)))
 
 
 @torch.no_grad()
 def check_text_only(model: Any, base: PreTrainedModel | None) -> Result:
-    """Text without images: the logits are those of the base, bit for bit. Without a base, of the text half without its
-    blocks.
-    """
+    """Text without images: the logits are those of the base, or of the text half without its blocks, bit for bit."""
     ids = random_text(model)
     ours = model(ids, use_cache=True).logits
     if base is not None:
@@ -146,23 +126,17 @@ def check_text_only(model: Any, base: PreTrainedModel | None) -> Result:
 @contextlib.contextmanager
 def without_blocks(text: PreTrainedModel) -> Iterator[None]:
     """Inside, the decoder's layers have no blocks."""
-    taken: list[tuple[nn.Module, str, nn.Module]] = []
-    for layer in find_decoder(text)[1]:
-        for place in BLOCKS:
-            block = layer._modules.pop(place, None)
-            if block is not None:
-                taken.append((layer, place, block))
+    taken = [(layer, place, layer._modules.pop(place, None)) for layer in find_decoder(text)[1] for place in BLOCKS]
     try:
         yield
     finally:
         for layer, place, block in taken:
-            setattr(layer, place, block)
+            if block is not None:
+                setattr(layer, place, block)
 
 
 def share_weights(base: PreTrainedModel, text: PreTrainedModel) -> None:
-    """Lets a base compute with the tensors of a model, where they are equal: kernels round by where a tensor lies in
-    memory.
-    """
+    """Lets a base compute with the equal tensors of a model: kernels round by where a tensor lies in memory."""
     ours = {_without_adapter(name): parameter for name, parameter in text.named_parameters(remove_duplicate=False)}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         mine = ours.get(name)

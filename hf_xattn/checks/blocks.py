@@ -27,15 +27,7 @@ from .results import (
 
 AWAKE = 0.1  # standard deviation of the weights that a fresh block gets for a check
 GATES = ("attn_gate", "mlp_gate")
-PROJECTIONS = (
-    "attn.q_proj",
-    "attn.k_proj",
-    "attn.v_proj",
-    "attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+PROJECTIONS = "attn.q_proj attn.k_proj attn.v_proj attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj".split()
 
 
 @torch.no_grad()
@@ -56,9 +48,7 @@ def check_rows_without_image(model: Any) -> Result:
 
 @torch.no_grad()
 def check_alive(model: Any) -> Result:
-    """Every block changes text that sees an image: no gate, no projection and no update is zero. A fresh block starts
-    at zero.
-    """
+    """Every block changes text that sees an image: no gate, projection or update is zero, but those of fresh blocks."""
     blocks = model.blocks
     changes, seen = _changes(model)
     layers = model.config.cross_attention_layers
@@ -68,10 +58,8 @@ def check_alive(model: Any) -> Result:
     dead = []
     for block in blocks:
         index = block.layer_idx
-        what = [f"{name} is zero" for name in sorted(_zeros_of(block))]
-        what += [
-            f"{name} is not finite" for name, weight in block.named_parameters() if not bool(weight.isfinite().all())
-        ]
+        infinite = (name for name, weight in block.named_parameters() if not bool(weight.isfinite().all()))
+        what = [f"{name} is zero" for name in sorted(_zeros_of(block))] + [f"{name} is not finite" for name in infinite]
         change = changes.get(index, 0.0)
         if not what and not 0 < change < float("inf"):
             what = ["its update is not finite" if change else "it changes no hidden state"]
@@ -91,11 +79,7 @@ def check_alive(model: Any) -> Result:
 
 @contextlib.contextmanager
 def awake_blocks(model: Any) -> Iterator[int]:
-    """Inside, the blocks of a fresh model have random weights where they start at zero: else nothing of an image would
-    be compared.
-
-    Yields the number of blocks that were woken: all of a fresh model, none of any other.
-    """
+    """Inside, a fresh model's blocks have random weights where they start at zero. Yields how many were woken."""
     blocks = model.blocks if all(map(_is_fresh, model.blocks)) else []
     generator = torch.Generator().manual_seed(SEED + 2)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -147,9 +131,7 @@ def _start_of(block: GatedCrossAttentionBlock) -> set[str]:
 
 
 def _changes(model: Any) -> tuple[dict[int, float], float]:
-    """Returns the largest update of each block as a share of the largest hidden state, and the largest change of a
-    logit.
-    """
+    """Returns each block's largest update as a share of the largest hidden state, and the largest change of a logit."""
     changes: dict[int, float] = {}
 
     def note(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:

@@ -29,9 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    """Greedy, `STEPS` tokens, with the logits of each step; with a cache, also for a decoder whose configuration wants
-    none.
-    """
+    """Greedy, `STEPS` tokens, with the logits of each step and a cache, whatever the configuration wants."""
     fixed = {
         "max_new_tokens": STEPS,
         "min_new_tokens": STEPS,
@@ -75,11 +73,7 @@ def check_projections(model: Any) -> Result:
 
 
 class CacheChecks:
-    """Compares each kind of cache with no cache. What is generated without one is kept for the next kind.
-
-    Args:
-        model ([`XAttnForConditionalGeneration`]): the model.
-    """
+    """Compares each kind of cache with no cache. What is generated without one is kept for the next kind."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -87,8 +81,10 @@ class CacheChecks:
 
     def check(self, kind: str) -> Result:
         """`kind` is a key of `KINDS`."""
-        length, why_not = LENGTH, self._why_not(kind)
-        if kind == "cache-sliding" and why_not is None:
+        length, why_not = LENGTH, None
+        if kind == "cache-offloaded" and self.model.device.type != "cuda":
+            why_not = f"offloading needs a GPU, the model is on {self.model.device.type}"
+        if kind == "cache-sliding":
             window = self._window()
             if window is None:
                 why_not = "the decoder has no sliding window"
@@ -138,11 +134,6 @@ class CacheChecks:
                 line += ". With `--dtype float32`, rounding is smaller"
         return Result(kind, HOLDS if apart <= allowed else BROKEN, line, apart, allowed)
 
-    def _why_not(self, kind: str) -> str | None:
-        if kind == "cache-offloaded" and self.model.device.type != "cuda":
-            return f"offloading needs a GPU, the model is on {self.model.device.type}"
-        return None
-
     def _refusal_of_decoder(self, kind: str) -> str | None:
         """The error with which the text half refuses a cache by itself, without images."""
         try:
@@ -153,9 +144,7 @@ class CacheChecks:
 
     @torch.no_grad()
     def _whose_fault(self, kind: str, length: int, allowed: float) -> tuple[str, bool]:
-        """Whether the text half alone, without images, differs between this cache and none, too: in words, and as a
-        value.
-        """
+        """Whether the text half alone, without images, differs from no cache, too: in words, and as a value."""
         text, ids = self.model.base_model.text_model, random_text(self.model, length)
         name = type(text).__name__
         try:
@@ -163,10 +152,8 @@ class CacheChecks:
         except Exception as error:  # transformers cannot continue text with the cache of a state-space decoder
             return f". {name} by itself cannot be asked: it raises {type(error).__name__}", False
         if apart > allowed:
-            return (
-                f". The decoder alone, without an image, is {number(apart)} off, too: the fault is that of {name}",
-                True,
-            )
+            alone = f". The decoder alone, without an image, is {number(apart)} off, too"
+            return f"{alone}: the fault is that of {name}", True
         return f". {name} by itself, without an image, is right: {number(apart)} off", False
 
     def _window(self) -> int | None:

@@ -16,32 +16,19 @@ from .results import BROKEN, HOLDS, NOT_CHECKED, Result, listed
 
 
 # Fields of a configuration that say where a model is, or who wrote it.
-OF_THE_FILE = (
-    "_name_or_path",
-    "name_or_path",
-    "transformers_version",
-    "auto_map",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-)
+OF_THE_FILE = "_name_or_path name_or_path transformers_version auto_map architectures dtype torch_dtype".split()
 
 
 def check_files(model: Any, reload: Callable[[Path], Any], adapter_only: bool) -> Result:
-    """A saved model loads again with the same weights, bit for bit, and the same configuration.
-
-    Args:
-        reload (`Callable`): loads a model from a folder.
-        adapter_only (`bool`): save what was added, without the bases.
-    """
+    """A saved model loads again with the same weights, bit for bit, and the same configuration."""
     layer = next((name for name, _ in adapter_layers(model)), None)
     if layer is not None:
-        return Result(
-            "save-load", NOT_CHECKED, f"an adapter (PEFT) is saved without its model: {layer} is a layer of one"
-        )
+        line = f"an adapter (PEFT) is saved without its model: {layer} is a layer of one"
+        return Result("save-load", NOT_CHECKED, line)
     what = "only what was added (adapter-only)" if adapter_only else "the whole model"
     with tempfile.TemporaryDirectory(prefix="hf-xattn-check-") as name:
-        needed, free = (0 if adapter_only else _bytes_of(model)), shutil.disk_usage(name).free
+        tensors = () if adapter_only else model.state_dict().values()
+        needed, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(name).free
         if needed > 0.9 * free:
             return Result(
                 "save-load",
@@ -59,15 +46,10 @@ def check_files(model: Any, reload: Callable[[Path], Any], adapter_only: bool) -
         differing, total = _differences(model, again)
         del again
     if differing:
-        line = f"{len(differing)} differ: {listed(differing)}"
-        return Result("save-load", BROKEN, f"saved {what}, {line}", len(differing), 0)
-    return Result(
-        "save-load", HOLDS, f"0 of {total} tensors differ, bit for bit: saved {what}, {saved / 2**20:.1f} MiB", 0, 0
-    )
-
-
-def _bytes_of(model: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+        line = f"saved {what}, {len(differing)} differ: {listed(differing)}"
+        return Result("save-load", BROKEN, line, len(differing), 0)
+    line = f"0 of {total} tensors differ, bit for bit: saved {what}, {saved / 2**20:.1f} MiB"
+    return Result("save-load", HOLDS, line, 0, 0)
 
 
 def _differences(model: Any, again: Any) -> tuple[list[str], int]:
@@ -84,9 +66,8 @@ def _differences(model: Any, again: Any) -> tuple[list[str], int]:
         elif not equal_bits(mine, other):
             differing.append(name)
     before, after = _settings(model.config.to_dict()), _settings(again.config.to_dict())
-    differing += [
-        f"config.{name}" for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)
-    ]
+    names = before.keys() | after.keys()
+    differing += [f"config.{name}" for name in names if before.get(name) != after.get(name)]
     return sorted(differing), len(ours)
 
 

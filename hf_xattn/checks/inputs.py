@@ -1,6 +1,4 @@
-"""Random inputs of the checks: text without special tokens, and images or features of the shapes that a model reads.
-All are seeded.
-"""
+"""Random inputs of the checks, all seeded: text without special tokens, and images or features."""
 
 from __future__ import annotations
 

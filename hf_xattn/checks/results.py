@@ -19,27 +19,17 @@ ROUNDING_OF_EXPERTS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 
 
 @dataclass(frozen=True)
 class Result:
-    """What a check has found.
+    """What a check has found."""
 
-    Attributes:
-        name (`str`): of the check.
-        status (`str`): `HOLDS`, `BROKEN`, `FRESH` (holds, with something to know) or `NOT_CHECKED`.
-        line (`str`): what was measured, in words.
-        measured (`float`, *optional*): the number.
-        allowed (`float`, *optional*): the largest or, for calls, the only number with which the promise holds.
-    """
-
-    name: str
-    status: str
-    line: str
+    name: str  # of the check
+    status: str  # `HOLDS`, `BROKEN`, `FRESH` (holds, with something to know) or `NOT_CHECKED`
+    line: str  # what was measured, in words
     measured: float | None = None
-    allowed: float | None = None
+    allowed: float | None = None  # the largest or, for calls, the only number with which the promise holds
 
 
 def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Largest difference of two tensors of one shape. Equal infinities differ by 0, and NaN differs from all by
-    infinity.
-    """
+    """Largest difference of two tensors of one shape: 0 for equal infinities, and infinity for NaN."""
     first, second = first.detach().double().cpu(), second.detach().double().cpu()
     differences = torch.where(first == second, 0.0, (first - second).abs())
     return float(torch.nan_to_num(differences, nan=float("inf")).max()) if differences.numel() else 0.0

@@ -33,7 +33,6 @@ def run_checks(
         model ([`XAttnForConditionalGeneration`]): in evaluation mode.
         reload (`Callable`): loads a model from a folder.
         base (`Callable`, *optional*): loads the base of the text half.
-        skip (`Collection[str]`): names of checks that are not made.
         adapter_only (`bool`): save only what was added, to check saving and loading.
 
     Raises:

@@ -52,13 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _talk(session: ChatSession, images: list[Image]) -> int:
-    """Reads lines and answers them, until the input ends.
+    """Reads lines and answers them, until the input ends. Returns the exit status, 2 if a line of a script has failed.
 
-    A script cannot see that a line has failed, and must get no answer without its image. So where the lines do not
-    come from a terminal, the message after a line that failed is not answered.
-
-    Returns:
-        `int`: the exit status, 2 if a line of a script has failed.
+    A script must get no answer without its image. So the message after a line that failed is answered only at a
+    terminal.
     """
     at_terminal = sys.stdin.isatty()
     waiting, failed, status = list(images), False, 0
@@ -110,11 +107,7 @@ def _lines(at_terminal: bool) -> Iterator[str]:
 
 
 def _read_image(name: str, processor: Any) -> Image:
-    """Returns the image of `/image`.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
+    """Returns the image of `/image`. Raises a `ValueError` if it cannot be read."""
     name = name.strip().strip("'\"")
     if not name:
         raise ValueError("Expected a file after /image, got nothing.")
@@ -131,12 +124,7 @@ def _read_image(name: str, processor: Any) -> Image:
 
 
 def _answer(session: ChatSession, text: str, images: list[Image]) -> bool:
-    """Prints the answer while it is generated. Returns whether there was one; if not, the images stay for the next
-    message.
-
-    Raises:
-        ValueError: for a message that cannot be answered.
-    """
+    """Prints the answer while it is generated. Returns whether there was one: if not, the images stay."""
     from jinja2 import TemplateError
     from transformers import TextStreamer
 

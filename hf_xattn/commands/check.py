@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_source("model", arguments.model)
 
     peft = find_peft(arguments.model, {})
-    check_model(arguments.model if peft is None else peft.base, **hub_options(arguments))
+    name = arguments.model if peft is None else peft.base
+    check_model(name, **hub_options(arguments))
     from ..checkpoints.adapters import Adapter
     from ..checks import BROKEN, NOT_CHECKED, run_checks
     from ..checks.bases import load_base
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = run_checks(
         model,
         reload=lambda folder: _load(folder, arguments, dtype="auto"),
-        base=None if arguments.base is None else lambda: load_base(model, arguments.base, _saved_dtype(arguments)),
+        base=None if arguments.base is None else lambda: load_base(model, arguments.base, _file_dtype(name, arguments)),
         skip=arguments.skip,
         adapter_only=arguments.adapter_only or Adapter.find(arguments.model, {}) is not None,
     )
@@ -105,16 +106,10 @@ def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = N
     return model.eval()
 
 
-def _saved_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
-    """The dtype of the text half before the cast to `--dtype`, also if the folder names its base; None if there is no
-    cast.
-    """
+def _file_dtype(name: str, arguments: argparse.Namespace) -> torch.dtype | None:
+    """The dtype of the text half in a checkpoint, before the cast to `--dtype`; None if there is no cast."""
     from transformers import AutoConfig
 
-    from ..checkpoints.peft_adapters import find_peft
-
-    peft = find_peft(arguments.model, {})
-    name = arguments.model if peft is None else peft.base
     if arguments.dtype == "auto":
         return None
     config = AutoConfig.from_pretrained(name, **hub_options(arguments))

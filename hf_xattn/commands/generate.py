@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .loading import add_model_and_images, load_model_and_images
+from .options import check_least
 
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-
-    from ..cache.image_cache import ImageCache
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -38,9 +37,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.image and arguments.image_cache:
         raise ValueError("Expected --image or --image-cache, got both.")
-    for option in ("max_new_tokens", "num_beams"):
-        if getattr(arguments, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(arguments, option)}.")
+    check_least(arguments, 1, "max_new_tokens", "num_beams")
     if arguments.image_cache is not None and not arguments.image_cache.is_file():
         raise ValueError(f"`--image-cache` ({arguments.image_cache}) is not a file.")
     model, processor, images = load_model_and_images(arguments)
@@ -49,7 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
         from ..cache.image_cache import load_image_cache
 
         cache = load_image_cache(arguments.image_cache, model)
-    num_images = 0 if cache is None else _num_images(cache)
+    layout = None if cache is None else cache.cross_attention_cache.layout
+    num_images = 0 if layout is None else layout.num_images
     if _has_template(processor) and not arguments.raw:
         made = _chat(processor, arguments.prompt, images, num_images)
     elif images:
@@ -68,15 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(tokenizer.decode(tokens[0, prompt_length:], skip_special_tokens=True))
 
 
-def _num_images(cache: ImageCache) -> int:
-    layout = cache.cross_attention_cache.layout
-    return 0 if layout is None else layout.num_images
-
-
 def _has_template(processor: Any) -> bool:
-    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] without a template has a default one, as
-    in training.
-    """
+    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] has a default template."""
     from ..processing_xattn import XAttnProcessor
 
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -85,12 +76,7 @@ def _has_template(processor: Any) -> bool:
 
 
 def _chat(processor: Any, prompt: str, images: list[Image], num_cached: int) -> Mapping[str, torch.Tensor]:
-    """Renders a chat with one question. For `num_cached` encoded images it makes the ids of a chat with as many
-    images, and no pixels.
-
-    Raises:
-        ValueError: for a marker of an image in the prompt, because the template writes them.
-    """
+    """Renders a chat with one question. For `num_cached` encoded images it makes the ids alone, and no pixels."""
     marker = getattr(processor, "image_token", None)
     if marker and marker in prompt:
         raise ValueError(f"`--prompt` contains {marker}, which the chat template writes. Leave it out, or add `--raw`.")

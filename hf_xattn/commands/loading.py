@@ -30,18 +30,12 @@ def add_model_and_images(parser: argparse.ArgumentParser) -> None:
 def add_images(parser: argparse._ActionsContainer) -> None:
     """Adds the option of the images, which are not required."""
     parser.add_argument(
-        "--image",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help="an image; repeat the option for several images",
+        "--image", action="append", type=Path, metavar="FILE", help="an image; repeat the option for several images"
     )
 
 
 def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
-    """Adds the options that `load_model_and_images` reads, except the images. `device` is the default; "auto" prefers
-    a GPU.
-    """
+    """Adds the options that `load_model_and_images` reads, except the images. `device` is the default."""
     parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     add_device(parser, default=device)
@@ -49,12 +43,9 @@ def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
 
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
-    """Loads a model, its processor and the images of `--image`.
+    """Loads a model, its processor, or its tokenizer if it has no processor, and the images of `--image`.
 
-    If the model was saved without a processor, its tokenizer is returned instead.
-
-    Raises:
-        ValueError: for a missing file, a model without blocks, or images for a model without an image processor.
+    Raises a `ValueError` for a missing file, a model without blocks, or images without an image processor.
     """
     files: list[Path] = arguments.image or []
     for file in files:
@@ -85,9 +76,7 @@ class DamagedError(ValueError):
 
 @contextmanager
 def undamaged(what: str, source: str) -> Iterator[None]:
-    """Raises a `DamagedError` for what a damaged file makes transformers stumble over. For a missing one transformers'
-    own error says so.
-    """
+    """Raises a `DamagedError` for a damaged file. For a missing one transformers' own error says so."""
     try:
         yield
     except Exception as error:
@@ -117,11 +106,7 @@ def load_processor(name: str, **hub: Any) -> Any:
 
 
 def load_shapes(name: str, **hub: Any) -> XAttnForConditionalGeneration:
-    """Builds a saved model on the meta device. Reads only the configuration.
-
-    Raises:
-        ValueError: for a model without blocks.
-    """
+    """Builds a saved model on the meta device. Reads only the configuration. Errors as [`check_model`]."""
     check_model(name, **hub)
     import torch
 
@@ -133,33 +118,24 @@ def load_shapes(name: str, **hub: Any) -> XAttnForConditionalGeneration:
         return XAttnForConditionalGeneration._from_config(XAttnConfig.from_pretrained(name))
 
 
-def _config_of(name: str, **hub: Any) -> Any:
-    """The configuration of a folder or a Hub id.
+def check_model(name: str, **hub: Any) -> None:
+    """Raises a `ValueError` for a model without blocks, and an error for a name that is no folder and no Hub id.
 
-    Raises:
-        ValueError, OSError: for a name that is neither; both say so.
+    `hub` is what `hub_options` returns, here and elsewhere.
     """
     from transformers import AutoConfig
 
-    from ..utils.checkpoint_files import both_readings, check_source
-
-    check_source("model", name)
-    with both_readings(name):
-        return AutoConfig.from_pretrained(name, **hub)
-
-
-def check_model(name: str, **hub: Any) -> None:
-    """Raises a `ValueError` for a model without blocks, and for a folder that is not there. `hub`: `hub_options`, here
-    and elsewhere.
-    """
     from ..checkpoints.gguf_files import is_gguf_path
+    from ..utils.checkpoint_files import both_readings, check_source
 
     if is_gguf_path(name):
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run `hf-xattn retrofit {name}` "
             "first."
         )
-    config = _config_of(name, **hub)
+    check_source("model", name)
+    with both_readings(name):
+        config = AutoConfig.from_pretrained(name, **hub)
     if config.model_type != "xattn":
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a {config.model_type!r} model without "
@@ -168,11 +144,7 @@ def check_model(name: str, **hub: Any) -> None:
 
 
 def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration) -> Any:
-    """Returns the processor, or for an `IdeficsProcessor` an [`XAttnProcessor`] with the same parts.
-
-    An `IdeficsProcessor` decides itself where images are in the text. An [`XAttnProcessor`] follows the markers in the
-    prompt.
-    """
+    """Returns the processor. An `IdeficsProcessor` becomes an [`XAttnProcessor`], which follows markers."""
     if type(processor).__name__ != "IdeficsProcessor":
         return processor
     from ..processing_xattn import XAttnProcessor

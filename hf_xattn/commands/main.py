@@ -11,28 +11,15 @@ from ..version import __version__
 from . import chat, check, demo, encode, export, generate, import_, inspect, retrofit, serve, train, web
 
 
-COMMANDS = (
-    retrofit,
-    train,
-    import_,
-    export,
-    inspect,
-    check,
-    chat,
-    generate,
-    encode,
-    serve,
-    web,
-    demo,
-)  # in the order of `--help`
+# In the order of `--help`.
+COMMANDS = (retrofit, train, import_, export, inspect, check, chat, generate, encode, serve, web, demo)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Without one, lists them all.
+    """Runs one command. Without one, lists them all. A bug is raised, with its traceback.
 
     Returns:
         `int`: the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr.
-            What is a bug is raised, with its traceback.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -59,9 +46,7 @@ def _is_message(error: Exception) -> bool:
 
 
 def _is_raised(error: Exception) -> bool:
-    """Whether a `raise` statement has raised an error, with its words. Otherwise an operation failed, such as `None +
-    1`.
-    """
+    """Whether a `raise` statement has raised an error. Otherwise an operation failed, such as `None + 1`."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

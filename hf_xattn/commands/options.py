@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from typing import Any
 
 
@@ -12,9 +13,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of every `from_pretrained`. Without the option nothing asks: code that is needed is an
-    error.
-    """
+    """Returns keyword arguments of every `from_pretrained`. Without the option, custom code is an error."""
     return {"trust_remote_code": arguments.trust_remote_code}
 
 
@@ -26,11 +25,7 @@ def add_device(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a name
-    """Returns the device that `--device` names: for `auto` a GPU if there is one.
-
-    Raises:
-        ValueError: for a device that torch does not know, or that this machine does not have.
-    """
+    """Returns the device that `--device` names. Raises a `ValueError` for one that this machine does not have."""
     import torch
 
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -59,15 +54,9 @@ def add_answers(parser: argparse.ArgumentParser) -> None:
 
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns keyword arguments of `generate`.
-
-    Raises:
-        ValueError: for `--max-new-tokens` below 1, or a negative `--temperature`.
-    """
-    if arguments.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}.")
-    if arguments.temperature is not None and arguments.temperature < 0:
-        raise ValueError(f"--temperature must be 0 or more, got {arguments.temperature}.")
+    """Returns keyword arguments of `generate`. Raises a `ValueError` for values out of bounds."""
+    check_least(arguments, 1, "max_new_tokens")
+    check_least(arguments, 0, "temperature")
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}
     if arguments.temperature is not None:
         options["do_sample"] = arguments.temperature > 0
@@ -91,7 +80,26 @@ def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
     )
 
 
-def check_listening(arguments: argparse.Namespace) -> None:
-    """Raises a `ValueError` for a negative `--image-store`."""
-    if arguments.image_store < 0:
-        raise ValueError(f"`--image-store` must be at least 0, got {arguments.image_store}.")
+def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises a `ValueError` for an option below a number."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least}, got {value}.")
+
+
+def address_of(host: str, port: int) -> str:
+    """The web address of a host. An IPv6 address stands in brackets: `http://[::1]:8000`."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Binds a port; 0 takes a free one. Raises a `ValueError` if the address is not ours, or the port is in use."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ValueError(f"Cannot listen on `--host` {host}, `--port` {port}: {error}") from error
+    return listener

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def new_folder(folder: Path) -> Path:
-    """Checks that `folder` is new or empty, and returns it. What a killed process left there is removed.
-
-    Raises:
-        ValueError: if `folder` is a file or a folder that is not empty.
-    """
+    """Returns a folder that is new or empty. Raises a `ValueError` for any other."""
     from ..utils.whole_folder import is_free
 
     if not is_free(folder):
@@ -26,28 +22,16 @@ def new_folder(folder: Path) -> Path:
 
 
 def read_processor(
-    text: str,
-    vision: str | None,
-    output: Path,
-    *,
-    image_token_id: int | None = None,
-    **load_kwargs: Any,
+    text: str, vision: str | None, output: Path, *, image_token_id: int | None = None, **load_kwargs: Any
 ) -> Any:
     """Reads the tokenizer of a text model and the image processor of a vision model. Prints which of them is missing.
 
     Args:
-        text (`str`), vision (`str`, *optional*): folders or Hub ids. `text` may be the path of a GGUF file.
         output (`Path`): the folder that the result goes to, for messages.
-        image_token_id (`int`, *optional*): id of the token that marks an image in a text.
-        load_kwargs: keyword arguments of both `from_pretrained` calls: `revision`, `trust_remote_code`, ...; and
-            `gguf_file`, for the tokenizer.
+        load_kwargs: keyword arguments of both `from_pretrained` calls; and `gguf_file`, for the tokenizer.
 
     Returns:
         An [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
-
-    Raises:
-        ValueError: for a tokenizer or an image processor that is damaged, and the tokenizer of a GGUF file in an old
-            transformers.
     """
     from transformers import AutoTokenizer
 
@@ -58,27 +42,20 @@ def read_processor(
     source, text_kwargs = split_gguf("text", text, load_kwargs)
     check_tokenizer(text_kwargs.get("gguf_file"))
     load_kwargs.pop("gguf_file", None)
-    try:
-        with undamaged("tokenizer", text):
-            tokenizer = AutoTokenizer.from_pretrained(source, **text_kwargs)
-    except DamagedError:
-        raise
-    except (OSError, ValueError):
+    tokenizer = _read(AutoTokenizer, source, "tokenizer", text, text_kwargs)
+    if tokenizer is None:
         print(f"No processor saved: {text} has no tokenizer.")
         return None
-    image_processor = None
-    if vision is not None:
-        try:
-            with undamaged("image processor", vision):
-                image_processor = AutoImageProcessor.from_pretrained(vision, **load_kwargs)
-        except DamagedError:
-            raise
-        except (OSError, ValueError):
-            print(f"Processor saved without images: {vision} has no image processor.")
-    if image_processor is None:
+    if vision is None:
         return tokenizer
-    image_token = _token(tokenizer, image_token_id)
-    if image_token_id is not None and image_token is None:
+    image_processor = _read(AutoImageProcessor, vision, "image processor", vision, load_kwargs)
+    if image_processor is None:
+        print(f"Processor saved without images: {vision} has no image processor.")
+        return tokenizer
+    image_token: Any = None
+    if image_token_id is not None and image_token_id < len(tokenizer):
+        image_token = tokenizer.convert_ids_to_tokens(image_token_id)
+    elif image_token_id is not None:
         print(
             f"The tokenizer of {text} has no token {image_token_id}: add OpenFlamingo's tokens "
             f"(<|endofchunk|>, <image>) to the tokenizer in {output} before you use it."
@@ -86,11 +63,15 @@ def read_processor(
     return XAttnProcessor(image_processor, tokenizer, image_token=image_token)
 
 
-def _token(tokenizer: Any, token_id: int | None) -> str | None:
-    """Returns the token of an id. Returns None if the id is None or outside the vocabulary."""
-    if token_id is None or token_id >= len(tokenizer):
+def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict[str, Any]) -> Any:
+    """A tokenizer or an image processor. None if there is none."""
+    try:
+        with undamaged(what, where):
+            return auto_class.from_pretrained(source, **load_kwargs)
+    except DamagedError:
+        raise
+    except (OSError, ValueError):
         return None
-    return tokenizer.convert_ids_to_tokens(token_id)
 
 
 def print_report(model: XAttnForConditionalGeneration) -> None:

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 from .loading import add_model, load_model_and_images
-from .options import add_listening, check_listening
+from .options import add_listening, address_of, bind, check_least
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -35,11 +35,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="most tokens that a client may ask for in an answer (default: 4096)",
     )
     parser.add_argument(
-        "--max-beams",
-        type=int,
-        default=8,
-        metavar="N",
-        help="most beams that a client may ask for (default: 8)",
+        "--max-beams", type=int, default=8, metavar="N", help="most beams that a client may ask for (default: 8)"
     )
     parser.add_argument(
         "--private-addresses",
@@ -51,17 +47,13 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_listening(arguments)
-    for name in ("max_image_mib", "max_request_mib", "max_new_tokens", "max_beams"):
-        most = getattr(arguments, name)
-        if most is not None and most < 1:
-            raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1, got {most}.")
+    check_least(arguments, 0, "image_store")
+    check_least(arguments, 1, "max_image_mib", "max_request_mib", "max_new_tokens", "max_beams")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'transformers[serving]'`.")
     from ..serving.answer_limits import AnswerLimits
-    from ..serving.listening import address_of, bind
     from ..serving.serving import SERVED, Server, build_app, check_answers
 
     limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from .loading import add_model, load_model_and_images
-from .options import add_answers, add_listening, answer_options, check_listening
+from .options import add_answers, add_listening, address_of, answer_options, bind, check_least
 
 
 def register(commands: argparse._SubParsersAction) -> None:
@@ -40,11 +40,10 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_listening(arguments)
+    check_least(arguments, 0, "image_store")
     options = answer_options(arguments)
     from transformers import set_seed
 
-    from ..serving.listening import address_of, bind
     from ..serving.web.page import build_page, load_gradio
 
     load_gradio()

@@ -2,7 +2,8 @@
 
 from .canvases import PROMPT
 from .language_run import run_language
-from .run import example_images, run
+from .report import example_images
+from .run import run
 
 
 __all__ = ["PROMPT", "example_images", "run", "run_language"]

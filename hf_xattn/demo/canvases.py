@@ -5,14 +5,12 @@ The digit images are split before they are placed: no digit image is in both a t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 DIGIT, PATCH = 8, 10
 HEIGHT, WIDTH = 2 * PATCH, 6 * PATCH
@@ -30,29 +28,15 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 
 
 class Canvas(NamedTuple):
-    """An image and the digits on it.
+    """An image and the digits on it."""
 
-    Attributes:
-        pixels (`np.ndarray`): `(20, 60)`, uint8, white on black.
-        digits (`list[int]`): from left to right.
-        corners (`list[tuple[int, int]]`): upper left corner of each digit, row and column.
-    """
-
-    pixels: np.ndarray
-    digits: list[int]
-    corners: list[tuple[int, int]]
+    pixels: np.ndarray  # (20, 60), uint8, white on black
+    digits: list[int]  # from left to right
+    corners: list[tuple[int, int]]  # upper left corner of each digit, row and column
 
 
 class DigitPool:
-    """The digit images for training, or the held-out digit images.
-
-    Args:
-        held_out (`bool`): whether to use the held-out fifth of the images, or the other four fifths.
-        seed (`int`): seed of the split.
-
-    Raises:
-        ImportError: if scikit-learn is not installed.
-    """
+    """The digit images for training, or the held-out fifth of the images. `seed` decides the split."""
 
     def __init__(self, held_out: bool, seed: int = 0):
         try:
@@ -96,18 +80,14 @@ def to_pixel_values(canvas: Canvas) -> torch.Tensor:
     return ((pixels - 0.5) / 0.5).expand(1, 3, -1, -1)
 
 
-def picture_of(canvas: Canvas) -> Image:
+def picture_of(canvas: Canvas) -> Image.Image:
     """Returns the canvas as a PIL image in RGB."""
-    from PIL import Image
-
     return Image.fromarray(canvas.pixels).convert("RGB")
 
 
 def patch_labels(canvas: Canvas) -> torch.Tensor:
-    """Returns labels `(2, 12)` for the patches of 10 by 10 pixels.
-
-    The first row holds the digit in each patch (10 for background). The second row holds the digit's place from the
-    left (3 for background, -100 for a digit behind the third).
+    """Returns labels `(2, 12)` for the patches: the digit (10 for background), and the digit's place from the left (3
+    for background, -100 for a digit behind the third).
     """
     labels = torch.stack([torch.full((HEIGHT // PATCH, WIDTH // PATCH), nothing) for nothing in (10, 3)])
     for place, (digit, (row, column)) in enumerate(zip(canvas.digits, canvas.corners)):

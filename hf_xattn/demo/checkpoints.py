@@ -25,13 +25,7 @@ NOISE = 0.5  # of pixels in [-1, 1], its largest standard deviation
 
 
 def optimize(
-    parameters,
-    steps: int,
-    rate: float,
-    loss_of_step,
-    name: str,
-    clip: float | None = None,
-    warmup: float = 0.1,
+    parameters, steps: int, rate: float, loss_of_step, name: str, clip: float | None = None, warmup: float = 0.1
 ) -> float:
     """AdamW with warm-up in a share of the steps, and a progress bar. Returns the last loss."""
     parameters = list(parameters)
@@ -104,8 +98,7 @@ def make_text_checkpoint(folder: Path, steps: int, seed: int) -> None:
 
 
 def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int, where: bool = False) -> None:
-    """Trains a small ViT to predict, for each patch, the digit and the digit's place. The classifier heads are not
-    saved.
+    """Trains a small ViT to predict, for each patch, the digit and the digit's place. Its heads are not saved.
 
     With `where` it also predicts which patch of the canvas each one is, from noisy canvases, most of which hold a
     digit in each column. Otherwise its last layer tells the order of the digits, but no longer where they stand.
@@ -146,7 +139,6 @@ def make_vision_checkpoint(folder: Path, pool: DigitPool, steps: int, seed: int,
         ]
         return torch.stack(losses).sum()
 
-    parameters = [*tower.parameters(), *heads.parameters()]
-    optimize(parameters, steps, 3e-3, loss_of_step, "vision tower, digits of patches")
+    optimize([*tower.parameters(), *heads.parameters()], steps, 3e-3, loss_of_step, "vision tower, digits of patches")
     tower.save_pretrained(folder)
     SiglipImageProcessorPil(size={"height": HEIGHT, "width": WIDTH}).save_pretrained(folder)

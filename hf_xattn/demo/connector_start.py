@@ -1,11 +1,9 @@
-"""Starts the connector with the map from a patch's features to the hidden states of the words for it: `seven`, `top`,
-`left`.
+"""Starts the connector with a map from the features of a patch to the hidden states of its words: `seven`, `top`.
 
 A block's queries come from text and its keys from the picture, through random projections at first. So it takes long
 until the word `seven` looks at the patch with a seven. It takes fewer steps if both are near each other before the
-projections: the connector's first weights are the ridge regression from the features of a patch to the language
-model's hidden states at the words for the patch. It needs no gradient, one pass of the language model over a few words
-and one of the tower over some canvases.
+projections. So the connector's first weights are a ridge regression from the features of patches to the language
+model's hidden states at the words for these patches.
 """
 
 from __future__ import annotations
@@ -35,12 +33,7 @@ def start_connector(
 ) -> None:
     """Sets the weights of a linear connector, in place.
 
-    Args:
-        model ([`XAttnForConditionalGeneration`]): has a tower that was trained on digits, and a `"linear"` connector.
-        base ([`PreTrainedModel`]): its language model before the retrofit.
-        processor ([`XAttnProcessor`]): its tokenizer renders the chats that the words come from.
-        pool ([`DigitPool`]): the digit images for training.
-        seed (`int`): seed of the canvases and of the random part.
+    The tower of `model` was trained on digits. `base` is the language model before the retrofit.
     """
     rng = np.random.default_rng((seed, 7))
     canvases = [pool.canvas(rng) for _ in range(CANVASES)]
@@ -53,7 +46,10 @@ def start_connector(
     first = min(model.config.cross_attention_layers)
     of_digit = word_states(base, processor, first, WORDS)
     targets = torch.cat([of_digit, torch.zeros_like(of_digit[:1])])[digits]  # zeros for background
-    for place in patch_places(base, processor, first):
+    corners = [(row, column) for row in range(0, HEIGHT, PATCH) for column in range(0, WIDTH, PATCH)]
+    words = [region(*corner).split() for corner in corners]  # `top left`, ... of each patch of a canvas
+    for part, names in enumerate((ROWS, COLUMNS)):
+        place = word_states(base, processor, first, names)[[names.index(each[part]) for each in words]]
         targets = targets + place.repeat(CANVASES, 1) * (digits < len(WORDS))[:, None]
     weight, bias = ridge(features[kept], targets[kept])
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * RANDOM
@@ -61,28 +57,11 @@ def start_connector(
     connector.layers[0].bias.copy_(bias)
 
 
-def patch_places(base: PreTrainedModel, processor: XAttnProcessor, layer: int) -> list[torch.Tensor]:
-    """Returns the states of the words for the row of each patch of a canvas, and for its column, both `(12,
-    hidden_size)`.
-    """
-    corners = [(row, column) for row in range(0, HEIGHT, PATCH) for column in range(0, WIDTH, PATCH)]
-    words = [region(*corner).split() for corner in corners]
-    return [
-        word_states(base, processor, layer, names)[[names.index(each[part]) for each in words]]
-        for part, names in enumerate((ROWS, COLUMNS))
-    ]
-
-
 @torch.no_grad()
 def word_states(base: PreTrainedModel, processor: XAttnProcessor, layer: int, words: tuple[str, ...]) -> torch.Tensor:
-    """Returns what tells the hidden states of some words apart, `(words, hidden_size)`: minus their mean, with a mean
-    square of 1.
+    """Returns the hidden states of two words or more in front of a layer, `(words, hidden_size)`.
 
-    Args:
-        base ([`PreTrainedModel`]): a causal language model.
-        processor ([`XAttnProcessor`]): its tokenizer has a chat template.
-        layer (`int`): the decoder layer that takes the hidden states.
-        words (`tuple[str, ...]`): at least two.
+    Their mean is subtracted, and each has a mean square of 1: this tells them apart.
     """
     tokenizer: Any = processor.tokenizer
     states = []
@@ -102,12 +81,8 @@ def word_states(base: PreTrainedModel, processor: XAttnProcessor, layer: int, wo
 def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Solves `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`.
 
-    Args:
-        features (`torch.Tensor`): `(count, inputs)`.
-        targets (`torch.Tensor`): `(count, outputs)`.
-
-    Returns:
-        The weight `(outputs, inputs)` and the bias `(outputs,)`, float32.
+    `features` are `(count, inputs)`, `targets` `(count, outputs)`. Returns the weight `(outputs, inputs)` and the bias
+    `(outputs,)` in float32.
     """
     inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1).double()
     penalty = PENALTY * torch.eye(inputs.shape[1], dtype=inputs.dtype)

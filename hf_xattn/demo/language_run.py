@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, set_seed
 
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..checkpoints.model_card import write_model_card
 from ..utils.transformers_api import AutoImageProcessor
-from .canvases import DigitPool, picture_of
+from .attention import draw_questions
+from .canvases import DigitPool
 from .checkpoints import make_vision_checkpoint
 from .connector_start import start_connector
 from .language_models import language_model
@@ -38,9 +33,8 @@ from .language_scores import (
     verdicts_right,
 )
 from .language_training import Recipe, block_layers, train, training_dtype
-from .question_picture import draw_questions
 from .questions import KINDS, PHRASINGS
-from .report import prepared, print_table, say
+from .report import example_images, prepared, print_table, save_examples, say
 from .text_prompts import TRAINING_PROMPTS
 
 
@@ -142,7 +136,7 @@ def run_language(
         "minutes": (time.perf_counter() - start) / 60,
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    _save_examples(output, new)
+    save_examples(output, [question.canvas for question in new if question.kind == "read"][:8])
     draw_questions(output / "questions.png", model, processor, new)
     examples = [phrasings[0].format(digit="seven") for phrasings in PHRASINGS.values()]
     training = {"data": "questions about canvases of scikit-learn's digits", "steps": recipe.steps}
@@ -154,16 +148,9 @@ def run_language(
 
 
 def retrofitted(text: Path, vision: Path, layers: list[int] | None = None, block: dict[str, Any] = BLOCK):
-    """Puts fresh blocks into a language model with a chat template.
+    """Puts fresh blocks in front of `layers` of a language model with a chat template.
 
-    Args:
-        text (`Path`): checkpoint of the language model, with its tokenizer.
-        vision (`Path`): checkpoint of the tower, with its image processor.
-        layers (`list[int]`, *optional*): layers that get a block in front. Default: those of [`block_layers`].
-        block (`dict`): options of the blocks.
-
-    Returns:
-        The model, whose language model and tower are frozen, and its processor.
+    Returns the model, whose language model and tower are frozen, and its processor.
     """
     tokenizer = AutoTokenizer.from_pretrained(text, padding_side="left")
     tokenizer.add_tokens([IMAGE_TOKEN], special_tokens=True)
@@ -200,25 +187,14 @@ def _megabytes(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
 
 
-def _save_examples(output: Path, questions: list) -> None:
-    folder = output / "examples"
-    folder.mkdir(exist_ok=True)
-    for old in folder.glob("*.png"):
-        old.unlink()
-    for index, question in enumerate([each for each in questions if each.kind == "read"][:8]):
-        digits = "-".join(str(digit) for digit in question.canvas.digits)
-        picture_of(question.canvas).save(folder / f"{index}-{digits}.png")
-
-
 def _print(results: dict[str, Any], output: Path) -> None:
     columns = list(results["accuracy"])
     print(f"\n{'whole answers right':<22}" + "".join(f"{column:>22}" for column in columns))
     for kind in KINDS:
         print(f"{kind:<22}" + "".join(f"{results['accuracy'][column][kind]:>22.0%}" for column in columns))
     print_table({name: value for name, value in results.items() if name != "accuracy"})
-    example = sorted((output / "examples").glob("*.png"))[0]
     print(f"\nQuestions, answers, and where the model looked: {output / 'questions.png'}")
-    command, model, image = "hf-xattn", str(output / "model"), ["--image", str(example)]
+    command, model, image = "hf-xattn", str(output / "model"), ["--image", str(example_images(output)[0])]
     print(f"In a chat: {shlex.join([command, 'chat', model, *image])}")
     print(f"For clients: {shlex.join([command, 'serve', model])}")
     print(f"Next: {shlex.join([command, 'generate', model, *image, '--prompt', PHRASINGS['read'][0]])}")

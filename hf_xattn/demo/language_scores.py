@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,20 +13,13 @@ from transformers import PreTrainedModel
 
 from ..processing_xattn import XAttnProcessor
 from .canvases import DigitPool, picture_of
-from .questions import KINDS, Question, ask, kinds_of
+from .questions import KINDS, Question, ask, ask_about
 from .text_prompts import TEST_PROMPTS
 
 
 AT_ONCE = 50
 ANSWER_TOKENS = 16  # generated for an answer about a canvas; the longest right one has 8 in SmolLM2
 TEXT_TOKENS = 24  # generated for a question that no picture concerns
-
-
-class Turn(NamedTuple):
-    """A question of a chat and what was answered."""
-
-    question: str
-    answer: str
 
 
 def held_out_questions(pool: DigitPool, count: int, new_phrasing: bool, seed: int) -> list[Question]:
@@ -36,33 +29,30 @@ def held_out_questions(pool: DigitPool, count: int, new_phrasing: bool, seed: in
 
 
 def answers(
-    model, processor: XAttnProcessor, questions: list[Question], see: bool = True, earlier: list[Turn] | None = None
+    model,
+    processor: XAttnProcessor,
+    questions: list[Question],
+    see: bool = True,
+    earlier: list[tuple[str, str]] | None = None,
 ) -> list[str]:
-    """Generates the answers to questions, greedily, with or without their pictures.
+    """Generates the answers to questions, greedily. With `see`, the chats begin with the pictures.
 
-    Args:
-        model ([`PreTrainedModel`]): generates the answers.
-        processor ([`XAttnProcessor`]): renders the chats.
-        questions (`list[Question]`): what is asked.
-        see (`bool`): whether the chats begin with the picture.
-        earlier (`list[Turn]`, *optional*): a question and its answer that come before, for each question.
+    `earlier` has a question and its answer that come before, for each question.
     """
     pictures = [picture_of(question.canvas) for question in questions] if see else None
-    return _generate(model, processor, [question.text for question in questions], pictures, ANSWER_TOKENS, earlier)
+    tokens = _tokens(model, processor, [question.text for question in questions], pictures, ANSWER_TOKENS, earlier)
+    return processor.batch_decode(tokens, skip_special_tokens=True)
 
 
 def second_right(model, processor: XAttnProcessor, questions: list[Question], seed: int) -> float:
-    """Asks every fifth question again, after another one about the same canvas. Returns the share of whole answers
-    that are right.
+    """Asks every fifth question again, after another one about the same canvas and the model's own answer to it.
 
-    The earlier answer is the model's own.
+    Returns the share of whole answers that are right.
     """
     rng = np.random.default_rng((seed, 8))
-    asked, first = questions[::5], []
-    for question in asked:
-        allowed = kinds_of(question.canvas)
-        first.append(ask(allowed[rng.integers(len(allowed))], None, rng, canvas=question.canvas))
-    earlier = [Turn(each.text, answer) for each, answer in zip(first, answers(model, processor, first))]
+    asked = questions[::5]
+    first = [ask_about(question.canvas, rng) for question in asked]
+    earlier = [(each.text, answer) for each, answer in zip(first, answers(model, processor, first))]
     second = answers(model, processor, asked, earlier=earlier)
     return sum(is_right(question, answer) for question, answer in zip(asked, second)) / len(asked)
 
@@ -76,9 +66,7 @@ def accuracy_by_kind(questions: list[Question], said: list[str]) -> dict[str, fl
 
 
 def most_frequent_by_kind(questions: list[Question]) -> dict[str, float]:
-    """Returns the accuracy of always giving the most frequent answer, with the digit word that the question names in
-    its place.
-    """
+    """Returns the accuracy of always giving the most frequent answer, which repeats the digit word of the question."""
     shares = {}
     for kind in KINDS:
         forms = Counter(
@@ -121,10 +109,8 @@ def compare_texts(
 ) -> dict[str, Any]:
     """Asks what no picture concerns: the base, the model without a picture, and the model with one in the chat.
 
-    Returns:
-        `dict`: counts of the answers that are token for token the base's, of those that hold the right word, and
-            whether the
-        logits without a picture are the base's bit for bit.
+    Returns how many answers are token for token the base's, how many hold the right word, and whether the logits
+    without a picture are the base's bit for bit.
     """
     prompts = [prompt for prompt, _ in TEST_PROMPTS]
     rng = np.random.default_rng((seed, 6))
@@ -161,7 +147,8 @@ def same_logits(model, base: PreTrainedModel, processor: XAttnProcessor) -> bool
 
 def own_answers(base: PreTrainedModel, processor: XAttnProcessor, prompts: tuple[str, ...]) -> dict[str, str]:
     """The text model's own answers, cut at `TEXT_TOKENS`."""
-    return dict(zip(prompts, _generate(base, processor, list(prompts), None, TEXT_TOKENS)))
+    tokens = _tokens(base, processor, list(prompts), None, TEXT_TOKENS)
+    return dict(zip(prompts, processor.batch_decode(tokens, skip_special_tokens=True)))
 
 
 def images_a_second(model, processor: XAttnProcessor, questions: list[Question]) -> float:
@@ -171,25 +158,13 @@ def images_a_second(model, processor: XAttnProcessor, questions: list[Question])
     return len(questions) / (time.perf_counter() - start)
 
 
-def _generate(
-    model,
-    processor: XAttnProcessor,
-    texts: list[str],
-    pictures: list | None,
-    max_new_tokens: int,
-    earlier: list[Turn] | None = None,
-) -> list[str]:
-    tokens = _tokens(model, processor, texts, pictures, max_new_tokens, earlier)
-    return processor.batch_decode(tokens, skip_special_tokens=True)
-
-
 def _tokens(
     model,
     processor: XAttnProcessor,
     texts: list[str],
     pictures: list | None,
     max_new_tokens: int,
-    earlier: list[Turn] | None = None,
+    earlier: list[tuple[str, str]] | None = None,
 ) -> list[list[int]]:
     """The tokens of the answers, without the padding behind the shorter ones."""
     last = model.generation_config.eos_token_id
@@ -206,7 +181,9 @@ def _tokens(
     return answers
 
 
-def _inputs(processor: XAttnProcessor, texts: list[str], pictures: list | None, earlier: list[Turn] | None = None):
+def _inputs(
+    processor: XAttnProcessor, texts: list[str], pictures: list | None, earlier: list[tuple[str, str]] | None = None
+):
     chats = []
     for index, text in enumerate(texts):
         turns = [] if earlier is None else [*earlier[index]]

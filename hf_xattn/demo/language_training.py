@@ -1,6 +1,4 @@
-"""Trains the blocks and the connector of a real language model on questions about canvases. Text model and tower stay
-frozen.
-"""
+"""Trains the blocks and the connector of a real language model on questions about canvases; the rest is frozen."""
 
 from __future__ import annotations
 
@@ -16,22 +14,13 @@ from ..training.collator import XAttnDataCollator
 from ..utils.projection import multiplies_natively
 from .canvases import DigitPool, picture_of, to_pixel_values
 from .checkpoints import optimize
-from .questions import ask, kinds_of
+from .questions import ask, ask_about
 from .text_prompts import TRAINING_PROMPTS
 from .upper_layers import Example, UpperLayers
 
 
 # How often each kind of question is asked. The hard kinds come more often.
-SHARES = {
-    "read": 3,
-    "how many": 2,
-    "leftmost": 2,
-    "largest": 3,
-    "smallest": 3,
-    "is there": 2,
-    "sum": 3,
-    "where": 3,
-}
+SHARES = {"read": 3, "how many": 2, "leftmost": 2, "largest": 3, "smallest": 3, "is there": 2, "sum": 3, "where": 3}
 SECOND = 0.15  # share of the questions that come after another one about the same canvas
 TEXT_EVERY = 10  # one step in so many is on questions that the picture does not concern
 WARMUP_STEPS = 20
@@ -41,23 +30,15 @@ LARGEST_DIFFERENCE = 0.05  # of bfloat16, as a share of the largest logit
 
 
 class Recipe(NamedTuple):
-    """What the training is made of.
-
-    Attributes:
-        steps (`int`): number of steps.
-        batch_size (`int`): questions a step.
-        learning_rate (`float`): its maximum.
-    """
+    """What the training is made of."""
 
     steps: int = 300
-    batch_size: int = 48
-    learning_rate: float = 3e-3
+    batch_size: int = 48  # questions a step
+    learning_rate: float = 3e-3  # its maximum
 
 
 def block_layers(num_layers: int) -> list[int]:
-    """The layers that get a block in front: five in the last third of the depth. The layers below run once for each
-    text.
-    """
+    """The layers that get a block in front: five in the last third. The layers below run once for each text."""
     return sorted({min(round(num_layers * share), num_layers - 1) for share in BLOCK_PLACES})
 
 
@@ -75,17 +56,7 @@ class Rows:
     def example(
         self, question: str, answer: str, with_image: bool = True, before: tuple[tuple[str, str], ...] = ()
     ) -> Example:
-        """Returns the tokens of a chat, after the common beginning.
-
-        Args:
-            question (`str`): the last question.
-            answer (`str`): its answer.
-            with_image (`bool`): whether the chat begins with the picture.
-            before (`tuple[tuple[str, str], ...]`): earlier questions and answers, which are trained too.
-
-        Raises:
-            ValueError: if the chat does not begin as the others do.
-        """
+        """Returns the tokens of a chat, after the common beginning. Earlier answers (`before`) are trained too."""
         key = (*before, (question, answer)), with_image
         if key not in self._known:
             ids, labels = self._tokens(*key)
@@ -110,17 +81,11 @@ class Rows:
 
 
 class Batch(NamedTuple):
-    """The rows of a training step.
-
-    Attributes:
-        examples (`list[Example]`): one for each row.
-        pixel_values (`torch.Tensor`): `(rows, 1, channels, height, width)`.
-        image_mask (`torch.BoolTensor`, *optional*): `(rows, 1)`, False for a row without an image.
-    """
+    """The rows of a training step."""
 
     examples: list[Example]
-    pixel_values: torch.Tensor
-    image_mask: torch.Tensor | None
+    pixel_values: torch.Tensor  # (rows, 1, channels, height, width)
+    image_mask: torch.Tensor | None  # (rows, 1), False for a row without an image
 
 
 def batch_of_step(
@@ -149,8 +114,7 @@ def batch_of_step(
         for question in asked:
             before: tuple[tuple[str, str], ...] = ()
             if rng.random() < SECOND:
-                allowed = kinds_of(question.canvas)
-                first = ask(allowed[rng.integers(len(allowed))], pool, rng, canvas=question.canvas)
+                first = ask_about(question.canvas, rng)
                 before = ((first.text, first.answer),)
             examples.append(rows.example(question.text, question.answer, before=before))
     return Batch(examples, torch.stack([to_pixel_values(canvas) for canvas in canvases]), image_mask)
@@ -171,19 +135,9 @@ def train(
     recipe: Recipe,
     seed: int,
 ) -> None:
-    """Trains what requires gradients, on the rows of [`batch_of_step`].
+    """Trains what requires gradients, in place. Frozen matrices of decoder layers are rounded to the training's dtype.
 
-    Args:
-        model ([`XAttnForConditionalGeneration`]): changed in place. The matrices of its decoder layers are rounded to
-            the dtype of the training.
-        processor ([`XAttnProcessor`]): renders the chats.
-        pool ([`DigitPool`]): the digit images for training.
-        text_answers (`dict[str, str]`): the text model's own answers to `TRAINING_PROMPTS`.
-        recipe ([`Recipe`]): steps, batch size and learning rate.
-        seed (`int`): seed of the questions.
-
-    Raises:
-        RuntimeError: if the upper layers alone do not compute what the whole model computes.
+    Raises a `RuntimeError` if the upper layers alone do not compute what the whole model computes.
     """
     rows = Rows(processor, pool.canvas(np.random.default_rng(seed)))
     dtype = training_dtype(model.device)
@@ -203,15 +157,10 @@ def train(
             losses.append(nn.functional.cross_entropy(logits, labels, reduction="sum"))
         return torch.stack(losses).sum() / trained
 
-    optimize(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        recipe.steps,
-        recipe.learning_rate,
-        loss_of_step,
-        "blocks and connector, questions",
-        clip=1.0,
-        warmup=min(0.1, WARMUP_STEPS / recipe.steps),
-    )
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    warmup = min(0.1, WARMUP_STEPS / recipe.steps)
+    name = "blocks and connector, questions"
+    optimize(learning, recipe.steps, recipe.learning_rate, loss_of_step, name, clip=1.0, warmup=warmup)
 
 
 def round_frozen(layers: nn.Module, dtype: torch.dtype) -> None:
@@ -222,9 +171,7 @@ def round_frozen(layers: nn.Module, dtype: torch.dtype) -> None:
 
 
 def parts_by_length(batch: Batch) -> list[Batch]:
-    """Splits a batch into its short and its long rows, where this leaves out at least a tenth of the tokens, which are
-    padding.
-    """
+    """Splits a batch into its short and its long rows, where this saves at least a tenth of the tokens as padding."""
     lengths = [len(example.ids) for example in batch.examples]
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
 
@@ -234,14 +181,11 @@ def parts_by_length(batch: Batch) -> list[Batch]:
     cut = min(range(1, len(order) + 1), key=tokens)
     if tokens(cut) > 0.9 * tokens(len(order)):
         return [batch]
-    return [
-        Batch(
-            [batch.examples[row] for row in part],
-            batch.pixel_values[part],
-            None if batch.image_mask is None else batch.image_mask[part],
-        )
-        for part in (order[:cut], order[cut:])
-    ]
+    batches = []
+    for part in (order[:cut], order[cut:]):
+        mask = None if batch.image_mask is None else batch.image_mask[part]
+        batches.append(Batch([batch.examples[row] for row in part], batch.pixel_values[part], mask))
+    return batches
 
 
 def _check(upper: UpperLayers, rows: Rows, pool: DigitPool, seed: int) -> None:

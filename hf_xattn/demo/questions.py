@@ -174,22 +174,13 @@ KINDS = tuple(PHRASINGS)
 
 
 class Question(NamedTuple):
-    """A question about a canvas.
-
-    Attributes:
-        kind (`str`): one of `KINDS`.
-        canvas ([`Canvas`]): what it is about.
-        text (`str`): the question.
-        answer (`str`): the right answer, such as `seven, two`, `three`, `two no, seven yes`, `four plus five is nine`
-            or `two no, six top left`.
-        asked (`str`): the digit word that the question is about, or "".
-    """
+    """A question about a canvas. Right answers: `seven, two`, `two no, seven yes`, `four plus five is nine`."""
 
     kind: str
     canvas: Canvas
     text: str
     answer: str
-    asked: str = ""
+    asked: str = ""  # the digit word that the question is about
 
 
 def ask(
@@ -197,14 +188,8 @@ def ask(
 ) -> Question:
     """Draws a canvas, and a question of a kind that the canvas allows.
 
-    The digit that "is there" asks for is on half of the canvases.
-
-    Args:
-        kind (`str`): one of `KINDS`.
-        pool ([`DigitPool`]): the digit images.
-        rng (`np.random.Generator`): makes the choices.
-        new_phrasing (`bool`): use a phrasing that training never holds.
-        canvas ([`Canvas`], *optional*): ask about this one. It must allow the kind (see [`kinds_of`]).
+    Training never holds the new phrasings. A given `canvas` must allow the kind (see [`kinds_of`]). The digit that "is
+    there" asks for is on half of the canvases.
     """
     phrasings = (NEW_PHRASINGS if new_phrasing else PHRASINGS)[kind]
     text = phrasings[rng.integers(len(phrasings))]
@@ -223,9 +208,8 @@ def ask(
         places = [place for place, digit in enumerate(digits) if digits.count(digit) == 1]
         place = places[rng.integers(len(places))]
         word = WORDS[digits[place]]
-        answer = ", ".join(
-            [*(f"{WORDS[each]} no" for each in digits[:place]), f"{word} {region(*canvas.corners[place])}"]
-        )
+        read = [f"{WORDS[each]} no" for each in digits[:place]]
+        answer = ", ".join([*read, f"{word} {region(*canvas.corners[place])}"])
         return Question(kind, canvas, _about(text, digits[place]), answer, word)
     words = [WORDS[digit] for digit in digits]
     answers = {
@@ -242,6 +226,12 @@ def ask(
 def kinds_of(canvas: Canvas) -> list[str]:
     """The kinds of question that a canvas allows."""
     return [kind for kind in KINDS if _suits(kind, canvas.digits)]
+
+
+def ask_about(canvas: Canvas, rng: np.random.Generator) -> Question:
+    """Draws a question of any kind that a canvas allows."""
+    allowed = kinds_of(canvas)
+    return ask(allowed[rng.integers(len(allowed))], None, rng, canvas=canvas)
 
 
 def _about(phrasing: str, digit: int) -> str:

@@ -1,9 +1,11 @@
-"""What both demos share: their folder, what they print, and numbers as words."""
+"""What both demos share: their folder, the examples in it, and what they print."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from .canvases import Canvas, picture_of
 
 
 MARK = "made-by-hf-xattn-demo"  # a file that marks a folder of the demo, which a later run may overwrite
@@ -11,11 +13,7 @@ SHARES = ("right", "attention", "accuracy")  # names of figures that are shares
 
 
 def prepared(output: Path) -> Path:
-    """Makes the demo's folder.
-
-    Raises:
-        ValueError: if `output` is a file, or a folder with files of something else.
-    """
+    """Makes the demo's folder. Raises a `ValueError` for a file, or a folder with files of something else."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"`output` ({output}) must be a folder, got a file.")
     if output.is_dir() and any(output.iterdir()) and not (output / MARK).exists():
@@ -25,6 +23,21 @@ def prepared(output: Path) -> Path:
     output.mkdir(parents=True, exist_ok=True)
     (output / MARK).touch()
     return output
+
+
+def save_examples(output: Path, canvases: list[Canvas]) -> None:
+    """Saves canvases as files in place of those of an earlier run. Each file name holds the digits on the canvas."""
+    folder = output / "examples"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    for index, canvas in enumerate(canvases):
+        picture_of(canvas).save(folder / f"{index}-{'-'.join(str(digit) for digit in canvas.digits)}.png")
+
+
+def example_images(output: str | Path) -> list[Path]:
+    """Returns the held-out canvases that the demo saved. Each file name holds the digits on the canvas."""
+    return sorted((Path(output) / "examples").glob("*.png"))
 
 
 def say(text: str) -> None:

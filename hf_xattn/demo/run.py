@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -26,7 +27,7 @@ from ..utils.transformers_api import AutoImageProcessor
 from .attention import attention_on_digits, draw_attention
 from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, DigitPool, picture_of, sentence
 from .checkpoints import make_text_checkpoint, make_vision_checkpoint
-from .report import prepared, print_table, say, shown
+from .report import example_images, prepared, print_table, save_examples, say, shown
 
 
 def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False) -> dict[str, Any]:
@@ -50,9 +51,7 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
     output = prepared(Path(output))
     threads = torch.get_num_threads()
-    # Use one thread: with tensors this small a second thread hardly helps, and on busy cores it is several times
-    # slower.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # with tensors this small, more threads are several times slower on busy cores
     try:
         return _run(output, *pools, seed, quick)
     finally:
@@ -107,25 +106,15 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
         **_speed(model, processor, pictures[:16], repeats=1 if quick else 3),
         "minutes": (time.perf_counter() - start) / 60,
     }
-    _save_examples(output, canvases, pictures, readings)
-    draw_attention(output / "attention.png", model, processor, canvases, pictures, layer="mean")
+    save_examples(output, canvases[:8])
+    _draw_answers(output / "canvases.png", canvases, pictures, readings)
+    draw_attention(output / "attention.png", model, processor, canvases, pictures)
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     measured = {name: shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
-    write_model_card(
-        model,
-        output / "model",
-        trainer,
-        training={"data": "scikit-learn's digits"},
-        results=measured,
-        questions=[PROMPT],
-    )
+    training = {"data": "scikit-learn's digits"}
+    write_model_card(model, output / "model", trainer, training=training, results=measured, questions=[PROMPT])
     _print_results(results, output)
     return results
-
-
-def example_images(output: str | Path) -> list[Path]:
-    """Returns the held-out canvases that the demo saved. Each file name holds the digits on the canvas."""
-    return sorted((Path(output) / "examples").glob("*.png"))
 
 
 def _train(model, dataset: CanvasDataset, output: Path, seed: int) -> Trainer:
@@ -210,34 +199,25 @@ def _speed(model, processor, pictures: list, repeats: int) -> dict[str, float]:
     }
 
 
-def _save_examples(output: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
-    """Saves eight canvases as files, and one picture of them with the model's answers."""
-    from PIL import Image, ImageDraw
-
-    folder = output / "examples"
-    folder.mkdir(exist_ok=True)
-    for old in folder.glob("*.png"):
-        old.unlink()
+def _draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
+    """Draws eight canvases with the model's answers."""
     scale, columns, line = 5, 2, 22
     width, height = WIDTH * scale, HEIGHT * scale + line
     sheet = Image.new("RGB", (columns * (width + 10) + 10, 4 * (height + 10) + 10), "white")
     draw = ImageDraw.Draw(sheet)
     for index, (canvas, picture, words) in enumerate(zip(canvases[:8], pictures, readings)):
-        picture.save(folder / f"{index}-{'-'.join(str(digit) for digit in canvas.digits)}.png")
         x, y = 10 + index % columns * (width + 10), 10 + index // columns * (height + 10)
         sheet.paste(picture.resize((WIDTH * scale, HEIGHT * scale), Image.Resampling.NEAREST), (x, y))
         right = words[1::2] == [WORDS[digit] for digit in canvas.digits]
         draw.text((x + 2, y + HEIGHT * scale + 4), " ".join(words[1::2]), fill="black" if right else "red")
-    sheet.save(output / "canvases.png")
+    sheet.save(path)
 
 
 def _print_results(results: dict[str, Any], output: Path) -> None:
     print_table(results)
-    example = example_images(output)[0]
     print(f"\nA few canvases with what the model said: {output / 'canvases.png'}")
     print(f"Where it looked, word by word: {output / 'attention.png'}")
     print(f'In Python: AutoModelForImageTextToText.from_pretrained("{output / "model"}")')
-    print(
-        "Next: "
-        f"{shlex.join(['hf-xattn', 'generate', str(output / 'model'), '--image', str(example), '--prompt', PROMPT])}"
-    )
+    image = str(example_images(output)[0])
+    command = ["hf-xattn", "generate", str(output / "model"), "--image", image, "--prompt", PROMPT]
+    print(f"Next: {shlex.join(command)}")

@@ -1,14 +1,10 @@
 """Trains blocks in front of upper decoder layers without running the layers below them twice.
 
-A decoder layer below the first block is frozen and sees no image, so its output depends on the text alone. The demo
-asks a few thousand different questions again and again. So the hidden states in front of the first block are computed
-once for each text. All texts also begin alike (the system prompt, the header of the user's turn). No token of this
-beginning sees an image, because the image marker comes after it. So the keys and values of the beginning are computed
-once for all texts.
-
-Only the layers from the first block on run in a training step. Two facts make this exact: the hidden states of a text
-are those that the whole model computes, and a causal decoder's keys and values of a beginning do not depend on what
-follows.
+A decoder layer below the first block is frozen and sees no image, so its output depends on the text alone. So the
+hidden states in front of the first block are computed once for each text of the demo. All texts begin alike (system
+prompt, header of the user's turn), and no token of this beginning sees an image: the image marker comes after it. A
+causal decoder's keys and values of a beginning do not depend on what follows, so they are computed once for all texts.
+Only the layers from the first block on run in a training step, and the results are those of the whole model.
 """
 
 from __future__ import annotations
@@ -28,24 +24,16 @@ TEXTS_AT_ONCE = 12  # of like length, so that few tokens are padding
 
 
 class Example(NamedTuple):
-    """A text to train on.
+    """A text to train on."""
 
-    Attributes:
-        ids (`tuple[int, ...]`): tokens after the common beginning.
-        labels (`tuple[int, ...]`): the same with -100 for tokens that are not trained on.
-    """
-
-    ids: tuple[int, ...]
-    labels: tuple[int, ...]
+    ids: tuple[int, ...]  # after the common beginning
+    labels: tuple[int, ...]  # -100 for tokens that are not trained on
 
 
 class Beginning:
-    """The keys and values of the tokens that all texts begin with, computed once.
+    """The keys and values of the tokens that all texts begin with, computed once by a causal decoder without a head.
 
-    Args:
-        body (`nn.Module`): a causal decoder without a head.
-        ids (`list[int]`): the tokens. May be empty.
-        dtype (`torch.dtype`): dtype for autocast, and of what is remembered.
+    `ids` may be empty. `dtype` is that of autocast, and of what is remembered.
     """
 
     def __init__(self, body: Any, ids: list[int], dtype: torch.dtype):
@@ -59,11 +47,8 @@ class Beginning:
 
     def cache(self, rows: int) -> DynamicCache:
         """Returns a new cache that holds the beginning in each row."""
-        return DynamicCache(
-            ddp_cache_data=[
-                (key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1)) for key, value in self._states
-            ]
-        )
+        states = [(key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1)) for key, value in self._states]
+        return DynamicCache(ddp_cache_data=states)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

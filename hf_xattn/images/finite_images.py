@@ -27,7 +27,7 @@ def check_given(inputs: ImageInputs) -> None:
     """
     images, real = inputs.images, inputs.real_images
     assert images is not None
-    if inputs.states is not None and inputs.token_mask is not None:
+    if not inputs.pass_connector and inputs.token_mask is not None:
         images = without_padding_tokens(images, inputs.token_mask)
     found = _not_finite(images, real)
     if found:

@@ -145,7 +145,7 @@ class ImageEncoder:
         """`vision_features` to `(R, n, tokens an image, context_size)`. The tower does not run, unless other processes
         wait for it (see `learning/stand_in.py`). `real` `(R, n)` is False for padding images.
         """
-        features, tiled = images.features, images.tiles is not None
+        features, tiled = images.images, images.tiles is not None
         assert features is not None and self.vision_tower is not None and self.connector is not None
         check_not_trained(self.vision_tower)
         rows, num_images = features.shape[:2]
@@ -237,7 +237,7 @@ class ImageEncoder:
             given = placement.of_new_images(inputs.token_mask, num_images * tokens, cached)
             both = max(given.shape[0], rows)
             token_mask = given if token_mask is None else rows_to(given, both) & rows_to(token_mask, both)
-        content = None if digests is None else (placement.digests(digests, tokens if inputs.states is not None else 1),)
+        content = None if digests is None else (placement.digests(digests, 1 if inputs.pass_connector else tokens),)
         layout = ImageLayout.of((tokens,) * num_images, device, token_mask, placement.real, content)
         if grid is not None:
             return StoredImages(grid, layout)
@@ -250,21 +250,23 @@ class ImageEncoder:
         Args:
             placement ([`Placement`], *optional*): of these images, to name them.
         """
-        if images.states is not None:
-            return images.states
-        real = None if placement is None else placement.real
         assert images.images is not None
+        if not images.pass_connector:
+            return images.images
+        real = None if placement is None else placement.real
         shape, places = images.images.shape[:2], real_places(real)
         if places is not None and real is not None:
             real = None if places else real[:1, :1]
             places = places or [(0, 0)]  # a padding image: other processes may wait until one is encoded
             images = images.at(places)
-        if images.pixel_values is not None:
-            pixels = without_padding_images(images.pixel_values, real)
+        given = images.images
+        assert given is not None
+        if images.name == "pixel_values":
+            pixels = without_padding_images(given, real)
             output, features = self.outputs(pixels, images.tiles, images.positions, real_tiles_of(images.tiles))
             from_tower = output.last_hidden_state
         else:
-            from_tower, features = images.features, self._of_tower_outputs(images, real)
+            from_tower, features = given, self._of_tower_outputs(images, real)
         checks = self.checks_values and placement is not None
         if places is not None:
             features = _at_places(features, places, shape)
@@ -284,7 +286,7 @@ class ImageEncoder:
     def _dtype_of(self, inputs: ImageInputs) -> torch.dtype:
         """The dtype that the model turns pixels or features into."""
         assert inputs.images is not None
-        tower = self.vision_tower if inputs.states is None else None
+        tower = self.vision_tower if inputs.pass_connector else None
         dtype = self.find_like().dtype if tower is None else tower.dtype
         # A quantized projection computes in the dtype of its input.
         return dtype if dtype.is_floating_point else inputs.images.dtype

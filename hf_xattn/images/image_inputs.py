@@ -108,124 +108,56 @@ class ImageInputs:
 
     Attributes:
         name (`str`, *optional*): name of the argument with the images; None if the call has no images.
-        pixel_values (`torch.Tensor`, *optional*): `(R, n, ...)`.
+        images (`torch.Tensor`, *optional*): `(R, n, ...)`: pixels, what the vision tower has returned, or features
+            `(R, n, tokens, context_size)`.
         tiles ([`Tiles`], *optional*): with a tiled vision tower.
-        states (`torch.Tensor`, *optional*): `(R, n, tokens, context_size)`.
         image_mask (`torch.BoolTensor`, *optional*): `(rows, n)`.
         token_mask (`torch.BoolTensor`, *optional*): `(rows, N)`.
         text_mask (`torch.BoolTensor`, *optional*): `(B, T, N)` or `(B, T, n, tiles)`.
         text_mask_name (`str`): name of the argument with `text_mask`.
         image_rows (`torch.LongTensor`, *optional*): `(B,)`, which of the `R` image rows each text row looks at.
-        features (`torch.Tensor`, *optional*): `(R, n, ...)`, what the vision tower has returned.
         positions (`torch.LongTensor`, *optional*): `(R, n)`, place of each image among all images of its row (see
             `images/image_positions.py`); None for a connector that does not ask.
     """
 
     name: str | None = None
-    pixel_values: torch.Tensor | None = None
+    images: torch.Tensor | None = None
     tiles: Tiles | None = None
-    states: torch.Tensor | None = None
     image_mask: torch.Tensor | None = None
     token_mask: torch.Tensor | None = None
     text_mask: torch.Tensor | None = None
     text_mask_name: str = "cross_attention_mask"
     image_rows: torch.Tensor | None = None
-    features: torch.Tensor | None = None
     positions: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        config: XAttnConfig,
-        *,
-        pixel_values: torch.Tensor | None = None,
-        image_mask: torch.Tensor | None = None,
-        cross_attention_states: torch.Tensor | None = None,
-        cross_attention_mask: torch.Tensor | None = None,
-        aspect_ratio_ids: torch.Tensor | None = None,
-        aspect_ratio_mask: torch.Tensor | None = None,
-        image_attention_mask: torch.Tensor | None = None,
-        image_rows: torch.Tensor | None = None,
-        vision_features: torch.Tensor | None = None,
-    ) -> ImageInputs:
+    def of(cls, config: XAttnConfig, **given: torch.Tensor | None) -> ImageInputs:
         """Makes the checks that need neither the text nor a cache.
+
+        Args:
+            config ([`XAttnConfig`]): the model's.
+            given (`torch.Tensor`, *optional*): by the names of `IMAGE_ARGUMENTS`.
 
         Raises:
             TypeError: for arguments that are not tensors, masks that are not boolean, or images that are not floating
                 point.
             ValueError: for contradictory arguments, or a wrong rank or width.
         """
-        given = (
-            pixel_values,
-            image_mask,
-            cross_attention_states,
-            cross_attention_mask,
-            aspect_ratio_ids,
-            aspect_ratio_mask,
-            image_attention_mask,
-            image_rows,
-            vision_features,
-        )
-        for argument, value in zip(IMAGE_ARGUMENTS, given):
+        for argument, value in given.items():
             if value is not None:
                 check_tensor(argument, value)
-        sources = zip(IMAGES, (pixel_values, vision_features, cross_attention_states))
-        names = [argument for argument, value in sources if value is not None]
+        names = [argument for argument in IMAGES if given.get(argument) is not None]
         if len(names) > 1:
             raise ValueError(f"Expected `{names[0]}` or `{names[1]}`, not both.")
-        if image_attention_mask is not None and cross_attention_mask is not None:
-            raise ValueError("Expected `image_attention_mask` or `cross_attention_mask`, not both.")
-        tiles = states = None
         name = names[0] if names else None
-        if pixel_values is not None or vision_features is not None:
-            if config.vision_config is None:
-                raise ValueError(
-                    f"Expected no `{name}`, because this model has no vision tower (`config.vision_config` is None). "
-                    "Pass image features as `cross_attention_states`, or retrofit with `vision=`."
-                )
-            ratios = (aspect_ratio_ids, aspect_ratio_mask)
-            if pixel_values is not None:
-                pixel_values, tiles = check_pixels(config.vision_config, pixel_values, *ratios)
-            elif vision_features is not None:
-                vision_features, tiles = check_features(config.vision_config, vision_features, *ratios)
-        else:
-            for argument, value in (("aspect_ratio_ids", aspect_ratio_ids), ("aspect_ratio_mask", aspect_ratio_mask)):
-                if value is not None:
-                    raise ValueError(f"`{argument}` was given without `pixel_values`, but it describes their tiles.")
-        if cross_attention_states is not None:
-            _check_states(config, cross_attention_states)
-            states = cross_attention_states
-            if states.dim() == 3:
-                states = states[:, None]
-        images = states if vision_features is None else vision_features
-        if pixel_values is not None:
-            images = pixel_values
+        images, tiles = _checked_images(config, name, given)
+        image_mask = given.get("image_mask")
         if image_mask is not None:
-            check_bool("image_mask", image_mask)
-            expected = "(batch, num_images)" if images is None else f"{tuple(images.shape[:2])} (batch, num_images)"
-            if image_mask.dim() != 2 or (images is not None and image_mask.shape != images.shape[:2]):
-                raise ValueError(f"Expected `image_mask` of shape {expected}, got {tuple(image_mask.shape)}.")
-        text_mask, text_mask_name = None, "cross_attention_mask"
-        if image_attention_mask is not None:
-            text_mask, text_mask_name = _check_image_attention_mask(image_attention_mask), "image_attention_mask"
-        token_mask = None
-        if cross_attention_mask is not None:
-            if cross_attention_mask.dim() not in (2, 3, 4):
-                raise ValueError(
-                    "Expected `cross_attention_mask` of shape (batch, num_image_tokens), (batch, text_len, "
-                    "num_image_tokens) or (batch, text_len, num_images, max_num_tiles), got "
-                    f"{tuple(cross_attention_mask.shape)}."
-                )
-            if cross_attention_mask.dim() == 4:
-                text_mask = cross_attention_mask != 0  # Mllama's processor returns integers
-            else:
-                check_bool("cross_attention_mask", cross_attention_mask)
-                if cross_attention_mask.dim() == 2:
-                    token_mask = cross_attention_mask
-                else:
-                    text_mask = cross_attention_mask
-        masks = (image_mask, token_mask, text_mask, text_mask_name)
-        return cls(name, pixel_values, tiles, states, *masks, image_rows=image_rows, features=vision_features)
+            _check_image_mask(image_mask, images)
+        token_mask, text_mask, text_mask_name = _checked_masks(
+            given.get("cross_attention_mask"), given.get("image_attention_mask")
+        )
+        return cls(name, images, tiles, image_mask, token_mask, text_mask, text_mask_name, given.get("image_rows"))
 
     @classmethod
     def take_from(cls, config: XAttnConfig, kwargs: dict[str, Any]) -> ImageInputs:
@@ -236,10 +168,8 @@ class ImageInputs:
         """The images alone, without masks, every tensor `(R, n, ...)` of them after `change`."""
         return ImageInputs(
             name=self.name,
-            pixel_values=None if self.pixel_values is None else change(self.pixel_values),
+            images=None if self.images is None else change(self.images),
             tiles=None if self.tiles is None else Tiles(*map(change, self.tiles)),
-            states=None if self.states is None else change(self.states),
-            features=None if self.features is None else change(self.features),
             positions=None if self.positions is None else change(self.positions),
         )
 
@@ -260,15 +190,9 @@ class ImageInputs:
         return all(each is None for each in given)
 
     @property
-    def images(self) -> torch.Tensor | None:
-        if self.pixel_values is not None:
-            return self.pixel_values
-        return self.states if self.states is not None else self.features
-
-    @property
     def pass_connector(self) -> bool:
         """Whether the images of the call go through the connector: pixels, or what the tower has returned."""
-        return self.pixel_values is not None or self.features is not None
+        return self.name in ("pixel_values", "vision_features")
 
     @property
     def real_images(self) -> torch.Tensor | None:
@@ -379,6 +303,29 @@ class ImageInputs:
 NO_IMAGES = ImageInputs()
 
 
+def _checked_images(
+    config: XAttnConfig, name: str | None, given: dict[str, torch.Tensor | None]
+) -> tuple[torch.Tensor | None, Tiles | None]:
+    """Returns the images of the argument `name`, with the images on axis 1, and the tiles."""
+    ratios = {ratio: given.get(ratio) for ratio in ("aspect_ratio_ids", "aspect_ratio_mask")}
+    images = None if name is None else given[name]
+    if images is None or name == "cross_attention_states":
+        for argument, value in ratios.items():
+            if value is not None:
+                raise ValueError(f"`{argument}` was given without `pixel_values`, but it describes their tiles.")
+        if images is not None:
+            _check_states(config, images)
+            images = images[:, None] if images.dim() == 3 else images
+        return images, None
+    if config.vision_config is None:
+        raise ValueError(
+            f"Expected no `{name}`, because this model has no vision tower (`config.vision_config` is None). Pass "
+            "image features as `cross_attention_states`, or retrofit with `vision=`."
+        )
+    check = check_pixels if name == "pixel_values" else check_features
+    return check(config.vision_config, images, *ratios.values())
+
+
 def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
     width = config.cross_attention_config.context_size
     of_tower = None if config.vision_config is None else vision_hidden_size(config.vision_config)
@@ -391,12 +338,38 @@ def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
     check_states(states, width, by_image=True)
 
 
-def _check_image_attention_mask(mask: torch.Tensor) -> torch.Tensor:
-    if mask.dim() != 3:
+def _check_image_mask(mask: torch.Tensor, images: torch.Tensor | None) -> None:
+    check_bool("image_mask", mask)
+    expected = "(batch, num_images)" if images is None else f"{tuple(images.shape[:2])} (batch, num_images)"
+    if mask.dim() != 2 or (images is not None and mask.shape != images.shape[:2]):
+        raise ValueError(f"Expected `image_mask` of shape {expected}, got {tuple(mask.shape)}.")
+
+
+def _checked_masks(
+    mask: torch.Tensor | None, by_image: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, str]:
+    """Returns `cross_attention_mask` or `image_attention_mask` as a mask of image tokens, or as one for each text
+    token with the name of its argument.
+    """
+    if by_image is not None:
+        if mask is not None:
+            raise ValueError("Expected `image_attention_mask` or `cross_attention_mask`, not both.")
+        if by_image.dim() != 3:
+            raise ValueError(
+                f"Expected `image_attention_mask` of shape (batch, text_len, num_images), got {tuple(by_image.shape)}."
+            )
+        return None, (by_image != 0)[..., None], "image_attention_mask"  # images of one tile
+    if mask is None:
+        return None, None, "cross_attention_mask"
+    if mask.dim() not in (2, 3, 4):
         raise ValueError(
-            f"Expected `image_attention_mask` of shape (batch, text_len, num_images), got {tuple(mask.shape)}."
+            "Expected `cross_attention_mask` of shape (batch, num_image_tokens), (batch, text_len, num_image_tokens) "
+            f"or (batch, text_len, num_images, max_num_tiles), got {tuple(mask.shape)}."
         )
-    return (mask != 0)[..., None]  # an image of one tile
+    if mask.dim() == 4:
+        return None, mask != 0, "cross_attention_mask"  # Mllama's processor returns integers
+    check_bool("cross_attention_mask", mask)
+    return (mask, None, "cross_attention_mask") if mask.dim() == 2 else (None, mask, "cross_attention_mask")
 
 
 def _of_tokens(mask: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:

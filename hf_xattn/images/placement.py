@@ -124,9 +124,9 @@ def place(
         first = cached.num_images if real is not None and _padding_again(digests, real, cached) else 0
         rest = None if real is None else real[:, first:]
         return inputs, digests, Placement(first, real=rest, covers_cache=first > 0)
-    if inputs.states is not None and inputs.states.shape[1] == 1:
+    if not inputs.pass_connector and inputs.images.shape[1] == 1:
         return *_without_tokens(inputs, digests, known.counts), Placement(real=real, covers_cache=True)
-    num_images, per_image = inputs.images.shape[1], 1 if inputs.states is None else inputs.states.shape[2]
+    num_images, per_image = inputs.images.shape[1], 1 if inputs.pass_connector else inputs.images.shape[2]
     if any(count % per_image for count in known.counts):
         raise ValueError(
             f"Expected `cross_attention_states` with images as large as the cached ones: each row has {known.counts} "
@@ -206,11 +206,11 @@ def _without_tokens(inputs: ImageInputs, digests: Digests, counts: list[int]) ->
             "Expected `cross_attention_states` to start with the same number of cached tokens in every row, got "
             f"{counts}."
         )
-    assert inputs.states is not None
+    assert inputs.images is not None
     first = wanted.pop() if wanted else 0
     real = None if digests.real is None else digests.real[:, first:]
     rest = replace(digests, values=digests.values[:, first:], real=real, sizes=(digests.values.shape[1] - first,))
-    return replace(inputs, states=inputs.states[:, :, first:]), rest
+    return replace(inputs, images=inputs.images[:, :, first:]), rest
 
 
 def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_text: bool = True) -> None:

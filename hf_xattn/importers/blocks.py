@@ -22,11 +22,7 @@ from .recipe import block_name, fits
 
 
 def shape_of(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...]:
-    """Returns the shape of a tensor.
-
-    Raises:
-        ValueError: if `state` has no tensor of that name.
-    """
+    """Returns the shape of a tensor. Raises a `ValueError` if there is none of that name."""
     if name not in state:
         raise ValueError(f"`state_dict` holds no {name}.")
     return tuple(state[name].shape)
@@ -96,14 +92,9 @@ def _check_zip(path: Path) -> None:
 def language_weights(
     text: PreTrainedModel, state: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], PreTrainedConfig]:
-    """Returns the weights of a language model in a state dict, and the model's configuration with the new vocabulary
-    size.
+    """Returns the weights of a language model in a state dict, and the configuration with the new vocabulary size.
 
     The size of the vocabulary is the number of embeddings in the state dict. The model itself does not change.
-
-    Args:
-        text (`PreTrainedModel`): the language model.
-        state (`dict[str, torch.Tensor]`): some weights of the language model.
 
     Raises:
         ValueError: for names that the model does not have, or shapes that differ in more than the vocabulary size.
@@ -141,27 +132,29 @@ def language_weights(
     return taken, config
 
 
-def check_parts(config: XAttnConfig, layers: str, num_layers: int, parts: dict[str, torch.Tensor]) -> None:
-    """Checks that a state dict holds all blocks and, for a model with a vision tower, the connector.
+def block_tensors(text: PreTrainedModel, blocks: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of blocks, by places in the decoder, under their parameter names in the model."""
+    return {
+        f"{place}.{name}": tensor
+        for place, block in zip(_block_names(text, list(blocks)), blocks.values())
+        for name, tensor in block.items()
+    }
+
+
+def check_parts(config: XAttnConfig, text: PreTrainedModel, parts: dict[str, torch.Tensor]) -> None:
+    """Checks that tensors, by parameter name, are all blocks and, for a model with a vision tower, the connector.
 
     Compares names and shapes only, before the model is built.
-
-    Args:
-        config ([`XAttnConfig`]): configuration of the model to build.
-        layers (`str`), num_layers (`int`): name and number of the decoder's layers, from [`stack_of`].
-        parts (`dict[str, torch.Tensor]`): the tensors, under their parameter names in the model.
 
     Raises:
         ValueError: for missing tensors, unknown tensors, or tensors of a wrong shape.
     """
+    modules: dict[str, torch.nn.Module] = {}
     with torch.device("meta"):
+        if config.vision_config is not None:
+            modules["model.connector"] = XAttnConnector(config)
         block = GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=0)
-        connector = None if config.vision_config is None else XAttnConnector(config)
-    modules: dict[str, torch.nn.Module] = {
-        block_name(f"model.text_model.{layers}", place, num_layers): block for place in config.cross_attention_layers
-    }
-    if connector is not None:
-        modules["model.connector"] = connector
+    modules |= dict.fromkeys(_block_names(text, config.cross_attention_layers), block)
     expected = {
         f"{prefix}.{name}": tuple(parameter.shape)
         for prefix, module in modules.items()
@@ -189,16 +182,10 @@ def load_parts(model: XAttnForConditionalGeneration, parts: dict[str, torch.Tens
 def block_options(
     state: dict[str, torch.Tensor], names: dict[str, str], num_heads: int, head_dim: int, **options: Any
 ) -> CrossAttentionConfig:
-    """Makes a [`CrossAttentionConfig`] from the shapes of one block's tensors.
+    """Makes a [`CrossAttentionConfig`] from the shapes of one block's tensors, and further fields.
 
-    Args:
-        state (`dict[str, torch.Tensor]`): tensors of the block.
-        names (`dict[str, str]`): names of the block's projections, under the keys `q`, `k` and `down`.
-        num_heads, head_dim (`int`): number and width of the heads. The shapes give only their product.
-        options: further fields.
-
-    Raises:
-        ValueError: if the heads do not fit the shapes.
+    `names` are those of the projections `q`, `k` and `down`. The shapes give only the product of the heads' number and
+    width. Raises a `ValueError` if the heads do not fit.
     """
     inner, hidden = shape_of(state, names["q"])
     keys, context = shape_of(state, names["k"])
@@ -219,7 +206,7 @@ def block_options(
     )
 
 
-def stack_of(text: PreTrainedModel) -> tuple[str, int]:
-    """Returns the name and the number of the decoder's layers."""
+def _block_names(text: PreTrainedModel, places: list[int]) -> list[str]:
     _, layers = find_decoder(text)
-    return next(name for name, module in text.named_modules() if module is layers), len(layers)
+    stack = next(name for name, module in text.named_modules() if module is layers)
+    return [block_name(f"model.text_model.{stack}", place, len(layers)) for place in places]

@@ -19,6 +19,7 @@ One difference: at a text position that sees no image, Idefics adds the MLP bran
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import CLIPVisionConfig, IdeficsConfig, IdeficsPerceiverConfig, IdeficsVisionConfig, LlamaConfig
@@ -128,15 +129,12 @@ def recipe(config: IdeficsConfig) -> Recipe:
     def targets(name: str) -> list[Target] | None:
         if name in ADDITIONAL_ROWS:
             return [Target(ADDITIONAL_ROWS[name])]
-        layer = renamed(name, [(r"model\.gated_cross_attn_layers\.(\d+)\.(.+)", r"\1 \2")])
-        if layer is not None:
-            index, rest = layer.split(" ")
-            part = renamed(rest, BLOCK_RULES)
-            place = f"{TEXT}.layers.{int(index) * interval}.cross_attention_block"
+        if match := re.fullmatch(r"model\.gated_cross_attn_layers\.(\d+)\.(.+)", name):
+            part = renamed(match[2], BLOCK_RULES)
+            place = f"{TEXT}.layers.{int(match[1]) * interval}.cross_attention_block"
             return None if part is None else [Target(f"{place}.{part}")]
-        latents = renamed(name, [(r"model\.perceiver_resampler\.(.+)", r"\1")])
-        if latents is not None:
-            part = renamed(latents, PERCEIVER_RULES)
+        if name.startswith("model.perceiver_resampler."):
+            part = renamed(name.removeprefix("model.perceiver_resampler."), PERCEIVER_RULES)
             return None if part is None else [Target(f"model.connector.layers.0.{part}")]
         if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
             return []  # buffers that older releases saved; the model computes them

@@ -24,9 +24,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
+from ..decoders.decoder import find_decoder
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, check_parts, load_parts, shape_of, stack_of, unwrapped
-from .recipe import block_name
+from .blocks import block_options, block_tensors, check_parts, load_parts, shape_of, unwrapped
 
 
 NORM_EPS = 1e-5  # of every block
@@ -71,7 +71,7 @@ def import_kempnerforge(
         raise ValueError(
             "`state_dict` holds no cross_attention_layers: expected a KempnerForge model with cross-attention."
         )
-    layers_name, num_layers = stack_of(text)
+    num_layers = len(find_decoder(text)[1])
     if sorted(blocks) != list(range(num_layers // every)):
         raise ValueError(
             f"`state_dict` holds blocks {sorted(blocks)}, but {num_layers} layers with `every={every}` have "
@@ -84,11 +84,8 @@ def import_kempnerforge(
         ),
         cross_attention_layers=[(index + 1) * every for index in blocks],
     )
-    parts: dict[str, torch.Tensor] = {}
-    for index, block in blocks.items():
-        place = block_name(f"model.text_model.{layers_name}", (index + 1) * every, num_layers)
-        parts |= {f"{place}.{name}": tensor for name, tensor in block.items()}
-    check_parts(config, layers_name, num_layers, parts)
+    parts = block_tensors(text, {(index + 1) * every: block for index, block in blocks.items()})
+    check_parts(config, text, parts)
     model = XAttnForConditionalGeneration(config, text_model=text)
     load_parts(model, parts)
     return model.train(text.training)

@@ -20,6 +20,7 @@ tokens). This package adds nothing.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import LlamaConfig, MllamaConfig, MllamaTextConfig, MllamaVisionConfig
@@ -48,12 +49,9 @@ LAYER = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
 
 
 def places(text_config: MllamaTextConfig) -> dict[int, int]:
-    """Maps each layer of the source to a decoder layer.
+    """Maps each layer of the source to the decoder layer that it becomes, or that it becomes a block in front of.
 
-    A self-attention layer becomes the decoder layer. A cross-attention layer becomes a block in front of it.
-
-    Raises:
-        ValueError: for a layer that does not exist, or if no layer has self-attention.
+    Raises a `ValueError` for a layer that does not exist, or if no layer has self-attention.
     """
     cross = set(text_config.cross_attention_layers or ())
     if outside := sorted(index for index in cross if index not in range(text_config.num_hidden_layers)):
@@ -116,24 +114,22 @@ def recipe(config: MllamaConfig) -> Recipe:
     blocks = dict(zip(cross, block_names(layers, decoder_places, num_layers)))
 
     def targets(name: str) -> list[Target] | None:
-        if renamed(name, [(EMBEDDING, "")]) is not None:
+        if re.fullmatch(EMBEDDING, name):
             embedding = "model.text_model.model.embed_tokens"
             return [
                 Target(f"{embedding}.weight", slice(None, text.vocab_size)),
                 Target(f"{embedding}.additional.weight", slice(text.vocab_size, None)),
             ]
-        layer = renamed(name, [(LAYER, r"\1 \2")])
+        layer = re.fullmatch(LAYER, name)
         if layer is None:
             new = renamed(name, RULES)
+        elif (index := int(layer[1])) not in where:
+            return None
+        elif index in blocks:
+            part = renamed(layer[2], BLOCK_RULES)
+            new = None if part is None else f"{blocks[index]}.{part}"
         else:
-            index, rest = layer.split(" ")
-            if int(index) not in where:
-                return None
-            if int(index) in blocks:
-                part = renamed(rest, BLOCK_RULES)
-                new = None if part is None else f"{blocks[int(index)]}.{part}"
-            else:
-                new = f"{layers}.{where[int(index)]}.{rest}"
+            new = f"{layers}.{where[index]}.{layer[2]}"
         return None if new is None else [Target(new)]
 
     return Recipe(target, targets)

@@ -39,8 +39,8 @@ from transformers import PreTrainedModel
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from ..decoders.insertion import check_insertable
 from ..modeling_xattn import XAttnForConditionalGeneration
-from .blocks import block_options, check_parts, language_weights, load_parts, shape_of, stack_of, unwrapped
-from .recipe import block_name, renamed
+from .blocks import block_options, block_tensors, check_parts, language_weights, load_parts, shape_of, unwrapped
+from .recipe import renamed
 
 
 # Published checkpoints name a block by its layer. A model that was saved whole holds each block under both names.
@@ -117,13 +117,9 @@ def import_open_flamingo(
         image_visibility="latest",
         **connector,
     )
-    layers_name, num_layers = stack_of(text)
-    parts: dict[str, torch.Tensor] = {}
-    for index, block in blocks.items():
-        place = block_name(f"model.text_model.{layers_name}", index, num_layers)
-        parts |= {f"{place}.{name}": tensor for name, tensor in open_flamingo_block(block, head_dim)[1].items()}
+    parts = block_tensors(text, {place: open_flamingo_block(block, head_dim)[1] for place, block in blocks.items()})
     parts |= {f"model.connector.layers.0.{name}": tensor for name, tensor in latents.items()}
-    check_parts(config, layers_name, num_layers, parts)
+    check_parts(config, text, parts)
     check_insertable(text)
     if text_config.vocab_size != text.config.vocab_size:
         text.resize_token_embeddings(text_config.vocab_size, mean_resizing=False)
@@ -141,10 +137,9 @@ def open_flamingo_block(state_dict: dict[str, torch.Tensor], head_dim: int = 64)
     names = {"q": "attn.to_q.weight", "k": "attn.to_kv.weight", "down": "ff.3.weight"}
     num_heads = shape_of(state_dict, names["q"])[0] // head_dim
     options: dict[str, Any] = {"norm_type": "layernorm", "norm_eps": 1e-5, "hidden_act": "gelu", "mlp_type": "plain"}
-    config = block_options(
-        state_dict, names, num_heads, head_dim, keys_and_values=2, gate_init=0.0, zero_init=False, **options
-    )
-    return config, _renamed(state_dict, BLOCK_RULES, "", "attn.to_kv.weight", "attn.{}_proj.weight")
+    options |= {"keys_and_values": 2, "gate_init": 0.0, "zero_init": False}
+    config = block_options(state_dict, names, num_heads, head_dim, **options)
+    return config, _renamed(state_dict, BLOCK_RULES, "attn.to_kv.weight", "attn.{}_proj.weight")
 
 
 def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, torch.Tensor]], dict, dict]:
@@ -191,26 +186,25 @@ def open_flamingo_resampler(
             "not supported."
         )
     latents, width = shape_of(state_dict, "latents")
-    depth = len({name.split(".")[1] for name in state_dict if name.startswith("layers.")})
     config = PerceiverConfig(
         hidden_size=width,
         num_latents=latents,
         num_image_positions=next((len(state_dict[name]) for name in POSITIONS.split("|") if name in state_dict), 0),
-        num_hidden_layers=depth,
+        num_hidden_layers=len({name.split(".")[1] for name in state_dict if name.startswith("layers.")}),
         num_attention_heads=shape_of(state_dict, "layers.0.0.to_q.weight")[0] // head_dim,
         head_dim=head_dim,
         intermediate_size=shape_of(state_dict, "layers.0.1.1.weight")[0],
         hidden_act="gelu",
     )
     both, projections = r"layers\.(\d+)\.0\.to_kv\.weight", r"layers.\1.attn.{}_proj.weight"
-    renamed_state = _renamed(state_dict, PERCEIVER_RULES, "", both, projections)
+    renamed_state = _renamed(state_dict, PERCEIVER_RULES, both, projections)
     if "image_positions" in renamed_state:  # (images, 1, width)
         renamed_state["image_positions"] = renamed_state["image_positions"].reshape(-1, width)
     return config, renamed_state
 
 
 def _renamed(
-    state: dict[str, torch.Tensor], rules: list[tuple[str, str]], prefix: str, both: str, projection: str
+    state: dict[str, torch.Tensor], rules: list[tuple[str, str]], both: str, projection: str
 ) -> dict[str, torch.Tensor]:
     """Renames a state dict to this package's names.
 
@@ -221,10 +215,10 @@ def _renamed(
         match = re.fullmatch(both, name)
         if match is not None:
             for letter, half in zip("kv", tensor.chunk(2)):
-                result[prefix + match.expand(projection.format(letter))] = half
+                result[match.expand(projection.format(letter))] = half
             continue
         new = renamed(name, rules)
         if new is None:
             raise ValueError(f"`state_dict` holds {name}, which OpenFlamingo does not have.")
-        result[prefix + new] = tensor
+        result[new] = tensor
     return result

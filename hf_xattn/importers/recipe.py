@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
 
 from ..configuration_xattn import XAttnConfig
 from ..decoders.block_stack import blocks_at
@@ -34,19 +31,13 @@ LLAMA_FIELDS = (
 
 
 class Target(NamedTuple):
-    """The parameter that gets a tensor of the source, or some rows of the tensor.
-
-    Attributes:
-        name (`str`): name of the parameter in [`XAttnForConditionalGeneration`].
-        rows (`slice`): the rows of the source's tensor to copy.
-    """
+    """The parameter of [`XAttnForConditionalGeneration`] that gets a tensor of the source, or some of its rows."""
 
     name: str
     rows: slice = slice(None)
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """How to convert one checkpoint.
 
     Attributes:
@@ -69,9 +60,7 @@ def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
 
 
 def block_name(layers: str, place: int, num_layers: int) -> str:
-    """Returns the name of the only block in front of layer `place`. If `place` is `num_layers`, of the block after the
-    last layer.
-    """
+    """Returns the name of the only block in front of layer `place`, or after the last layer if there is none."""
     before, after = BLOCKS
     return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
 
@@ -88,8 +77,3 @@ def block_names(layers: str, places: list[int], num_layers: int) -> list[str]:
 def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Whether two shapes are equal when axes of size 1 are ignored."""
     return [size for size in source if size != 1] == [size for size in target if size != 1]
-
-
-def take(tensor: torch.Tensor, target: Target, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the rows of a source tensor for a target, in the target's shape, as a view if possible."""
-    return tensor[target.rows].reshape(shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,12 +20,8 @@ from ..utils.whole_folder import is_free, refuse_unfinished
 NOT_COPIED = ("*.safetensors", "*.index.json", "config.json", "*.bin", "*.pt", "*.pth", "*.md", ".*")
 
 
-# File, shape and dtype of a tensor.
-Header = Stored
-
-
-def read_headers(folder: Path) -> dict[str, Header]:
-    """Returns the file and the shape of every tensor in a folder, by name. Reads no weights.
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """Returns file, shape and dtype of every tensor in a folder, by name. Reads no weights.
 
     Raises:
         ValueError: if a file is missing, truncated or outside the folder, or if a tensor is not in the file that the
@@ -53,34 +48,10 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return checked_headers(files, index, where)
 
 
-def read_tensors(folder: Path, headers: dict[str, Header]) -> Iterator[tuple[str, Iterator[tuple[str, torch.Tensor]]]]:
-    """Yields the tensors of each file. A tensor is read when the iterator reaches it."""
-
-    def tensors(file: str) -> Iterator[tuple[str, torch.Tensor]]:
-        with safe_open(folder / file, "pt") as opened:
-            for name, header in headers.items():
-                if header.file == file:
-                    yield name, opened.get_tensor(name)
-
-    for file in sorted({header.file for header in headers.values()}):
-        yield file, tensors(file)
-
-
-class FolderTensors(Mapping[str, torch.Tensor]):
-    """Maps names to the tensors of a folder. A tensor is read at each access."""
-
-    def __init__(self, folder: Path, headers: dict[str, Header]):
-        self.folder, self.headers = folder, headers
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self.folder / self.headers[name].file, "pt") as opened:
-            return opened.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.headers)
-
-    def __len__(self) -> int:
-        return len(self.headers)
+def read_tensor(folder: Path, headers: dict[str, Stored], name: str) -> torch.Tensor:
+    """Reads one tensor of a folder."""
+    with safe_open(folder / headers[name].file, "pt") as opened:
+        return opened.get_tensor(name)
 
 
 def check_folder(output: str | Path) -> None:
@@ -102,7 +73,6 @@ class FolderWriter:
         self.size = 0
 
     def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Writes one file of weights."""
         save_file(tensors, self.folder / file, metadata={"format": "pt"})
         self.files[file] = list(tensors)
         self.size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -124,19 +94,15 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 
 def side_files(source: Path) -> list[Path]:
-    """Returns the files that [`copy_side_files`] copies.
-
-    Raises:
-        ValueError: for a link to a file elsewhere: a copy would publish its contents.
-    """
-    files = [
-        path
-        for path in sorted(source.iterdir())
-        if not any(path.match(pattern) for pattern in NOT_COPIED) and path.is_file()
-    ]
-    for path in files:
+    """Returns the files that [`copy_side_files`] copies. Refuses links to files elsewhere, which it would publish."""
+    files = []
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or any(path.match(pattern) for pattern in NOT_COPIED):
+            continue
         try:
             check_inside(source, path)
         except ValueError as error:
             raise ValueError(f"`source` ({source}): {error}") from error
-    return [path for path in files if not is_own_file(path)]
+        if not is_own_file(path):
+            files.append(path)
+    return files

@@ -1,8 +1,7 @@
 """Frozen modules stay in evaluation mode while the rest of a model trains.
 
-In training mode, frozen weights would still give other results: dropout and router noise are on, layers are skipped at
-random (LayerDrop), and batch norms change their statistics. The results of frozen weights shall not depend on chance or
-on the batch.
+In training mode, the results of frozen weights would depend on chance and on the batch: dropout, router noise,
+LayerDrop, statistics of batch norms.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ def keep_frozen_in_eval(module: nn.Module) -> None:
     """Sets the frozen modules inside a module to evaluation mode.
 
     A module is frozen if it has weights and none of them trains. A module without weights, such as a dropout, goes with
-    the module around it. A decoder layer and the block inside it are looked at separately.
+    the module around it. A decoder layer and the block inside it are looked at separately. Two kinds keep their mode:
 
-    A layer whose activations are checkpointed stays in training mode itself, because transformers checkpoints in
-    training mode only. The modules inside it do not. Layers with quantized weights are left alone: some pack their
-    weights for inference in evaluation mode, and then have no gradient to pass on.
+    - A layer that checkpoints activations itself, which transformers does in training mode only.
+    - Layers with quantized weights: some pack them for inference in evaluation mode, and then pass on no gradient.
     """
     trains: dict[nn.Module, bool | None] = {}
     roots = [module]
@@ -47,7 +45,8 @@ def _look(module: nn.Module, trains: dict[nn.Module, bool | None]) -> bool | Non
 def _apply(module: nn.Module, trains: dict[nn.Module, bool | None], around: bool, roots: list[nn.Module]) -> None:
     own = trains[module]
     learns = around if own is None else own
-    if not learns and not (_checkpoints(module) or _is_quantized(module)):
+    quantized = is_packed(module) or any(w is not None and is_quantized(w) for w in module._parameters.values())
+    if not learns and not quantized and not _checkpoints(module):
         module.training = False
     for name, child in module._modules.items():
         if child is not None and name in BLOCKS:
@@ -61,7 +60,3 @@ def _checkpoints(module: nn.Module) -> bool:
     if not getattr(module, "gradient_checkpointing", False):
         return False
     return not any(isinstance(child, GradientCheckpointingLayer) for child in module.modules() if child is not module)
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    return is_packed(module) or any(w is not None and is_quantized(w) for w in module._parameters.values())

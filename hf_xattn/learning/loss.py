@@ -41,21 +41,12 @@ def mask_labels(model: Any, labels: torch.Tensor, ignored: int = IGNORED) -> tor
 
 
 class LossInputs(NamedTuple):
-    """The arguments of a loss.
+    """The arguments of a loss. Labels are `(batch, text_len)`."""
 
-    Attributes:
-        labels (`torch.LongTensor`, *optional*): `(batch, text_len)`. The position before a token predicts it.
-        shift_labels (`torch.LongTensor`, *optional*): `(batch, text_len)`, labels that are already shifted; replaces
-            `labels`.
-        num_items_in_batch (`int` or `torch.Tensor`, *optional*): the loss is the sum divided by this number. None: the
-            mean of this call.
-        ignore_index (`int`, *optional*): the label that does not count. None: -100.
-    """
-
-    labels: torch.Tensor | None
-    shift_labels: torch.Tensor | None
-    num_items_in_batch: int | torch.Tensor | None
-    ignore_index: int | None
+    labels: torch.Tensor | None  # the position before a token predicts it
+    shift_labels: torch.Tensor | None  # labels that are already shifted; replace `labels`
+    num_items_in_batch: int | torch.Tensor | None  # the divisor of the sum; None: the mean of this call
+    ignore_index: int | None  # the label that does not count; None: -100
 
     @classmethod
     def take_from(cls, model: Any, labels: torch.Tensor | None, kwargs: dict[str, Any]) -> LossInputs:
@@ -68,11 +59,10 @@ class LossInputs(NamedTuple):
         index: int | None = kwargs.pop("ignore_index", None)
         ignored = IGNORED if index is None else index
         masked, shifted = (None if each is None else mask_labels(model, each, ignored) for each in (labels, given))
-        if items is not None:
-            if given is not None and shifted is not None:
-                items = _items_that_count(items, given, shifted, ignored)
-            elif labels is not None and masked is not None:
-                items = _items_that_count(items, labels[..., 1:], masked[..., 1:], ignored)
+        if items is not None and given is not None and shifted is not None:
+            items = _items_that_count(items, given, shifted, ignored)
+        elif items is not None and labels is not None and masked is not None:
+            items = _items_that_count(items, labels[..., 1:], masked[..., 1:], ignored)
         return cls(masked, shifted, items, index)
 
     @property
@@ -84,8 +74,7 @@ class LossInputs(NamedTuple):
 def _items_that_count(
     items: int | torch.Tensor, given: torch.Tensor, masked: torch.Tensor, ignored: int
 ) -> int | torch.Tensor:
-    """Returns `num_items_in_batch` without the image markers of this call, if it is the number of all labels of this
-    call.
+    """Returns `num_items_in_batch` without the image markers of this call, if it is the number of this call's labels.
 
     Any other number may count markers of labels that are not known here. Then the labels of this call must be masked.
     """
@@ -102,9 +91,7 @@ def _items_that_count(
 
 
 def loss_over_all_logits(text_model: PreTrainedModel, outputs: Any, inputs: LossInputs) -> torch.Tensor:
-    """Computes the loss over all logits, including those of added tokens, and adds the decoder's load-balancing loss of
-    experts.
-    """
+    """Computes the loss over all logits, with those of added tokens, plus the load-balancing loss of experts."""
     loss = text_model.loss_function(
         outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given}
     )

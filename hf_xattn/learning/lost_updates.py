@@ -42,11 +42,7 @@ def warn_of_half_precision(model: nn.Module) -> None:
 
 
 def warn_of_lost_updates(parts: Mapping[str, tuple[list[nn.Parameter], float]]) -> None:
-    """Warns if a learning rate is too small for weights in half precision.
-
-    Args:
-        parts (`dict`): the weights of each part of a model, and their learning rate.
-    """
+    """Warns if a learning rate is too small for weights in half precision. `parts`: weights and rate of each part."""
     for part, (weights, rate) in parts.items():
         narrow = [weight for weight in weights if weight.dtype in HALF and not weight.is_meta]
         count = sum(weight.numel() for weight in narrow)

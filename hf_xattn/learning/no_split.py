@@ -1,8 +1,7 @@
-"""The modules that FSDP shards as units.
+"""The modules that FSDP shards as units: accelerate finds them by class names, transformers by a plan.
 
-accelerate and FSDP find them by the class names in `_no_split_modules`, transformers by a plan. A layer and its blocks
-are one unit. But the weights of a unit that learn must have one dtype, and in half precision gates and norms stay
-float32. Then the projections of a block become units of their own, and what remains of the block is float32.
+A layer and its blocks are one unit. But the weights of a unit must have one dtype, and in half precision gates and
+norms stay float32. Then the projections of a block become units of their own, and the rest of the block is float32.
 """
 
 from __future__ import annotations
@@ -52,23 +51,16 @@ def names_of_units(model: Any) -> set[str]:
     names &= {type(module).__name__ for module in model.modules()}
     names |= {type(part).__name__ for part in called if part is not None}
     for block in cross_attention_blocks(model):
-        if mixes_dtypes(block):
+        if len({weight.dtype for weight in block.parameters() if weight.is_floating_point()}) > 1:
             names.update(_classes_of_parts(block))
     return names
 
 
-def mixes_dtypes(block: GatedCrossAttentionBlock) -> bool:
-    """Whether the weights of a block have several floating dtypes."""
-    return len({weight.dtype for weight in block.parameters() if weight.is_floating_point()}) > 1
-
-
 def fsdp_plan(model: Any, blocks: Iterable[str]) -> dict[str, str]:
-    """Rows for transformers' plan of FSDP units, which has the decoder's layers already.
+    """Rows for transformers' plan of FSDP units, which has the decoder's layers already: tower, connector, projections.
 
-    Args:
-        model ([`XAttnPreTrainedModel`]): vision tower and connector become units.
-        blocks (`Iterable[str]`): names of the blocks. In half precision, transformers makes the module of each float32
-            weight a unit: with the gates, that is the block. So its projections become units, too.
+    In half precision, transformers makes the module of each float32 weight a unit: with the gates, that is the block.
+    So the projections of the `blocks` (names) become units, too.
     """
     inner = getattr(model, "model", model)
     prefix = "" if inner is model else "model."

@@ -27,12 +27,7 @@ from ..utils.distributed import compute_device, has_units, is_distributed
 
 
 def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
-    """Makes one image for each row, which no text sees.
-
-    Args:
-        encoder ([`ImageEncoder`]): the model's. Its tower runs on one image, if the tower learns or is sharded.
-        rows (`int`): rows of the text.
-    """
+    """Makes one image for each row, which no text sees. The tower runs on one image, if it learns or is sharded."""
     return _unseen(_states(encoder, *_device_and_dtype(encoder)).expand(rows, -1, -1))
 
 
@@ -56,14 +51,8 @@ def blocks_are_units(text_model: nn.Module) -> bool:
 def run_beside(encoder: ImageEncoder, starts: bool) -> torch.Tensor | None:
     """Runs vision tower and connector if a call's own images do not pass them and other processes may wait for them.
 
-    Args:
-        encoder ([`ImageEncoder`]): the model's.
-        starts (`bool`): whether the call starts a text. Without gradients, later calls do not run the tower on any
-            rank.
-
-    Returns:
-        `torch.Tensor`, *optional*: a zero that depends on the weights of both; None if no gradients are recorded, or in
-        a single process.
+    Without gradients, only a call that starts a text runs them, on every rank. Returns a zero that depends on the
+    weights of both; None if no gradients are recorded, or in a single process.
     """
     if not is_distributed():
         return None

@@ -38,12 +38,7 @@ MLP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "r
 
 
 def block_plan(config: CrossAttentionConfig, tp_size: int) -> dict[str, str]:
-    """Returns the styles of a block's modules.
-
-    Args:
-        config ([`CrossAttentionConfig`]): numbers of heads, and which modules there are.
-        tp_size (`int`): number of ranks.
-    """
+    """Returns the styles of a block's modules, for a number of ranks."""
     plan = dict(MLP)
     if config.num_attention_heads % tp_size == 0 and not config.position_bias:  # its table holds all heads
         if config.num_key_value_heads % tp_size == 0:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, NamedTuple
 
 
 class Word(NamedTuple):
-    """A word of a text.
+    """A word of a text."""
 
-    Attributes:
-        text (`str`): the word, with its punctuation.
-        start (`int`): where it begins in the text, in characters.
-        tokens (`range`): its tokens.
-    """
-
-    text: str
-    start: int
+    text: str  # with its punctuation
+    start: int  # where it begins in the text, in characters
     tokens: range
 
 
@@ -25,17 +20,13 @@ def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
 
     A token's characters are those that it adds to the text of the tokens before it. That is right for every tokenizer:
     some write the space into the token, some between tokens, and some need several tokens for one character.
-
-    Args:
-        ids (`list[int]`): tokens of the text.
-        tokenizer: the tokenizer, whose `decode` gives the text.
     """
     text = tokenizer.decode(ids, skip_special_tokens=True)
     ends: list[int] = []
     for index in range(len(ids)):
         # An incomplete character is decoded as a replacement character. The token that completes it adds it.
         known = tokenizer.decode(ids[: index + 1], skip_special_tokens=True).rstrip("\ufffd")
-        ends.append(max(_common_length(known, text), ends[-1] if ends else 0))
+        ends.append(max(len(os.path.commonprefix([known, text])), ends[-1] if ends else 0))
     special = set(getattr(tokenizer, "all_special_ids", ()))
     words = []
     for match in re.finditer(r"\S+", text):
@@ -47,11 +38,3 @@ def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
             first += 1
         words.append(Word(match.group(), match.start(), range(first, last + 1)))
     return words
-
-
-def _common_length(first: str, second: str) -> int:
-    """Number of leading characters that two texts share."""
-    for index, (one, other) in enumerate(zip(first, second)):
-        if one != other:
-            return index
-    return min(len(first), len(second))

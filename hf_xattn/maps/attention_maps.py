@@ -1,11 +1,8 @@
 """Attention maps: how the attention of each text token is spread over the image tokens, in every block and head.
 
-Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. The model
-does not change: any attention implementation may be set, and other threads may use the model meanwhile.
-
-With `max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the
-steps of `generate`, because what a token sees does not depend on later tokens. Only the chosen text is read, so beams
-and return sequences need no bookkeeping.
+Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. With
+`max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the steps
+of `generate`, because what a token sees does not depend on later tokens.
 
 These are attention weights. They tell where a block has looked, not why the model said what it said.
 """
@@ -117,8 +114,7 @@ class AttentionMaps:
         if head is not None and head != MEAN:
             _check_index("head", head, 0, self.weights[0].shape[1], ", 'mean' or None")
         first = sum(self._sizes[:image])
-        everywhere = layer is None or layer == MEAN
-        blocks = [weights for weights, place in zip(self.weights, self.layers) if everywhere or place == layer]
+        blocks = [weights for weights, place in zip(self.weights, self.layers) if layer in (None, MEAN, place)]
         # (blocks, heads, text_len, tokens of the image)
         chosen = torch.stack([of_block[row, ..., first : first + self._sizes[image]].cpu() for of_block in blocks])
         chosen = chosen.float()
@@ -136,11 +132,10 @@ class AttentionMaps:
 
     def _patches(self, image: int, row: int) -> PatchGrid:
         size, ratio = None, None
-        tower = self._config.vision_config
-        if tower is not None and self._pixel_values is not None:
+        if self._pixel_values is not None:
             size = (self._pixel_values.shape[-2], self._pixel_values.shape[-1])
-        elif tower is not None and self._from_pixels:
-            size = image_size_of(tower)
+        elif self._config.vision_config is not None and self._from_pixels:
+            size = image_size_of(self._config.vision_config)
         if self._aspect_ratio_ids is not None:
             ratio = int(self._aspect_ratio_ids[row * len(self._aspect_ratio_ids) // len(self.tokens), image])
         return patch_grid(self._config, self._sizes[image], size, ratio)
@@ -222,11 +217,11 @@ class AttentionMaps:
         covered = (1.0, 1.0)
         if picture is None:
             picture, covered = self.pixels(image, row), self.covered(image, row)
-        choices = _choice("layer", layer, len(self.layers)), _choice("head", head, self.weights[0].shape[1])
-        return draw(grid, positions, words, picture, covered, f"attention of {', '.join(choices)}")
+        of_layers = f"mean of {len(self.layers)} layers" if layer == MEAN else f"layer {layer}"
+        of_heads = f"mean of {self.weights[0].shape[1]} heads" if head == MEAN else f"head {head}"
+        return draw(grid, positions, words, picture, covered, f"attention of {of_layers}, {of_heads}")
 
     def _positions(self, tokens: list[int] | None, row: int) -> list[int]:
-        """The text positions to draw, checked."""
         text_len = self.tokens.shape[1]
         if tokens is None:
             first = self.num_given if self.num_given < text_len else 0
@@ -239,10 +234,6 @@ class AttentionMaps:
                     f"Expected `tokens` to hold integers from {-text_len} to {text_len - 1}, got {tokens!r}."
                 )
         return [index % text_len for index in tokens]
-
-
-def _choice(what: str, choice: Choice, count: int) -> str:
-    return f"mean of {count} {what}s" if choice == MEAN else f"{what} {choice}"
 
 
 @torch.no_grad()
@@ -322,10 +313,9 @@ def attention_maps(
         given["use_cache"] = False
     if isinstance(inner, XAttnForConditionalGeneration):
         given["logits_to_keep"] = 1
-    outputs = outer(**given, output_attentions=OF_BLOCKS, return_dict=True)
-    if not outputs.cross_attentions:
+    weights = list(outer(**given, output_attentions=OF_BLOCKS, return_dict=True).cross_attentions or ())
+    if not weights:
         raise ValueError(f"`attention_maps` needs images, got `inputs` with {sorted(inputs)} only.")
-    weights = list(outputs.cross_attentions)
     if text_mask is None:
         text_mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask != 0
     return AttentionMaps(
@@ -365,10 +355,10 @@ def _generated(
     made = model.generate(**given, **images, max_new_tokens=max_new_tokens, **generate_kwargs)
     sequences = made if isinstance(made, torch.Tensor) else made.sequences
     repeats, new = sequences.shape[0] // rows, sequences.shape[1] - length
-    whole = {
-        name: value.repeat_interleave(repeats, dim=0) if _has_rows(value, rows) else value
-        for name, value in given.items()
-    }
+    whole = dict(given)
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows:
+            whole[name] = value.repeat_interleave(repeats, dim=0)
     mask = whole["attention_mask"]
     whole["input_ids"] = sequences
     whole["attention_mask"] = torch.cat([mask, mask.new_ones(len(sequences), new)], dim=1)
@@ -384,10 +374,6 @@ def _generated(
         ended[:, length + 1 :] |= sequences[:, length:-1] == end
     whole["_text_mask"] = (whole["attention_mask"] != 0) & (ended.cumsum(dim=-1) == 0)
     return whole
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
 def _ends(model: XAttnForConditionalGeneration, generate_kwargs: dict[str, Any]) -> list[int]:

@@ -17,19 +17,11 @@ COLUMNS, SIDE = 4, 2.6  # panels in a line, width of a panel in inches
 def draw(
     grid: torch.Tensor, positions: list[int], words: list[str], picture: Any, covered: tuple[float, float], title: str
 ) -> Figure:
-    """Draws one panel for each position.
+    """Draws one panel for each text position, with a word as its title.
 
-    Args:
-        grid (`torch.Tensor`): `(text_len, patch rows, patch columns)`.
-        positions (`list[int]`): the text positions to draw.
-        words (`list[str]`): the title of each panel.
-        picture: a PIL image or an array `(height, width[, channels])`.
-        covered (`tuple[float, float]`): share of the picture's height and width that the patches cover.
-        title (`str`): title of the figure.
-
-    Raises:
-        ImportError: without matplotlib.
-        ValueError: for a picture that is neither.
+    `grid` is `(text_len, patch rows, patch columns)`, `picture` a PIL image or an array `(height, width[, channels])`,
+    `covered` the share of its height and width that the patches cover. Raises an `ImportError` without matplotlib, and
+    a `ValueError` for another picture.
     """
     try:
         from matplotlib.figure import Figure
@@ -37,8 +29,9 @@ def draw(
         raise ImportError('`plot` needs matplotlib: pip install "matplotlib>=3.8"') from error
     shown = np.asarray(picture)
     if shown.ndim not in (2, 3):
+        described = f"shape {tuple(picture.shape)}" if hasattr(picture, "shape") else repr(picture)
         raise ValueError(
-            f"Expected `picture` to be a PIL image or an array (height, width[, channels]), got {_described(picture)}."
+            f"Expected `picture` to be a PIL image or an array (height, width[, channels]), got {described}."
         )
     if shown.ndim == 3 and shown.shape[2] == 1:
         shown = shown[..., 0]
@@ -59,8 +52,3 @@ def draw(
     figure.colorbar(drawn, ax=list(axes), shrink=0.8)
     figure.suptitle(title)
     return figure
-
-
-def _described(picture: Any) -> str:
-    shape = getattr(picture, "shape", None)
-    return repr(picture) if shape is None else f"shape {tuple(shape)}"

@@ -35,27 +35,17 @@ PREFIX_TOKENS = {
 
 
 class PatchGrid(NamedTuple):
-    """The patches of one image.
+    """The patches of one image."""
 
-    Attributes:
-        prefix (`int`): tokens of an image, or of a tile, in front of its patches.
-        rows, columns (`int`): patches of an image, or of a tile.
-        tile_rows, tile_columns (`int`): tiles of the image.
-        covered (`tuple[float, float]`): share of the height and of the width that the patches cover. The tower does
-            not read a rest that is smaller than a patch.
-    """
-
-    prefix: int
-    rows: int
+    prefix: int  # tokens of an image, or of a tile, in front of its patches
+    rows: int  # of patches, in an image or in a tile
     columns: int
-    tile_rows: int = 1
-    tile_columns: int = 1
-    covered: tuple[float, float] = (1.0, 1.0)
+    tile_rows: int
+    tile_columns: int
+    covered: tuple[float, float]  # share of height and width: the tower reads no rest that is smaller than a patch
 
     def lay(self, weights: torch.Tensor) -> torch.Tensor:
-        """Turns `(..., tokens of the image)` into `(..., patch rows, patch columns)`, over all tiles. Tokens without a
-        patch are left out.
-        """
+        """Turns `(..., tokens of the image)` into `(..., patch rows, patch columns)`, over all tiles."""
         tiles = self.tile_rows * self.tile_columns
         of_tile = self.prefix + self.rows * self.columns
         weights = weights[..., : tiles * of_tile]  # padding tiles come last
@@ -67,14 +57,9 @@ class PatchGrid(NamedTuple):
 def patch_grid(
     config: XAttnConfig, num_tokens: int, image_size: tuple[int, int] | None, aspect_ratio_id: int | None = None
 ) -> PatchGrid:
-    """Finds the patches of an image.
+    """Finds the patches of an image of `num_tokens`, from the height and width of the pixels that the tower has read.
 
-    Args:
-        config ([`XAttnConfig`]): the model's.
-        num_tokens (`int`): tokens of the image.
-        image_size (`tuple[int, int]`, *optional*): height and width of the pixels that the tower has read; None if
-            unknown.
-        aspect_ratio_id (`int`, *optional*): for a tower with tiles, how the tiles of the image are arranged.
+    For a tower with tiles, `aspect_ratio_id` tells how the tiles are arranged.
 
     Raises:
         ValueError: for features, a connector that does not keep positions, a tower whose order of tokens is not known,
@@ -97,7 +82,8 @@ def patch_grid(
             f"`grid` needs a vision tower whose patches are known ({', '.join(PREFIX_TOKENS)}), got "
             f"{tower.model_type!r}. {remedy}"
         )
-    height, width = _pair(getattr(tower, "patch_size", None))
+    patch: Any = getattr(tower, "patch_size", None)
+    height, width = (patch, patch) if isinstance(patch, int) else (patch[0], patch[1])
     prefix = PREFIX_TOKENS[tower.model_type] + (getattr(tower, "num_register_tokens", 0) or 0)
     tiles, arrangement = 1, (1, 1)
     if is_tiled(tower):
@@ -127,7 +113,3 @@ def _arrangement(tower: PreTrainedConfig, aspect_ratio_id: int | None) -> tuple[
         return 1, 1
     rows, columns = ratios[aspect_ratio_id - 1]
     return rows, columns
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -21,19 +21,11 @@ FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, "tokenizer_config.json")
 
 
 def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Loads tokenizer and image processor of the bases, and says so. None for a folder with files of a processor, and
-    any other checkpoint.
+    """Loads tokenizer and image processor of the bases, and says so. Returns arguments of [`XAttnProcessor`].
 
-    Args:
-        name (`str`): folder or Hub id.
-        load_kwargs (`dict`): keyword arguments of `from_pretrained`.
-
-    Returns:
-        `dict`: arguments of [`XAttnProcessor`]. `image_processor` is None for a model without a vision tower.
-
-    Raises:
-        ValueError: for a base without a tokenizer or an image processor, and a tokenizer without the model's image
-            marker.
+    None for a folder with files of a processor, and for any other checkpoint. `image_processor` is None without a
+    vision tower. Raises a `ValueError` for a base without these files, and a tokenizer without the model's image
+    marker.
     """
     adapter = Adapter.find(name, load_kwargs)
     text = None if adapter is None else adapter.recorded_base("text_base")

@@ -21,9 +21,7 @@ HINTS = ("detail", "cache_control", "min_pixels", "max_pixels", "resized_height"
 
 
 class ImagePart:
-    """Marks the place of an image among the parts of a message. `Conversation.images` holds the images, in the same
-    order.
-    """
+    """The place of an image among the parts of a message. `Conversation.images` holds the images, in this order."""
 
 
 IMAGE = ImagePart()
@@ -32,14 +30,9 @@ Content = str | list[str | ImagePart] | None
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One message of a chat.
+    """One message of a chat."""
 
-    Attributes:
-        fields (`dict`): everything except the content: role, tool calls, reasoning, ...
-        content (`str` or `list`, *optional*): a text, or a list of texts and images.
-    """
-
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # everything except the content: role, tool calls, reasoning, ...
     content: Content
 
     @property
@@ -65,22 +58,15 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """The messages of a chat, and one image for each image part: None if the part has no source.
-
-    `unknown_keys` are those of the parts without a source.
-    """
+    """The messages of a chat and their images."""
 
     messages: list[Message]
-    images: list[Any]
-    unknown_keys: list[str] = dataclasses.field(default_factory=list)
+    images: list[Any]  # one for each image part: None if the part has no source
+    unknown_keys: list[str] = dataclasses.field(default_factory=list)  # of the parts without a source
 
 
 def is_batch(conversation: Any) -> bool:
-    """Returns whether `conversation` is a list of conversations.
-
-    Raises:
-        TypeError, ValueError: if it is neither a conversation nor a list of conversations.
-    """
+    """Returns whether `conversation` is a list of conversations. Raises an error if it is no conversation either."""
     if hasattr(conversation, "messages"):
         return False
     if not isinstance(conversation, (list, tuple)):
@@ -92,13 +78,12 @@ def is_batch(conversation: Any) -> bool:
     return isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
 
 
-def read_conversation(conversation: Any, where: str, num_frames: int | None, fps: float | None) -> Conversation:
-    """Reads one conversation, and does not change it.
+def read_conversation(conversation: Any, where: str, **sampling: Any) -> Conversation:
+    """Reads one conversation, and does not change it. `sampling` goes to `read_frames`, for videos.
 
     Args:
         conversation: a list of messages: dicts with `role` and `content`, in the format of transformers or OpenAI.
         where (`str`): name of the conversation in errors.
-        num_frames, fps: options for videos, see `read_frames`.
 
     Raises:
         TypeError, ValueError: for a part that is not a text, an image or a video, a part with several sources, and a
@@ -109,21 +94,14 @@ def read_conversation(conversation: Any, where: str, num_frames: int | None, fps
         raise TypeError(f"Expected {where} to be a list of messages, got {type_name(messages)}.")
     if not messages:
         raise ValueError(f"{where} has no messages.")
-    images: list[Any] = []
-    unknown: list[str] = []
-    read = [
-        _message(message, f"message {index} of {where}", images, unknown, num_frames, fps)
-        for index, message in enumerate(messages)
-    ]
-    return Conversation(read, images, unknown)
+    read = Conversation([], [])
+    for index, message in enumerate(messages):
+        read.messages.append(_message(message, f"message {index} of {where}", read, sampling))
+    return read
 
 
 def with_images(conversation: Conversation, images: Any, where: str) -> Conversation:
-    """Gives `images`, which the caller passed separately, to the image parts without a source, in order.
-
-    Raises:
-        ValueError: if images and parts differ in number.
-    """
+    """Gives `images`, which the caller passed separately, to the image parts without a source, in order."""
     bare = sum(image is None for image in conversation.images)
     if images is None:
         if bare:
@@ -151,16 +129,13 @@ def of_row(images: Any, row: int, rows: int) -> Any:
     if images is None:
         return None
     if not isinstance(images, (list, tuple)) or len(images) != rows:
-        raise ValueError(
-            f"`images` must be a list with one entry for each of {rows} conversations, got {type_name(images)}"
-            + (f" of {len(images)}." if isinstance(images, (list, tuple)) else ".")
-        )
+        got = type_name(images) + (f" of {len(images)}" if isinstance(images, (list, tuple)) else "")
+        raise ValueError(f"`images` must be a list with one entry for each of {rows} conversations, got {got}.")
     return [] if images[row] is None else images[row]
 
 
-def _message(
-    message: Any, where: str, images: list[Any], unknown: list[str], num_frames: int | None, fps: float | None
-) -> Message:
+def _message(message: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> Message:
+    """Reads a message. Appends its images to those of the conversation."""
     read = _mapping(message)
     if read is None or "role" not in read:
         came = "one without `role`" if read is not None else type_name(message)
@@ -174,24 +149,12 @@ def _message(
         raise TypeError(f"Expected the content of {where} to be a str or a list of parts, got {type_name(content)}.")
     parts: list[str | ImagePart] = []
     for part in content:
-        _read_part(part, where, parts, images, unknown, num_frames, fps)
+        parts += _read_part(part, where, conversation, sampling)
     return Message(fields, parts)
 
 
-def _read_part(
-    part: Any,
-    where: str,
-    parts: list[str | ImagePart],
-    images: list[Any],
-    unknown: list[str],
-    num_frames: int | None,
-    fps: float | None,
-) -> None:
-    """Appends a part to `parts`, its images to `images`, and the unknown keys of an image part without an image to
-    `unknown`.
-
-    A video is replaced by its frames.
-    """
+def _read_part(part: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> list[str | ImagePart]:
+    """Reads a part. Appends its images to those of the conversation. A video becomes its frames."""
     read = _mapping(part)
     if read is None:
         raise TypeError(
@@ -205,29 +168,27 @@ def _read_part(
         if not isinstance(text, str):
             others = _names(_unknown(given, ("text",)))
             raise TypeError(f"Expected `text` of a part of {where} to be a str, got {type_name(text)}.{others}")
-        parts.append(text)
-    elif kind in IMAGES:
+        return [text]
+    if kind in IMAGES:
         image = _source(given, IMAGES, where)
         if image is None:
-            unknown.extend(_unknown(given, IMAGES))
-        images.append(image)
-        parts.append(IMAGE)
-    elif kind in VIDEOS:
+            conversation.unknown_keys.extend(_unknown(given, IMAGES))
+        conversation.images.append(image)
+        return [IMAGE]
+    if kind in VIDEOS:
         video = _source(given, VIDEOS, where)
         if video is None:
             others = _names(_unknown(given, VIDEOS))
             raise ValueError(
                 f"Expected a video part of {where} to have `video`, `url` or `path`, got none of them.{others}"
             )
-        frames = read_frames(video, num_frames, fps)
-        images.extend(frames)
-        parts.extend([IMAGE] * len(frames))
-    else:
-        raise ValueError(
-            f"Expected the type of each part of {where} to be one of "
-            f"{', '.join((*TEXTS[:1], *IMAGES[:2], *VIDEOS[:1]))}, got {kind!r}"
-            + (f" in a part with the keys {', '.join(map(str, given))}." if kind is None else ".")
-        )
+        frames = read_frames(video, **sampling)
+        conversation.images.extend(frames)
+        return [IMAGE] * len(frames)
+    keys = f" in a part with the keys {', '.join(map(str, given))}" if kind is None else ""
+    raise ValueError(
+        f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
+    )
 
 
 def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
@@ -259,9 +220,7 @@ def _names(unknown: list[str]) -> str:
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
-    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client. None for anything
-    else.
-    """
+    """Returns a dict, or the fields of a pydantic model, such as a message of the `openai` client, or None."""
     if isinstance(value, Mapping):
         return value
     dump = getattr(value, "model_dump", None)

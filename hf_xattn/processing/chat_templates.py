@@ -41,11 +41,7 @@ def default_template(tokenizer: Any) -> str:
 
 
 def check_template(processor: Any) -> None:
-    """Renders a test question with the chat template of a processor, or of a tokenizer for a model without images.
-
-    Raises:
-        ValueError: if that fails. Then every question would fail.
-    """
+    """Raises a `ValueError` if a processor, or a tokenizer, cannot render a test question with its chat template."""
     from jinja2 import TemplateError
 
     question: Any = [{"type": "text", "text": "?"}] if hasattr(processor, "tokenizer") else "?"
@@ -54,22 +50,18 @@ def check_template(processor: Any) -> None:
             [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=True, return_dict=True
         )
     except (ValueError, TemplateError) as error:
-        raise ValueError(
-            f"A chat needs a chat template that renders a question, but this one fails: {error}"
-        ) from error
+        why = "A chat needs a chat template that renders a question, but this one fails"
+        raise ValueError(f"{why}: {error}") from error
 
 
 def to_template(messages: list[Message], marker: str | None, render: Callable[[Dicts], str]) -> Dicts:
     """Returns messages in a form in which the template shows all of their texts and images.
 
-    Each form is tried with made-up words in place of the texts. A template may change a real text on purpose, for
-    example leave out the reasoning of earlier answers. A missing made-up word shows that the template does not support
-    the form.
+    Each form is tried with made-up words in place of the texts: a template may change a real text on purpose, for
+    example leave out the reasoning of earlier answers.
 
     Args:
-        messages (`list[Message]`): one conversation.
         marker (`str`, *optional*): marker of an image in the text. None: the text has no markers.
-        render (`Callable`): renders messages to text.
 
     Raises:
         jinja2.TemplateError: if the template refuses the conversation in every form.
@@ -174,10 +166,7 @@ def _last_resort(
     render: Callable[[Dicts], str],
     tried: list[tuple[Dicts, Exception | list[str]]],
 ) -> Dicts:
-    """Tries the real texts as plain strings, after every form has failed with made-up words.
-
-    Some templates accept only certain texts.
-    """
+    """Tries the real texts as plain strings: some templates accept only certain texts."""
     from jinja2.exceptions import TemplateError
 
     for made, _ in tried:

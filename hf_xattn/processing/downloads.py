@@ -1,12 +1,10 @@
 """Fetches an image from the web, within limits: of size, of time, and of the networks that it may come from.
 
 Timeouts of httpx bound each wait, and its decoders unpack whatever comes: a server may send a byte a second for days,
-or a few kilobytes that unpack to gigabytes before anybody counts them. So the whole download has a deadline, and its
-content is unpacked here.
+or a few kilobytes that unpack to gigabytes. So the whole download has a deadline, and its content is unpacked here.
 
-Where private addresses are refused, the host's name is resolved here, all its addresses are checked, and the
-connection goes to one of them: a name that resolves to another address a moment later is not asked again. Each
-redirect is checked in the same way.
+Where private addresses are refused, the host's name is resolved and checked here, also of each redirect. The
+connection goes to a checked address: the name may resolve to another one a moment later.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ PACKED = ("gzip", "x-gzip", "deflate")
 def download(url: str, limits: ImageLimits) -> bytes:
     """Returns the content of an `http://` or `https://` address.
 
-    Raises:
-        ValueError: for an address that cannot be loaded, is refused, or sends more than `limits` allow.
+    Raises a `ValueError` for an address that cannot be loaded, is refused, or sends more than `limits` allow.
     """
     from huggingface_hub.utils import httpx  # as transformers' own `load_image`
 
@@ -39,9 +36,7 @@ def download(url: str, limits: ImageLimits) -> bytes:
         try:
             # A proxy of the environment would resolve names itself, so it is used only where all addresses are allowed.
             with httpx.Client(
-                timeout=limits.max_seconds,
-                trust_env=limits.private_addresses,
-                headers={"Accept-Encoding": "identity"},
+                timeout=limits.max_seconds, trust_env=limits.private_addresses, headers={"Accept-Encoding": "identity"}
             ) as client:
                 for _ in range(MOST_REDIRECTS + 1):
                     where, options = (url, {}) if limits.private_addresses else _pinned(url)
@@ -79,9 +74,7 @@ class _Deadline:
         self._timer.cancel()
 
     def watch(self, event: str, info: dict[str, Any]) -> None:
-        """Httpx calls this with each step of a request, among them the connections that it makes (its extension
-        `trace`).
-        """
+        """Httpx calls this with each step of a request (its extension `trace`)."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._connection = info["return_value"].get_extra_info("socket")
         if self.passed:
@@ -123,11 +116,7 @@ def _content(answer: Any, limits: ImageLimits) -> bytes:
 
 
 def _pinned(url: str) -> tuple[str, dict[str, Any]]:
-    """The address with the host's name replaced by a public IP, and what the request needs to be one for that name.
-
-    Raises:
-        ValueError: for a host that cannot be resolved, or of which any address is private.
-    """
+    """The address with a public IP in place of the host's name, and what the request needs to be one for that name."""
     split = urlsplit(url)
     try:
         host, port = split.hostname or "", split.port
@@ -158,6 +147,3 @@ def is_public(address: str) -> bool:
         if ip in ipaddress.ip_network("64:ff9b::/96"):  # translated to IPv4 by the network
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
-
-
-__all__ = ["download", "is_public"]

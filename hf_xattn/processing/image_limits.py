@@ -51,11 +51,7 @@ MAX_TILES = 1024
 
 
 def check_image_processor(image_processor: Any) -> None:
-    """Checks the size that an image processor gives images, which comes from a file.
-
-    Raises:
-        ValueError: for a size of more than `LIMITS.max_pixels`, and for one that is no number.
-    """
+    """Raises a `ValueError` if an image processor, which comes from a file, makes too large images."""
     counts_pixels = hasattr(image_processor, "merge_size")  # Qwen's edges are numbers of pixels
     for name in SIZES:
         size = getattr(image_processor, name, None)
@@ -80,6 +76,3 @@ def check_image_processor(image_processor: Any) -> None:
         raise ValueError(
             f"Expected `max_image_tiles` of the image processor to be from 1 to {MAX_TILES}, got {str(tiles)[:40]}."
         )
-
-
-__all__ = ["LIMITS", "ImageLimits", "check_image_processor"]

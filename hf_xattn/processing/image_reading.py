@@ -12,7 +12,6 @@ import binascii
 import math
 import os
 import warnings
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,12 +110,8 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
                 "Expected each of `videos` to have 4 axes, (frames, height, width, channels) or (frames, channels, "
                 f"height, width), got shape {tuple(video.shape)}."
             )
-        _check_frames(len(video) if num_frames is None else min(num_frames, len(video)))
-        frames = list(video)
     elif isinstance(video, (list, tuple)):
-        _check_frames(len(video) if num_frames is None else min(num_frames, len(video)))
-        frames = list(video)
-        for frame in frames:
+        for frame in video:
             if not (is_pil(frame) or isinstance(frame, (str, Path)) or (is_array(frame) and frame.ndim in (2, 3))):
                 raise TypeError(f"Expected the frames of `videos` to be {KINDS}, got {type_name(frame)}.")
     else:
@@ -124,9 +119,13 @@ def read_frames(video: Any, num_frames: int | None = None, fps: float | None = N
             "Expected each of `videos` to be an array of frames, a list of images or a video file, got "
             f"{type_name(video)}."
         )
-    if not frames:
+    if not len(video):
         raise ValueError("Expected each of `videos` to have one frame or more, got a video with no frames.")
-    return frames if num_frames is None else _evenly(frames, num_frames)
+    _check_frames(len(video) if num_frames is None else min(num_frames, len(video)))
+    if num_frames is None or len(video) <= num_frames:
+        return list(video)
+    places = np.linspace(0, len(video) - 1, num_frames).tolist()
+    return [video[round(place)] for place in places]  # evenly spaced, from the first to the last
 
 
 def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None) -> list[Any]:
@@ -157,11 +156,7 @@ def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None
 def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> np.ndarray:
     """The places of the frames to read from a video file, evenly spaced, before any is decoded.
 
-    Args:
-        metadata (`VideoMetadata`): what the file's header says.
-
-    Raises:
-        ValueError: for a header without frames, and for frames or pixels beyond [`LIMITS`].
+    Raises a `ValueError` for a header without frames, and for frames or pixels beyond [`LIMITS`].
     """
     total, rate = metadata.total_num_frames, metadata.fps
     if total < 1:
@@ -188,13 +183,6 @@ def _check_frames(number: int) -> None:
             f"Expected each of `videos` to have at most {LIMITS.max_frames} frames, got {number}. Choose some with "
             "`num_frames`. A larger limit is set with `hf_xattn.processing.image_limits.LIMITS.max_frames`."
         )
-
-
-def _evenly(frames: Sequence[Any], number: int) -> list[Any]:
-    """Takes `number` evenly spaced frames, from the first to the last; all frames if there are fewer."""
-    if len(frames) <= number:
-        return list(frames)
-    return [frames[round(place)] for place in np.linspace(0, len(frames) - 1, number).tolist()]
 
 
 def _open(source: str | Path, name: str, limits: ImageLimits) -> Image:
@@ -286,23 +274,21 @@ def _short(source: str | Path) -> str:
 def _rgb(image: Image, name: str) -> Image:
     from PIL import Image, ImageOps
 
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of "
+            "values is not known. Scale the values to 0..255 and call `convert('L')`."
+        )
     try:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
             return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
-        if image.mode in ("I", "F"):
-            raise _Refused(
-                f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of "
-                "values is not known. Scale the values to 0..255 and call `convert('L')`."
-            )
         if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
             white.alpha_composite(image)
             image = white
         return image.convert("RGB")
-    except _Refused as error:
-        raise ValueError(str(error)) from None
     except Exception as error:  # a broken file: decoders raise errors of many kinds
         raise ValueError(f"`{name}` holds an image that cannot be read: {error}") from error
 
@@ -355,11 +341,7 @@ def _plain(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Tensor:
-    """Returns integers as uint8, and floating-point values as float32.
-
-    Raises:
-        ValueError: for values that cannot be pixels.
-    """
+    """Returns integers as uint8, and floats as float32. Raises a `ValueError` for values that cannot be pixels."""
     if tensor.dtype == torch.uint8:
         return tensor
     if tensor.dtype == torch.bool:

@@ -23,15 +23,12 @@ def read_texts(text: Any, images: Any) -> list[str]:
         if not text:
             raise ValueError("Expected `text` to be one text or more, got an empty list.")
         return list(text)
-    wrong = text
+    got = type_name(text)
     if isinstance(text, (list, tuple)):
-        wrong = next(entry for entry in text if not isinstance(entry, str))
+        got = f"a list with {type_name(next(entry for entry in text if not isinstance(entry, str)))}"
     swapped = isinstance(images, str) or (isinstance(images, (list, tuple)) and any(isinstance(i, str) for i in images))
-    raise TypeError(
-        "Expected `text` to be a str or a list of str, got "
-        f"{'' if wrong is text else 'a list with '}{type_name(wrong)}."
-        + (" `images` is the first argument and `text` the second: pass them by name." if swapped else "")
-    )
+    hint = " `images` is the first argument and `text` the second: pass them by name." if swapped else ""
+    raise TypeError(f"Expected `text` to be a str or a list of str, got {got}.{hint}")
 
 
 def read_samples(
@@ -52,11 +49,7 @@ def read_samples(
             "Expected `videos` to be a list with one entry for each text (a video, a list of videos, None or []), got "
             f"{type_name(videos)}."
         )
-    if texts is not None and len(entries) != len(texts):
-        raise ValueError(
-            f"Expected `videos` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. "
-            "The entry of a text without a video is None or []."
-        )
+    _check_number("videos", entries, texts)
     samples = [[] for _ in entries] if images is None else _samples(images, texts, one_text)
     if len(samples) != len(entries):
         raise ValueError(
@@ -78,8 +71,7 @@ def lay_out(tensors: dict[str, torch.Tensor], samples: list[list[Any]]) -> dict[
 
     Returns:
         `dict`: `(texts, images of the text with most, ...)` each, with zeros as padding; and `image_mask`, False =
-            padding, if there
-        is any.
+            padding, if there is any.
     """
     widest = max(len(sample) for sample in samples)
     batch = {name: tensor.new_zeros(len(samples), widest, *tensor.shape[1:]) for name, tensor in tensors.items()}
@@ -117,12 +109,16 @@ def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[
         if nested and len(entries) != 1:
             raise ValueError(f"Expected `images` to be the images of one text, got lists for {len(entries)} texts.")
         return [_images(entries[0] if nested else entries)]
+    _check_number("images", entries, texts)
+    return [_images(entry) for entry in entries]
+
+
+def _check_number(name: str, entries: list[Any], texts: list[str] | None) -> None:
     if texts is not None and len(entries) != len(texts):
         raise ValueError(
-            f"Expected `images` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. "
-            "The entry of a text without an image is None or []."
+            f"Expected `{name}` to have one entry for each text, got {len(entries)} entries for {len(texts)} texts. "
+            f"The entry of a text without {name} is None or []."
         )
-    return [_images(entry) for entry in entries]
 
 
 def _entries(images: Any) -> list[Any] | None:
@@ -133,12 +129,7 @@ def _entries(images: Any) -> list[Any] | None:
 
 
 def _images(entry: Any) -> list[Any]:
-    """The images of one text.
-
-    Raises:
-        TypeError: for anything that is not an image, a URL or a path.
-        ValueError: for an array with a wrong number of axes.
-    """
+    """The images of one text."""
     entries = _entries(entry)
     given = [image for image in ([entry] if entries is None else entries) if image is not None]
     images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]

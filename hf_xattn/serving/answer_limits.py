@@ -22,22 +22,15 @@ MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
 MOST_BIASES = 300
 OF_NOTHING = ("transformers_version", "_from_model_config")  # in the JSON of a `GenerationConfig`, without an effect
 # Fields of a `GenerationConfig` that transformers' server sets from the checked fields of a request.
-SET_BY_SERVER = frozenset(
-    "max_new_tokens temperature do_sample top_p repetition_penalty sequence_bias stop_strings".split()
-)
+SET_BY_SERVER = set("max_new_tokens temperature do_sample top_p repetition_penalty sequence_bias stop_strings".split())
 
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """Bounds that the operator of a server sets.
+    """Bounds that the operator of a server sets."""
 
-    Attributes:
-        max_new_tokens (`int`): tokens of an answer.
-        max_beams (`int`): beams of beam search. Each takes the memory of an answer.
-    """
-
-    max_new_tokens: int = 4096
-    max_beams: int = 8
+    max_new_tokens: int = 4096  # of an answer
+    max_beams: int = 8  # of beam search; each takes the memory of an answer
 
 
 # Tells what is expected of a value, if it is not that.
@@ -125,12 +118,7 @@ def _body_fields(limits: AnswerLimits, vocab_size: int) -> dict[str, Check]:
 
 
 def check_answer(body: dict, limits: AnswerLimits, model: Any) -> dict:
-    """Returns a request whose fields for `generate` are all within bounds.
-
-    Args:
-        body (`dict`): the request. Not changed.
-        limits ([`AnswerLimits`]): the operator's.
-        model ([`XAttnForConditionalGeneration`]): the served model.
+    """Returns a request whose fields for `generate` are all within bounds. Does not change `body`.
 
     Raises:
         HTTPException: (400) for a field that is not allowed, or a value out of bounds.
@@ -175,11 +163,10 @@ def _given_config(text: Any, limits: AnswerLimits, own: GenerationConfig) -> dic
     if asked.get("stop_strings") == []:
         del asked["stop_strings"]
     # Some of transformers' processors of logits refuse the integer 1 where they want 1.0.
-    return {name: float(value) if _is_real(known[name]) else value for name, value in asked.items()}
-
-
-def _is_real(check: Check) -> bool:
-    return isinstance(check, _Number) and not check.whole
+    for name, check in known.items():
+        if name in asked and isinstance(check, _Number) and not check.whole:
+            asked[name] = float(asked[name])
+    return asked
 
 
 def _check(given: dict, known: dict[str, Check], where: str) -> None:
@@ -189,21 +176,12 @@ def _check(given: dict, known: dict[str, Check], where: str) -> None:
 
 
 def check_config(config: GenerationConfig, body: dict, limits: AnswerLimits, own: GenerationConfig) -> None:
-    """Checks the configuration that transformers' server has made of a checked request, and bounds its length.
-
-    Raises:
-        HTTPException: (400) for a setting that comes from a field which is not known here.
-    """
+    """Bounds the length in what transformers' server has made of a request, and refuses (400) unknown settings."""
     given = json.loads(body.get("generation_config", "{}"))
     before = GenerationConfig(**given).to_dict() if "generation_config" in body else own.to_dict()
     changed = {name for name, value in config.to_dict().items() if name not in before or before[name] != value}
     if unknown := sorted(changed - SET_BY_SERVER):
         raise HTTPException(400, f"The request sets {', '.join(unknown)}, which this server does not allow.")
     if config.max_new_tokens is None:
-        config.max_new_tokens = max(
-            own.max_new_tokens or 0, 1024
-        )  # as transformers' server without `generation_config`
+        config.max_new_tokens = max(own.max_new_tokens or 0, 1024)  # as transformers' server by default
     config.max_new_tokens = min(config.max_new_tokens, limits.max_new_tokens)
-
-
-__all__ = ["AnswerLimits", "check_answer", "check_config"]

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 
 class _StopWhenAsked(StoppingCriteria):
-    """Ends an answer after the token at which `asked` returns True. No forward pass is interrupted, so the cache stays
-    valid.
-    """
+    """Ends an answer after the token at which `asked` returns True. No forward pass is interrupted."""
 
     def __init__(self, asked: Callable[[], bool]):
         self.asked = asked
@@ -50,17 +48,11 @@ class _Pieces(TextStreamer):
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """An answer of a conversation.
-
-    Attributes:
-        text (`str`): the answer.
-        ids (`torch.LongTensor`): its tokens.
-        asked (`list[dict]`): the messages that it answers, the question last.
-    """
+    """An answer of a conversation."""
 
     text: str
-    ids: torch.Tensor
-    asked: list[dict[str, Any]]
+    ids: torch.Tensor  # its tokens
+    asked: list[dict[str, Any]]  # the messages that it answers, the question last
 
     @property
     def num_images(self) -> int:
@@ -80,14 +72,8 @@ class ChatSession:
     renders earlier turns differently than before, the cache is cropped to the tokens that are still the same.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): the model.
         processor: an [`XAttnProcessor`], or a tokenizer for a model without images.
-        system (`str`, *optional*): a system message.
         options: keyword arguments of `generate`, for every turn.
-
-    Attributes:
-        messages (`list[dict]`): the conversation until now.
-        answers (`list[Answer]`): its answers.
     """
 
     def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
@@ -148,14 +134,10 @@ class ChatSession:
     def stream(
         self, text: str, images: list[Image] | None = None, stop: threading.Event | None = None
     ) -> Iterator[str]:
-        """Asks one question in a thread, and yields the answer piece by piece. The last of `answers` is then the whole
-        answer.
+        """Asks one question in a thread, and yields the answer piece by piece. It is then the last of `answers`.
 
-        The answer ends after the current token if the caller sets `stop` or closes the iterator, and the text until
-        then is the answer. A question that comes while another is being answered waits for it.
-
-        Raises:
-            ValueError: as [`~ChatSession.ask`].
+        The answer ends after the current token if the caller sets `stop` or closes the iterator. A question that comes
+        while another is being answered waits for it. Errors as [`~ChatSession.ask`].
         """
         pieces: queue.SimpleQueue = queue.SimpleQueue()
         stop = stop or threading.Event()
@@ -195,7 +177,8 @@ class ChatSession:
             messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         inputs = {name: value.to(self.model.device) for name, value in made.items() if name != "token_type_ids"}
-        length, longest = inputs["input_ids"].shape[1], _longest_text(self.model)
+        length = inputs["input_ids"].shape[1]
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         new_tokens = self.options.get("max_new_tokens", 0)
         if longest is not None and length + new_tokens > longest:
             raise ValueError(
@@ -220,9 +203,7 @@ class ChatSession:
         return sequences[0, input_ids.shape[1] :]
 
     def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
-        """Returns the cache, cropped to the beginning that it shares with `input_ids`; a new cache if that is not
-        possible.
-        """
+        """Returns the cache, cropped to the beginning that it shares with `input_ids`, or a new cache."""
         cache = self._cache  # another thread may drop it meanwhile
         if cache is not None:
             cached = len(self._cached_ids)
@@ -243,10 +224,6 @@ def _content(text: str, images: list[Image] | None) -> Any:
     if not images:
         return text
     return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
-
-
-def _longest_text(model: XAttnForConditionalGeneration) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _common_length(first: torch.Tensor, second: torch.Tensor) -> int:

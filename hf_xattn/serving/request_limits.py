@@ -1,5 +1,6 @@
-"""ASGI middleware that bounds the body of a request, before an application reads it. For `hf-xattn serve` and
-`hf-xattn web`.
+"""ASGI middleware that refuses requests before an application reads them, for `hf-xattn serve` and `hf-xattn web`.
+
+Gradio would take uploads, which the page does not offer, and has a queue without an end.
 """
 
 from __future__ import annotations
@@ -14,14 +15,11 @@ LINGER = 5.0  # seconds that a refused client may go on sending
 
 
 class RequestLimits:
-    """Reads the body of a request, up to a limit, and gives it to the application at once. A larger one is refused
-    with status 413.
+    """Reads the body of a request, and gives it to the application at once. Refuses a too large one (413).
 
-    The application would collect the body too, but without a limit where the client does not say its length (chunked
-    encoding), and an error raised inside of it while it reads becomes one of its own.
+    The application itself has no limit where the client does not say the length of the body (chunked encoding).
 
     Args:
-        app: the application to protect.
         most (`int`): bytes that the body of a request may have.
         remedy (`str`): what the client can do. It follows the limit in the message.
         error (`Callable[[int, str], dict]`): makes the JSON of an error from the status and a message.
@@ -84,4 +82,38 @@ async def refuse(receive: Any, send: Any, status: int, error: dict[str, Any]) ->
     await send({"type": "http.response.body", "body": b""})
 
 
-__all__ = ["RequestLimits", "refuse"]
+class NoUploads:
+    """ASGI middleware: refuses Gradio's own uploads, which the page does not use and nobody would delete."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if _posts(scope, {"upload"}):
+            await refuse(receive, send, 404, {"error": "This page takes no uploads."})
+            return
+        await self.app(scope, receive, send)
+
+
+class BoundedQueue:
+    """ASGI middleware: refuses a question while `most` others wait for the model.
+
+    `gradio.Server` makes its queue only in `launch`, and without a limit. `queue` returns it.
+    """
+
+    def __init__(self, app: Any, most: int, queue: Callable[[], Any]):
+        self.app, self.most, self.queue = app, most, queue
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if _posts(scope, {"call", "join"}):
+            queue = self.queue()
+            queue.max_size = self.most  # questions that come at the same moment: Gradio counts them one after another
+            if len(queue) >= self.most:
+                error = f"{self.most} questions are waiting already. Try again in a minute."
+                await refuse(receive, send, 503, {"error": error})
+                return
+        await self.app(scope, receive, send)
+
+
+def _posts(scope: dict[str, Any], words: set[str]) -> bool:
+    return scope["type"] == "http" and scope["method"] == "POST" and not words.isdisjoint(scope["path"].split("/"))

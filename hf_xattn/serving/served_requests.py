@@ -1,8 +1,6 @@
-"""What the messages of a request may hold, and what it may ask for beyond them. Other fields would let a client read
-files of the server.
+"""What the messages of a request may hold, and what it may ask for beyond them.
 
-Transformers' server hands them to the processor, which reads paths and web addresses, as it should for the code that
-calls it.
+Transformers' server hands other fields to the processor, which reads paths: a client could read files of the server.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from ..utils.tensor_checks import type_name
 
 
 # What the server itself gives a template, and what a processor would read pictures from.
-NO_VARIABLES = frozenset(
-    "messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split()
-)
+NO_VARIABLES = set("messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split())
 PICTURES_OF_DECISIONS = ("assets", "images")
 # Items of the Responses API that are no messages, with the fields that transformers' server reads.
 ITEMS: dict[str, tuple[str, ...]] = {
@@ -32,9 +28,7 @@ ITEMS: dict[str, tuple[str, ...]] = {
 
 
 def check_message(index: int, message: dict) -> None:
-    """Raises an `HTTPException` for a role that chat templates do not have, for tool calls in another form, and for an
-    item that lacks a field. Transformers' server would fail, or leave the message out.
-    """
+    """Raises an `HTTPException` for an unknown role, tool calls in another form, and an item that lacks a field."""
     if "role" in message:
         if message["role"] not in ROLES:
             raise HTTPException(
@@ -49,10 +43,10 @@ def check_message(index: int, message: dict) -> None:
                 f"Expected `tool_calls` of message {index} to be a list of objects with `function`, which has a `name` "
                 f"and `arguments`, got {short(calls)}.",
             )
-    elif missing := [
-        name for name in ITEMS.get(str(message.get("type")), ()) if not isinstance(message.get(name), (str, list))
-    ]:
-        raise HTTPException(400, f"Expected item {index} ({message['type']}) to have `{missing[0]}`, a text.")
+        return
+    for name in ITEMS.get(str(message.get("type")), ()):
+        if not isinstance(message.get(name), (str, list)):
+            raise HTTPException(400, f"Expected item {index} ({message['type']}) to have `{name}`, a text.")
 
 
 def check_content(index: int, message: dict, content: Any) -> None:
@@ -71,9 +65,7 @@ def _is_call(call: Any) -> bool:
 
 
 def check_instructions(body: dict) -> None:
-    """Raises an `HTTPException` for instructions of the Responses API that are no text: a list of parts may hold
-    images.
-    """
+    """Raises an `HTTPException` for instructions of the Responses API that are no text, but may hold images."""
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise HTTPException(400, f"Expected `instructions` to be a text, got {type_name(instructions)}.")
@@ -106,11 +98,7 @@ def _variables(processor: Any) -> frozenset[str]:
 
 
 def check_images_are_read(messages: list[dict]) -> list[dict]:
-    """Returns the messages for the processor. It gets pictures alone, and never an address that it would read itself.
-
-    Raises:
-        HTTPException: for an image that was not read before: it stands where images are not looked for.
-    """
+    """Returns the messages. Raises an `HTTPException` for an image that was not read: it stands in another place."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():

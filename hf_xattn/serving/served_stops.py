@@ -32,10 +32,7 @@ def place_of_stop(text: str, stops: list[str]) -> int | None:
 class StopAtText(StoppingCriteria):
     """Ends a row whose answer has a stop string in its last token, special tokens included.
 
-    Args:
-        tokenizer: decodes the answer.
-        stops (`list[str]`): the stop strings.
-        prompt_length (`int`): tokens in front of the answer.
+    `prompt_length` is the number of tokens in front of the answer.
     """
 
     def __init__(self, tokenizer: Any, stops: list[str], prompt_length: int):
@@ -50,13 +47,10 @@ class StopAtText(StoppingCriteria):
 
 
 class UntilStop:
-    """The queue of a streamed answer, as transformers' server reads it, up to a stop string. Text that may begin one
-    is held back.
+    """The queue of a streamed answer, as transformers' server reads it, up to a stop string.
 
-    Args:
-        queue (`asyncio.Queue`): pieces of text, each an `str` or a class of its own; other things, such as tool calls;
-            None at the end.
-        stops (`list[str]`): the stop strings.
+    Text that may begin a stop string is held back. The queue has pieces of text, each an `str` or a class of its own;
+    other things, such as tool calls; and None at the end.
     """
 
     def __init__(self, queue: asyncio.Queue, stops: list[str]):
@@ -97,6 +91,3 @@ class UntilStop:
     def _give(self, text: str) -> None:
         if text:
             self.ready.append(self.kind(text))
-
-
-__all__ = ["StopAtText", "UntilStop", "place_of_stop", "stops_of"]

@@ -121,9 +121,7 @@ class OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self.created, "owned_by": "hf_xattn"}]
 
     def shutdown(self) -> None:
-        """Keeps the model: without it the server cannot answer, and a model that it loads again would have no image
-        store.
-        """
+        """Keeps the model: the server cannot answer without it."""
 
 
 class _Worded(BaseHandler):
@@ -165,40 +163,27 @@ class _Checked(BaseHandler):
     """Refuses requests that the server would read only in part, and reads images before the server does."""
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
+        manager: Any = self.model_manager
         check_instructions(body)
-        check_template_kwargs(body, self._served()[1])
+        check_template_kwargs(body, manager.processor)
         field = "input" if isinstance(self, ResponseHandler) else "messages"
         parts = list(image_parts(body.get(field), field, isinstance(self, ResponseHandler)))
-        if parts and self.model_manager.get_model_modality(*self._served()) is Modality.LLM:
+        if parts and manager.get_model_modality(manager.model, manager.processor) is Modality.LLM:
             raise HTTPException(
-                400, f"{self.model_manager.force_model} cannot read images: it was saved without an image processor."
+                400, f"{manager.force_model} cannot read images: it was saved without an image processor."
             )
-        limits = self._limits()
         for place, part in parts:
             # In a thread, so that a slow address or a large image does not delay other requests.
-            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), limits)
+            part["image_url"] = await asyncio.to_thread(read_image, place, part.get("image_url"), manager.limits)
         return await super().handle_request(body, request_id)  # type: ignore[misc]
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict], modality: Modality) -> list[dict]:
         return check_images_are_read(BaseHandler.get_processor_inputs_from_messages(messages, modality))
 
-    def _limits(self) -> ImageLimits:
-        manager: Any = self.model_manager
-        return manager.limits
-
-    def _served(self) -> tuple[Any, Any]:
-        manager: Any = self.model_manager
-        return manager.model, manager.processor
-
 
 class _Generation(GenerateManager):
-    """Ends answers in front of stop strings, which transformers' manager leaves in them.
-
-    It also fixes two errors of that manager: it fails for stop strings of the model if it gets a processor instead of
-    a tokenizer, and a
-    line break in an error message breaks its stream.
-    """
+    """Ends answers in front of stop strings, gives the manager a tokenizer, and keeps line breaks out of its stream."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
@@ -273,9 +258,7 @@ class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
 def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tuple[str, dict]]:
     """Yields the image parts of a request, each with a description of its place for errors.
 
-    Raises:
-        HTTPException: for messages in a wrong form, and for parts that are neither text nor images, because the server
-            would ignore them.
+    Raises an `HTTPException` for messages in a wrong form, and for parts that are neither text nor images.
     """
     if items and isinstance(messages, str):
         return
@@ -316,9 +299,7 @@ def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tupl
 def read_image(place: str, address: Any, limits: ImageLimits = SERVED) -> Image:
     """Reads an image from the web or from a data URL, as the processor does.
 
-    Raises:
-        HTTPException: for any other address, because transformers would also read files of this machine, for an
-            address that `limits` refuse, and for data that are not an image or are too large.
+    Raises an `HTTPException` for any other address: transformers would also read files of this machine.
     """
     url = address.get("url") if isinstance(address, dict) else address
     if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
@@ -365,7 +346,6 @@ def build_app(
 
     Args:
         name (`str`): of the model, for clients.
-        model ([`XAttnForConditionalGeneration`]), processor: as loaded.
         limits ([`ImageLimits`]): of the images that clients name. By default none is fetched from a private network.
         max_request_bytes (`int`, *optional*): of the body of a request. By default [`room_for_images`].
         answers ([`AnswerLimits`]): of what clients ask of `generate`.
@@ -410,11 +390,7 @@ def _tokenizer(processor: Any) -> Any:
 
 
 def check_answers(name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
-    """Makes the inputs of a test question. If this fails, every request would fail, so the server does not start.
-
-    Raises:
-        ValueError: for a model without a chat template, or with a tokenizer that cannot be used for streaming.
-    """
+    """Raises a `ValueError` if every request would fail: for a slow tokenizer, or no chat template."""
     tokenizer = _tokenizer(processor)
     if not hasattr(tokenizer, "_tokenizer"):
         raise ValueError(f"Expected {name} to have a fast tokenizer for serving, got a {type_name(tokenizer)}.")
@@ -422,9 +398,7 @@ def check_answers(name: str, model: XAttnForConditionalGeneration, processor: An
 
 
 class Server(uvicorn.Server):
-    """Calls `ready` when it accepts requests. Stops at Ctrl-C, and gives running requests at most five seconds to
-    finish.
-    """
+    """Calls `ready` when it accepts requests. At Ctrl-C, running requests have five seconds to finish."""
 
     def __init__(self, app: FastAPI, ready: Callable[[], None], log_level: str = "info") -> None:
         super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5))

@@ -28,14 +28,9 @@ Render = Callable[..., str]
 
 
 class AnswerSpan(NamedTuple):
-    """An answer in the rendered text.
+    """An answer in the rendered text: its range of characters, including its end-of-turn token."""
 
-    Attributes:
-        message (`int`): index of the assistant's message.
-        start, end (`int`): range of the answer's characters, including its end-of-turn token.
-    """
-
-    message: int
+    message: int  # index of the assistant's message
     start: int
     end: int
 
@@ -43,14 +38,9 @@ class AnswerSpan(NamedTuple):
 def find_answers(
     render: Render, messages: Messages, answers: Sequence[int], special_tokens: Sequence[str], image_token: str | None
 ) -> tuple[str, list[AnswerSpan]]:
-    """Returns the rendered conversation, and where its answers are.
+    """Returns the rendered conversation, and where the answers (indices of messages) are.
 
-    Args:
-        render (`Callable`): renders messages to text; it takes `add_generation_prompt`.
-        messages (`list[dict]`): the conversation.
-        answers (`Sequence[int]`): indices of the messages to find.
-        special_tokens (`Sequence[str]`): tokens that may end a turn.
-        image_token (`str`, *optional*): marker of an image.
+    `render` takes messages and `add_generation_prompt`. The `special_tokens` may end a turn.
 
     Raises:
         ValueError: if there is no answer, an answer is empty, or the template changes or omits it.
@@ -84,11 +74,8 @@ def find_answers(
 
 
 def end_of_turn(render: Render, messages: Messages, answer: int, special_tokens: Sequence[str]) -> str | None:
-    """Returns the token that the template writes after an answer, or None.
-
-    The answer is rendered as the last message, because a token that comes only with the next message belongs to that
-    message.
-    """
+    """Returns the token that the template writes after an answer, or None."""
+    # The answer is rendered as the last message: a token that comes only with the next message belongs to that one.
     probe = render([*messages[:answer], with_text(messages[answer], PLACEHOLDER)])
     rest = probe.rpartition(PLACEHOLDER)[2].lstrip()
     return max((token for token in special_tokens if token and rest.startswith(token)), key=len, default=None)

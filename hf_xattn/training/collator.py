@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +25,8 @@ SIDES = ("left", "right")
 
 
 class _Tokens(NamedTuple):
-    """One row: `(text_len,)` each."""
-
-    ids: torch.Tensor
-    labels: torch.Tensor
+    ids: torch.Tensor  # (text_len,)
+    labels: torch.Tensor  # (text_len,)
 
 
 class XAttnDataCollator:
@@ -161,8 +159,8 @@ class XAttnDataCollator:
         tokens = []
         for index, conversation in enumerate(conversations):
             real = mask[index]
-            row = conversation, ids[index][real], offsets[index][real]
-            tokens.append(_named(index, conversation, self._labelled, *row))
+            made = _named(index, conversation, self._labelled, conversation, ids[index][real], offsets[index][real])
+            tokens.append(made)
         if self.padding_free:
             return {**self._flattened(tokens), **_in_one_row(batch)}
         return {**self._padded(tokens), **(_share_images(batch) if self.share_images else batch)}
@@ -209,10 +207,9 @@ class XAttnDataCollator:
         for span in spans:
             inside = (starts < span.end) & (ends > span.start) & (ends > starts)
             labels = torch.where(inside, ids, labels)
-            said = ids[inside]
-            expected = (
-                text[int(starts[inside].min()) : int(ends[inside].max())] if len(said) else text[span.start : span.end]
-            )
+            said, expected = ids[inside], text[span.start : span.end]
+            if len(said):  # tokens may reach beyond the answer
+                expected = text[int(starts[inside].min()) : int(ends[inside].max())]
             if not len(said) or not self._decodes_to(said, expected):
                 raise ValueError(
                     f"The labels of message {span.message} do not decode to its answer: expected {expected!r}, got "
@@ -300,12 +297,8 @@ def _first_words(row: Any) -> str:
 def _share_images(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Keeps one row of images for all rows of a batch with the same images in the same order, none for rows without.
 
-    Args:
-        images (`Mapping`): the processor's image inputs, each `(batch, num_images, ...)`; empty if no row has an image.
-
-    Returns:
-        `dict`: the same names, with a row for each different row of images, and `image_rows` `(batch,)`; unchanged if
-        there is nothing to share.
+    Takes the processor's image inputs, each `(batch, num_images, ...)`. Returns them with a row for each different row
+    of images, and `image_rows` `(batch,)`; unchanged if there is nothing to share.
     """
     if not images:
         return {}
@@ -317,11 +310,13 @@ def _share_images(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
         if mask is not None and not mask[row].any():
             index.append(NO_IMAGE)
             continue
-        content = _digest(tensor[row] for tensor in images.values())
-        if content not in rows_of:
-            rows_of[content] = len(kept)
+        content = hashlib.blake2b()
+        for tensor in images.values():
+            content.update(tensor[row].contiguous().view(torch.uint8).numpy())
+        if content.digest() not in rows_of:
+            rows_of[content.digest()] = len(kept)
             kept.append(row)
-        index.append(rows_of[content])
+        index.append(rows_of[content.digest()])
     if len(kept) == len(index):
         return dict(images)
     shared = {name: tensor[kept] for name, tensor in images.items()}
@@ -332,16 +327,9 @@ def _share_images(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def _in_one_row(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Puts the real images of all rows into one row, in their order: `(1, images of the batch, ...)`."""
-    mask = images.get("image_mask")
-    tensors = {name: tensor for name, tensor in images.items() if name != "image_mask"}
+    tensors = dict(images)
+    mask = tensors.pop("image_mask", None)
     return {name: (tensor.flatten(0, 1) if mask is None else tensor[mask])[None] for name, tensor in tensors.items()}
-
-
-def _digest(tensors: Iterable[torch.Tensor]) -> bytes:
-    content = hashlib.blake2b()
-    for tensor in tensors:
-        content.update(tensor.contiguous().view(torch.uint8).numpy())
-    return content.digest()
 
 
 __all__ = ["XAttnDataCollator"]

@@ -29,12 +29,7 @@ BESIDE_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "schedul
 
 
 class FoundCheckpoints(NamedTuple):
-    """The checkpoints in a folder.
-
-    Attributes:
-        last (`Path`, *optional*): the complete one with the highest number.
-        skipped (`list[tuple[Path, str]]`): those with a higher number, which are not complete, each with the reason.
-    """
+    """The complete checkpoint with the highest number, and those with a higher number, each with what it misses."""
 
     last: Path | None
     skipped: list[tuple[Path, str]]
@@ -72,9 +67,7 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 def find_checkpoints(folder: Path, processes: int = 1) -> FoundCheckpoints:
     """Looks through the checkpoints of a folder, beginning with the highest number, up to a complete one.
 
-    Args:
-        folder (`Path`): holds folders `checkpoint-N`; may be missing.
-        processes (`int`): number of processes of the run. Each saves its own random state.
+    The folder may be missing. Each of the `processes` of a run saves its own random state.
     """
     numbered = [
         (int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := NUMBERED.fullmatch(path.name))
@@ -100,7 +93,8 @@ def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
     if not (checkpoint / STATE).is_file():
         return f"{STATE}, which is written last, is missing"
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    if not any(path.match(kind) for path in files for kind in WEIGHTS if not _is_beside_weights(path)):
+    weights = [path for path in files if path.name not in BESIDE_WEIGHTS and not path.name.startswith("rng_state")]
+    if not any(path.match(kind) for path in weights for kind in WEIGHTS):
         return "it has no weights"
     for path in files:
         name = path.relative_to(checkpoint)
@@ -123,10 +117,6 @@ def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
         if not (checkpoint / f"rng_state_{rank}.pth").is_file():
             return f"rng_state_{rank}.pth is missing"
     return None
-
-
-def _is_beside_weights(path: Path) -> bool:
-    return path.name in BESIDE_WEIGHTS or path.name.startswith("rng_state")
 
 
 def _is_whole(path: Path) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 from ..images.vision import Tiles, run_tower
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
@@ -24,24 +26,17 @@ from .vision_features import FORMAT, SHARDS, Maker, maker_of, read_shard, tower_
 PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
 SHARD_BYTES = 2**28
 
-# Groups of pictures with the model's inputs for them; the pictures that cannot be read, with the reasons.
+# Groups of pictures with the model's inputs; the pictures that cannot be read, with the reasons.
 _Batch = tuple[list[tuple[list[str], dict[str, torch.Tensor]]], dict[str, str]]
 
 
 class EncodedPictures(NamedTuple):
-    """What one process has done.
+    """What one process has done with its share of the pictures."""
 
-    Attributes:
-        new (`int`): pictures that were encoded.
-        known (`int`): pictures whose features the folder held already, of this process's share.
-        nbytes (`int`): size of the files that were written.
-        problems (`dict[str, str]`): pictures that cannot be read, by the SHA-256 of the file, each with the reason.
-    """
-
-    new: int
-    known: int
-    nbytes: int
-    problems: dict[str, str]
+    new: int  # pictures that were encoded
+    known: int  # pictures whose features the folder held already
+    nbytes: int  # of the files that were written
+    problems: dict[str, str]  # pictures that cannot be read, by the SHA-256 of the file, each with the reason
 
 
 @torch.no_grad()
@@ -59,15 +54,8 @@ def encode_pictures(
 ) -> EncodedPictures:
     """Writes the vision tower's outputs for the pictures that a folder does not hold yet.
 
-    Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): its vision tower runs, in evaluation mode.
-        processor ([`XAttnProcessor`]): reads the pictures.
-        pictures (`dict[str, Path]`): from `training_data.pictures_by_content`; the same in all processes.
-        folder (`str` or `Path`): new, empty, or with features of the same tower and the same image processor.
-        batch_size (`int`): pictures that the tower reads at once.
-        workers (`int`): processes that read pictures.
-        shard_bytes (`int`): a file is complete when its features have this size.
-        rank, world_size (`int`): this process, and the number of processes that share the pictures.
+    `pictures` are those of `training_data.pictures_by_content`, the same in all processes (`world_size`), which share
+    them. Each process has `workers` that read pictures. A file is complete when it has `shard_bytes`.
 
     Raises:
         TypeError: for a model without blocks.
@@ -81,10 +69,16 @@ def encode_pictures(
     missing = [digest for digest in share if digest not in known]
     writer = _Writer(folder, maker, rank, shard_bytes)
     problems: dict[str, str] = {}
+    loader: Any = DataLoader(
+        missing,  # type: ignore[arg-type]  # a list is a data set too
+        batch_size=batch_size,
+        num_workers=workers,
+        collate_fn=functools.partial(_read, processor, {digest: pictures[digest] for digest in missing}),
+    )
     was_training = tower.training
     tower.eval()
     try:
-        for groups, unreadable in _batches(processor, pictures, missing, batch_size, workers, quiet=rank > 0):
+        for groups, unreadable in tqdm(loader, desc="Encoding", disable=rank > 0, leave=False):
             problems.update(unreadable)
             for digests, inputs in groups:
                 for digest, tensors in zip(digests, _outputs(tower, inputs)):
@@ -114,33 +108,13 @@ def _known(folder: Path, maker: Maker) -> set[str]:
         for field, ours in maker._asdict().items():
             theirs = getattr(shard.maker, field)
             if ours != theirs:
-                what = {"tower": "vision tower", "image_processor": "image processor", "dtype": "dtype"}[field]
+                what = "vision tower" if field == "tower" else field.replace("_", " ")
                 raise ValueError(
                     f"Expected {folder} to hold features of this model, got features of another {what} in {path.name}: "
                     f"{theirs[:12]} instead of {ours[:12]}. Choose a new folder."
                 )
         known.update(shard.digests)
     return known
-
-
-def _batches(
-    processor: XAttnProcessor,
-    pictures: Mapping[str, Path],
-    digests: list[str],
-    batch_size: int,
-    workers: int,
-    quiet: bool,
-) -> Any:
-    from torch.utils.data import DataLoader
-    from tqdm.auto import tqdm
-
-    loader: Any = DataLoader(
-        digests,  # type: ignore[arg-type]  # a list is a data set too
-        batch_size=batch_size,
-        num_workers=workers,
-        collate_fn=functools.partial(_read, processor, {digest: pictures[digest] for digest in digests}),
-    )
-    return tqdm(loader, desc="Encoding", disable=quiet, leave=False)
 
 
 def _read(processor: XAttnProcessor, pictures: Mapping[str, Path], digests: list[str]) -> _Batch:
@@ -166,14 +140,12 @@ def _outputs(tower: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torc
     assert output is not None
     if tiles is None:
         return [{"": _owned(each)} for each in output]
-    return [
-        {
-            "": _owned(output[index, 0][tiles.aspect_ratio_mask[index, 0] != 0]),  # no text sees padding tiles
-            f".{TILE_INPUTS[0]}": _owned(tiles.aspect_ratio_ids[index, 0]),
-            f".{TILE_INPUTS[1]}": _owned(tiles.aspect_ratio_mask[index, 0]),
-        }
-        for index in range(output.shape[0])
-    ]
+    outputs = []
+    for features, ids, mask in zip(output[:, 0], tiles.aspect_ratio_ids[:, 0], tiles.aspect_ratio_mask[:, 0]):
+        real = features[mask != 0]  # no text sees padding tiles
+        named = {"": real, f".{TILE_INPUTS[0]}": ids, f".{TILE_INPUTS[1]}": mask}
+        outputs.append({end: _owned(tensor) for end, tensor in named.items()})
+    return outputs
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,9 +180,9 @@ class _Writer:
         self._partial.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Writes a file, and then gives it its name, which its pictures decide: no other process has the same."""
         save_file(self._tensors, str(self._partial), self._metadata)
         self.nbytes += self._partial.stat().st_size
+        # The pictures decide the name: no other process has the same.
         name = hashlib.sha256("".join(sorted(self._digests)).encode()).hexdigest()[:16]
         replace_file(self._partial, self._folder / SHARDS.replace("*", name))
         self._digests, self._tensors, self._size = [], {}, 0

@@ -60,8 +60,7 @@ class FreezeSchedule(TrainerCallback, ExportableState):
                 f"Expected a run of one process for a `FreezeSchedule`, got {args.world_size}. DDP and FSDP fix what "
                 "trains when they wrap the model: make a run of each stage, with `freeze` before it."
             )
-        self._choices = [choose(model, **options) for options in self.stages.values()]
-        apply_choice(model, _union(self._choices))
+        apply_choice(model, self._choose(model))
 
     def on_train_begin(
         self,
@@ -72,10 +71,8 @@ class FreezeSchedule(TrainerCallback, ExportableState):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        # Again, because Trainer may have a new model (`model_init`), or got this callback late.
-        self._choices = [choose(model, **options) for options in self.stages.values()]
+        needed = self._choose(model)  # again: Trainer may have a new model (`model_init`), or got this callback late
         held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-        needed = _union(self._choices)
         missing = [name for name, weight in model.named_parameters() if needed[name] and id(weight) not in held]
         if missing:
             raise ValueError(
@@ -103,6 +100,11 @@ class FreezeSchedule(TrainerCallback, ExportableState):
     ) -> None:
         self._follow(state, model)
 
+    def _choose(self, model: Any) -> dict[str, bool]:
+        """Notes what trains in each stage, and returns what trains in any of them."""
+        self._choices = [choose(model, **options) for options in self.stages.values()]
+        return {name: any(choice[name] for choice in self._choices) for name in self._choices[0]}
+
     def _follow(self, state: TrainerState, model: Any) -> None:
         stage = sum(begin <= state.global_step for begin in self._begins) - 1
         if stage == self._active:
@@ -111,10 +113,6 @@ class FreezeSchedule(TrainerCallback, ExportableState):
         self._active = stage
         if state.is_world_process_zero:
             print(f"From step {state.global_step} on:\n{training_table(model)}")
-
-
-def _union(choices: list[dict[str, bool]]) -> dict[str, bool]:
-    return {name: any(choice[name] for choice in choices) for name in choices[0]}
 
 
 def _checked(stages: Any) -> dict[int | float, dict[str, Any]]:

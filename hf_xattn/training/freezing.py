@@ -66,11 +66,10 @@ def choose(model: Any, **options: Any) -> dict[str, bool]:
             "but adapters and `modules_to_save` is frozen. Call `freeze` before `get_peft_model`, and pass "
             "`modules_to_save=added_modules(model)`."
         )
-    names = options.pop("names", None)
+    patterns = _checked(options.pop("names", None))
     for part in PARTS:
         if not isinstance(options.setdefault(part, part in ("text", "vision")), bool):
             raise TypeError(f"`{part}` must be True or False, got {options[part]!r}.")
-    patterns = _checked(names)
     weights = list(model.named_parameters(remove_duplicate=False))  # a tied weight goes by all its names
     prefix = "" if body is model else "model."
     parts = {name: part_of(name.removeprefix(prefix)) for name, _ in weights}

@@ -1,7 +1,7 @@
-"""Names of modules for PEFT.
+"""Names of modules for PEFT, each of which means one module.
 
-A `LoraConfig` finds its layers by the end of their names. `"q_proj"` is a layer of the decoder, of the blocks and of
-most vision towers. So these functions return whole names. Each of them means one module.
+A `LoraConfig` finds its layers by the end of their names, and `"q_proj"` is a layer of the decoder, of the blocks and
+of most vision towers.
 """
 
 from __future__ import annotations
@@ -43,25 +43,17 @@ def lora_targets(
     body = body_of(model)
     if where not in PLACES:
         raise ValueError(f"`where` must be one of {list(PLACES)}, got {where!r}.")
-    if isinstance(projections, str) or not (
-        projections is None
-        or (isinstance(projections, (list, tuple, set)) and all(isinstance(n, str) for n in projections))
-    ):
+    is_list = isinstance(projections, (list, tuple, set)) and all(isinstance(name, str) for name in projections)
+    if projections is not None and not is_list:
         raise ValueError(
             f"`projections` must be a list of names such as ['q_proj', 'v_proj'] or None, got {projections!r}."
         )
-    if where == "vision":
-        if body.vision_tower is None:
-            raise ValueError("`where='vision'` needs a model with a vision tower, got one without.")
-        found = list(_linear_layers(body.vision_tower))
-        root: nn.Module = body.vision_tower
-    else:
-        root = find_decoder(body.text_model)[1]
-        found = [
-            name
-            for name in _linear_layers(root)
-            if where == "both" or (where == "blocks") == any(part in BLOCKS for part in name.split("."))
-        ]
+    root: nn.Module | None = body.vision_tower if where == "vision" else find_decoder(body.text_model)[1]
+    if root is None:
+        raise ValueError("`where='vision'` needs a model with a vision tower, got one without.")
+    found = list(_linear_layers(root))
+    if where in ("text", "blocks"):
+        found = [name for name in found if (where == "blocks") == any(part in BLOCKS for part in name.split("."))]
     if projections is not None:
         there = {name.rpartition(".")[2] for name in found}
         missing = sorted(set(projections) - there)
@@ -86,7 +78,7 @@ def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str
     body = body_of(model)
     _, layers = find_decoder(body.text_model)
     added = [child for layer in layers for name, child in layer.named_children() if name in BLOCKS]
-    if body.connector is not None and any(True for _ in body.connector.parameters()):
+    if body.connector is not None and list(body.connector.parameters()):
         added.append(body.connector)
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(module)] for module in added]
@@ -95,12 +87,11 @@ def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str
 def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """Names of linear layers. For a layer with an adapter it is the name of the layer, not of the parts inside."""
     for name, child in module.named_children():
-        if isinstance(child, (nn.Linear, Conv1D)) or is_packed(child):
+        inner = child._modules.get("base_layer")
+        layer = child if inner is None else inner
+        if isinstance(layer, (nn.Linear, Conv1D)) or is_packed(layer):
             yield prefix + name
-        elif isinstance(inner := child._modules.get("base_layer"), nn.Module):
-            if isinstance(inner, (nn.Linear, Conv1D)) or is_packed(inner):
-                yield prefix + name
-        elif "original_module" not in child._modules:  # of `modules_to_save`: trains whole
+        elif inner is None and "original_module" not in child._modules:  # of `modules_to_save`: trains whole
             yield from _linear_layers(child, f"{prefix}{name}.")
 
 

@@ -53,10 +53,13 @@ def parameter_groups(
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {
         (part, decay): [] for part in PARTS for decay in (True, False)
     }
+    known = set()
     for part, name, weight, owner in part_weights(model):
+        known.add(id(weight))
+        # Gates, norms and most biases are vectors; experts have a matrix of biases.
+        decay = weight.ndim > 1 and not name.endswith("bias") and "norm" not in type(owner).__name__.lower()
         if weight.requires_grad or (include_frozen and not is_quantized(weight)):
-            groups[part, _decays(name, weight, owner)].append(weight)
-    known = {id(weight) for _, _, weight, _ in part_weights(model)}
+            groups[part, decay].append(weight)
     others = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in known]
     if others:
         raise ValueError(
@@ -71,21 +74,12 @@ def parameter_groups(
     warn_of_lost_updates(
         {part: (groups[part, True] + groups[part, False], rates[part]) for part in PARTS if part in rates}
     )
-    return [
-        {
-            "params": weights,
-            "lr": rates[part],
-            "weight_decay": decays.get(part, 0.0) if decay else 0.0,
-            "name": part if decay else f"{part}, no decay",
-        }
-        for (part, decay), weights in groups.items()
-        if weights
-    ]
-
-
-def _decays(name: str, weight: nn.Parameter, owner: nn.Module) -> bool:
-    """Whether a parameter decays. Gates, norms and most biases are vectors; experts have a matrix of biases."""
-    return weight.ndim > 1 and not name.endswith("bias") and "norm" not in type(owner).__name__.lower()
+    made = []
+    for (part, decay), weights in groups.items():
+        factor, name = (decays.get(part, 0.0), part) if decay else (0.0, f"{part}, no decay")
+        if weights:
+            made.append({"params": weights, "lr": rates[part], "weight_decay": factor, "name": name})
+    return made
 
 
 def _by_part(argument: str, given: Any) -> dict[str, float]:

@@ -21,6 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL import Image
+from tqdm.auto import tqdm
+
 from ..processing.chat_messages import IMAGES
 from ..utils.checkpoint_files import sha256_of
 from ..utils.keywords import suggestion
@@ -37,34 +40,21 @@ MAX_PROBLEMS = 20
 
 
 class PictureRows(NamedTuple):
-    """The examples of a folder.
-
-    Attributes:
-        file (`Path`): the JSON lines file.
-        rows (`list[dict]`): rows for a collator, with the paths of their pictures.
-        lines (`list[int]`): the line of each row, counted from 1.
-        fingerprint (`str`): changes if the file or a picture changes.
-        problems (`list[tuple[int, str]]`): lines that are not examples, each with the reason. [`check_rows`] raises
-            them.
-        captions (`int`): number of lines that are captions: `prompt` is their question.
-        contents (`dict[Path, str]`): SHA-256 of the file of each picture.
-    """
+    """The examples of a folder."""
 
     file: Path
-    rows: list[dict[str, Any]]
-    lines: list[int]
-    fingerprint: str
-    problems: list[tuple[int, str]]
-    captions: int
-    contents: dict[Path, str]
+    rows: list[dict[str, Any]]  # for a collator, with the paths of their pictures
+    lines: list[int]  # of each row, counted from 1
+    fingerprint: str  # changes if the file or a picture changes
+    problems: list[tuple[int, str]]  # lines that are not examples, each with the reason
+    captions: int  # number of lines that are captions: `prompt` is their question
+    contents: dict[Path, str]  # SHA-256 of the file of each picture; "" for a file that is missing
 
 
 def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows:
     """Reads the examples of a folder. [`check_rows`] raises the errors of its lines and of its pictures, all at once.
 
-    Args:
-        folder (`str` or `Path`): a folder with pictures and `metadata.jsonl`, or with one other `.jsonl` file.
-        prompt (`str`): the user's message in an example that is a caption.
+    `prompt` is the user's message in an example that is a caption.
 
     Raises:
         ValueError: for a missing folder or file, or an empty file.
@@ -99,18 +89,17 @@ def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows
 def pictures_by_content(data: PictureRows) -> dict[str, Path]:
     """Returns the pictures of a folder by the SHA-256 of their files. Of equal files it returns one.
 
-    Raises:
-        ValueError: for lines that are not examples, and for pictures that do not exist. The message lists their lines.
+    Raises a `ValueError` that lists the lines that are not examples, and those of pictures that do not exist.
     """
     problems = list(data.problems)
     pictures: dict[str, Path] = {}
     for row, line in zip(data.rows, data.lines):
         for part in _picture_parts(row):
             path = Path(part["path"])
-            if not path.is_file():
-                problems.append((line, _missing(path, data.file.parent)))
-            else:
+            if path.is_file():
                 pictures.setdefault(data.contents[path], path)
+            else:
+                problems.append((line, str(_unreadable(path, data.file.parent))))
     if problems:
         raise ValueError(_list_problems(data.file, sorted(problems)))
     return pictures
@@ -123,19 +112,12 @@ def check_rows(
 ) -> int:
     """Makes a batch of each row alone, to find unreadable pictures, empty or cut answers, and templates that fail.
 
-    Args:
-        folders (`Sequence[PictureRows]`): the examples. One error lists the wrong lines of all of them.
-        collate (`Callable`): makes a batch of a list of rows.
-        with_pixels (`Callable`, *optional*): does so from pictures in memory, where `collate` needs files.
-
-    Returns:
-        `int`: number of tokens in the longest row.
+    `with_pixels` makes batches of pictures in memory, where `collate` needs files. Returns the number of tokens in the
+    longest row.
 
     Raises:
-        ValueError: for rows that cannot be trained on. The message lists their lines.
+        ValueError: for rows that cannot be trained on. The message lists their lines, in all folders.
     """
-    from tqdm.auto import tqdm
-
     longest, told = 0, []
     for data in folders:
         problems = list(data.problems)
@@ -154,8 +136,6 @@ def check_rows(
 
 def _reason(row: dict[str, Any], error: Exception, folder: Path, collate: Callable[[list[dict[str, Any]]], Any]) -> str:
     """Why a row cannot be trained on: all pictures that cannot be read, and what is wrong beside them."""
-    from PIL import Image
-
     found = {part["path"]: _unreadable(Path(part["path"]), folder) for part in _picture_parts(row)}
     reasons = {path: reason for path, reason in found.items() if reason}
     if not reasons:
@@ -173,7 +153,8 @@ def _reason(row: dict[str, Any], error: Exception, folder: Path, collate: Callab
 
 
 def _without_row(error: Exception) -> str:
-    return str(error).partition(": ")[2]  # without the row's place in a batch of one
+    """An error of the collator, without the row's place in a batch of one."""
+    return str(error).partition(": ")[2]
 
 
 def _picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -184,24 +165,15 @@ def _picture_parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _unreadable(path: Path, folder: Path) -> str | None:
     """Why a picture cannot be read, or None."""
-    from PIL import Image
-
+    name = str(path.relative_to(folder) if path.is_relative_to(folder) else path)
     if not path.is_file():
-        return _missing(path, folder)
+        return f"the picture {name!r} does not exist"
     try:
         with Image.open(path) as picture:
             picture.load()
     except Exception as error:  # Pillow raises errors of many kinds
-        return f"the picture {_name(path, folder)!r} cannot be read: {error}"
+        return f"the picture {name!r} cannot be read: {error}"
     return None
-
-
-def _missing(path: Path, folder: Path) -> str:
-    return f"the picture {_name(path, folder)!r} does not exist"
-
-
-def _name(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def _list_problems(file: Path, problems: list[tuple[int, str]]) -> str:
@@ -233,8 +205,7 @@ def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], li
     _check_fields(example)
     row = _as_row(example, prompt)
     pictures: list[Path] = []
-    conversation = read_row(row)
-    messages = [_with_paths(message, folder, pictures) for message in conversation.messages]
+    messages = [_with_paths(message, folder, pictures) for message in read_row(row).messages]
     if "prompt" in row:
         first = len(row["prompt"])
         return {"prompt": messages[:first], "completion": messages[first:]}, pictures, False
@@ -269,9 +240,9 @@ def _as_row(example: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     with_images: dict[str, Any] = {"images": images} if images else {}
     if "messages" in example or "prompt" in example:
         return {**{name: value for name, value in example.items() if name not in PICTURES}, **with_images}
-    question, answer = ("question", "answer") if "question" in example else (None, "text")
-    asked = {"role": "user", "content": prompt if question is None else example[question]}
-    return {"messages": [asked, {"role": "assistant", "content": example[answer]}], **with_images}
+    question, answer = (example["question"], example["answer"]) if "question" in example else (prompt, example["text"])
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, **with_images}
 
 
 def _with_paths(message: dict[str, Any], folder: Path, pictures: list[Path]) -> dict[str, Any]:

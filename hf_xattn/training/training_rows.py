@@ -11,6 +11,8 @@ import mimetypes
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from ..processing.chat_messages import IMAGES, SOURCES, TEXTS
 from ..processing.image_reading import is_array, is_pil
 from ..utils.keywords import suggestion
@@ -25,35 +27,21 @@ NOT_READ = ("tools", "chat_template_kwargs")
 COLUMNS = ("messages", "prompt", "completion", "images", "image", "tools", "chat_template_kwargs")
 # Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-ROLES_ELSEWHERE = {
-    "model": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "human": "user",
-}
+ROLES_ELSEWHERE = {**dict.fromkeys(("model", "gpt", "bot", "chatbot"), "assistant"), "human": "user"}
 # A column whose name is close to one of these is probably meant as `images`.
 NAMES_OF_IMAGES = ("images", "image", "imgs", "img", "pictures", "picture", "photos", "photo", "pixel_values")
 NEAR = 0.82  # similarity for `difflib`. `image_id` and `image_ids` stay below it: they hold no images
 
 
 class Conversation(NamedTuple):
-    """One row.
+    """One row."""
 
-    Attributes:
-        messages (`list[dict]`): chat messages, with the images in their parts.
-        answers (`tuple[int, ...]`): indices of the assistant messages that are trained on.
-    """
-
-    messages: list[dict[str, Any]]
-    answers: tuple[int, ...]
+    messages: list[dict[str, Any]]  # with the images in their parts
+    answers: tuple[int, ...]  # indices of the assistant messages that are trained on
 
 
 def read_row(row: Any) -> Conversation:
     """Reads a row of a data set, and does not change it.
-
-    Args:
-        row (`Mapping`): `messages`, or `prompt` and `completion`; optionally `images` or `image`.
 
     Raises:
         TypeError: for a row, a message or a part of a wrong type.
@@ -69,14 +57,16 @@ def read_row(row: Any) -> Conversation:
                 f"Expected a row without the column `{name}`, which would change the prompt and is not supported. "
                 "Remove the column."
             )
-    messages, first_answer = _messages(given, row)
-    _check_columns(given)
-    images = _images(given)
-    messages = _with_images(messages, images)
-    answers = tuple(
-        index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first_answer
-    )
-    return Conversation(messages, answers)
+    messages, first = _messages(given, row)
+    for name, value in given.items():
+        if name not in COLUMNS and _looks_like_images(name, value):
+            raise ValueError(
+                f"Expected images in the column `images`, got the column `{name}`, which is not read. Did you mean "
+                "`images`? Rename the column, or remove it."
+            )
+    messages = _with_images(messages, _images(given))
+    answers = (index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first)
+    return Conversation(messages, tuple(answers))
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -170,7 +160,6 @@ def _checked_part(where: str, part: Any) -> dict[str, Any]:
 
 
 def _images(given: Mapping[str, Any]) -> list[Any]:
-    """The images of the columns `images` or `image`."""
     if "images" in given and "image" in given:
         raise ValueError("Expected a row to have `images` or `image`, got both.")
     if "image" in given:
@@ -186,8 +175,6 @@ def _decoded(image: Any) -> Any:
     if not isinstance(image, Mapping):
         return image
     if image.get("bytes") is not None:
-        from PIL import Image
-
         return Image.open(io.BytesIO(image["bytes"]))
     if image.get("path") is not None:
         return image["path"]
@@ -201,11 +188,10 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
             raise ValueError(f"Expected a user message for the {len(images)} image(s) of the row, got none.")
-        message = messages[first]
-        text = message.get("content", "")
+        text = messages[first].get("content", "")
         texts = text if isinstance(text, list) else [{"type": "text", "text": text}]
-        message = {**message, "content": [*({"type": "image", "image": image} for image in images), *texts]}
-        return [*messages[:first], message, *messages[first + 1 :]]
+        content = [*({"type": "image", "image": image} for image in images), *texts]
+        return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
     bare = sum(_is_bare(part) for part in parts)
     if bare != len(images):
         got = f"{len(images)} image(s)" if images else "no `images` column"
@@ -229,16 +215,6 @@ def _is_bare(part: Mapping[str, Any]) -> bool:
     return part.get("type") in IMAGES and not any(name in part for name in IMAGE_SOURCES)
 
 
-def _check_columns(row: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a column that is not read, but holds images or has nearly the name `images`."""
-    for name, value in row.items():
-        if name not in COLUMNS and _looks_like_images(name, value):
-            raise ValueError(
-                f"Expected images in the column `images`, got the column `{name}`, which is not read. Did you mean "
-                "`images`? Rename the column, or remove it."
-            )
-
-
 def _check_message(where: str, message: Mapping[str, Any]) -> None:
     """Raises a `ValueError` for an unknown role, and for a key beside `content` that holds images."""
     role = message["role"]
@@ -259,12 +235,11 @@ def _looks_like_images(name: str, value: Any) -> bool:
 
 
 def _is_near_images(name: Any) -> bool:
-    """Returns whether a name is nearly `images` or one of its usual variants, in upper or lower case."""
     return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), NAMES_OF_IMAGES, n=1, cutoff=NEAR))
 
 
 def _holds_images(value: Any) -> bool:
-    """Returns whether a value is an image or holds one: PIL, an array of rank 3 or more, or the dict of `datasets`."""
+    """Whether a value is an image or holds one: PIL, an array of rank 3 or more, or the dict of `datasets`."""
     if isinstance(value, (str, int, float)):
         return False
     if isinstance(value, bytes):
@@ -281,8 +256,6 @@ def _holds_images(value: Any) -> bool:
 
 
 def _is_picture(content: bytes) -> bool:
-    from PIL import Image
-
     try:
         Image.open(io.BytesIO(content)).close()  # reads the header only
     except Exception:  # Pillow raises errors of many kinds

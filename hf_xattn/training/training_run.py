@@ -1,11 +1,8 @@
 """The training run of `hf-xattn train`: from a folder of pictures to a folder with the trained model.
 
-`Trainer` trains the model and saves checkpoints with weights, optimizer, schedule and random states. The options of the
-run are saved in the same folder. A run can be resumed only with the same options and the same data, because with others
-it would be a different run.
-
-A run may be killed at any moment: it goes on from its last complete checkpoint. Under `accelerate launch` or
-`torchrun`, each process trains on its share of each batch, and the first one prints and writes.
+A run may be killed at any moment: it goes on from the last complete checkpoint of `Trainer`. The options of the run are
+saved beside the checkpoints, because a run can be resumed only with the same options and data. Under `accelerate
+launch` or `torchrun`, each process trains on its share of each batch, and the first one prints and writes.
 """
 
 from __future__ import annotations
@@ -15,22 +12,25 @@ import json
 import math
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoProcessor, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+
+from ..checkpoints.adapter_saving import check_bases
+from ..checkpoints.model_card import write_model_card
+from ..modeling_xattn import XAttnForConditionalGeneration
+from ..processing_xattn import XAttnProcessor
+from ..utils.quantized_weights import check_trainable
 from ..utils.whole_folder import replace_file
+from .collator import XAttnDataCollator
 from .complete_checkpoints import STATE, find_checkpoints, step_of
+from .freezing import freeze
 from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
+from .parameter_groups import train_in_float32
 from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
+from .vision_features import VisionFeatures
 
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    from ..modeling_xattn import XAttnForConditionalGeneration
-    from ..processing_xattn import XAttnProcessor
-    from .collator import XAttnDataCollator
-    from .vision_features import VisionFeatures
 
 OPTIONS_FILE = "training.json"
 UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
@@ -94,8 +94,7 @@ class TrainingOptions:
             )
         if self.features is not None and self.train_vision:
             raise ValueError(
-                "Expected `--features` or `--train-vision`, got both: features are what a frozen vision tower has "
-                "returned."
+                "Expected `--features` or `--train-vision`, got both: features are outputs of a frozen vision tower."
             )
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`--prompt` must be a text that is not empty.")
@@ -111,14 +110,10 @@ class TrainingOptions:
 
 
 def train(options: TrainingOptions, resume: bool = False) -> None:
-    """Trains a model and saves it. All data are checked before the weights are loaded.
+    """Trains a model and saves it; with `resume`, from the last complete checkpoint in `options.output` on.
 
-    Args:
-        options ([`TrainingOptions`]): the options of the run.
-        resume (`bool`): continue from the last complete checkpoint in `options.output`.
-
-    Raises:
-        ValueError: for bad data, a model without a processor, or an output folder of a different run.
+    All data are checked before the weights are loaded. Raises a `ValueError` for bad data, a model without a processor,
+    or an output folder of a different run.
     """
     quiet_other_processes()
     if is_lone_on_cpu():
@@ -130,9 +125,6 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         _check_resumed(options.output, saved)
     hub = {"trust_remote_code": options.trust_remote_code}
     processor = _processor(options.model, **hub)
-    from .collator import XAttnDataCollator
-    from .vision_features import VisionFeatures
-
     features = None if options.features is None else VisionFeatures.before_weights(options.features)
     collator, with_pixels = (
         XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=each)
@@ -143,11 +135,6 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     say(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
     if num_processes() > 1:
         say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
-
-    import torch
-    from transformers import TrainerState, set_seed
-
-    from ..checkpoints.model_card import write_model_card
 
     set_seed(options.seed)
     model = _load_model(options, features, **hub)
@@ -199,11 +186,6 @@ def _read_data(options: TrainingOptions, prompt: str) -> list[PictureRows]:
 
 
 def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub: Any) -> XAttnForConditionalGeneration:
-    import torch
-
-    from ..checkpoints.adapter_saving import check_bases
-    from ..modeling_xattn import XAttnForConditionalGeneration
-
     model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype, **hub)
     if model.dtype == torch.float16:
         raise ValueError(
@@ -225,8 +207,6 @@ def _make_trainer(
     collator: XAttnDataCollator,
     processor: XAttnProcessor,
 ) -> Trainer:
-    from transformers import Trainer
-
     # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns
     # of any other.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
@@ -237,7 +217,7 @@ def _make_trainer(
         eval_dataset=held_out or None,
         data_collator=collator,
         processing_class=processor,
-        callbacks=[_logs_last_step()],
+        callbacks=[_LogsLastStep()],
     )
 
 
@@ -249,22 +229,16 @@ def _last_evaluation(trainer: Trainer) -> float:
     return last["eval_loss"]
 
 
-def _logs_last_step() -> TrainerCallback:
+class _LogsLastStep(TrainerCallback):
     """Logs after the last step too, because `Trainer` averages a loss over the processes only when it logs."""
-    from transformers import TrainerCallback
 
-    class LogsLastStep(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_log |= state.global_step >= state.max_steps
-
-    return LogsLastStep()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log |= state.global_step >= state.max_steps
 
 
 def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
-    """Says the mean loss of the last `steps` steps or a few more, but of none of the `before` steps of an earlier run.
-
-    Each entry of `Trainer`'s log holds the mean since the entry before.
-    """
+    """Says the mean loss of the last `steps` steps or a few more, without the `before` steps of an earlier run."""
+    # Each entry holds the mean since the entry before.
     logged = [entry for entry in history if "loss" in entry and entry["step"] > before]
     starts = [before, *(entry["step"] for entry in logged)]
     total, start, end = 0.0, starts[-1], starts[-1]
@@ -334,12 +308,10 @@ def _tie(weights: dict[str, torch.Tensor], model: XAttnForConditionalGeneration)
 
 def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: Any) -> None:
     """Gives the model the weights of a checkpoint, in the dtypes of the model."""
-    import torch
     from torch.distributed import checkpoint as sharded
 
     shards = checkpoint / SHARDS
-    if shards.is_dir():
-        # Tensors of the model, which are filled. Each process reads all of them by itself.
+    if shards.is_dir():  # fills the tensors of the model; each process reads all of them by itself
         sharded.load({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
     else:
         last = type(model).from_pretrained(str(checkpoint), dtype=torch.float32, **hub)
@@ -347,15 +319,7 @@ def _load_weights(model: XAttnForConditionalGeneration, checkpoint: Any, **hub: 
 
 
 def _processor(name: str, **hub: Any) -> XAttnProcessor:
-    """Returns the model's processor, as an [`XAttnProcessor`].
-
-    Raises:
-        ValueError: for a model without a vision tower, without a processor, or without a chat template that works.
-    """
-    from transformers import AutoConfig, AutoProcessor
-
-    from ..processing_xattn import XAttnProcessor
-
+    """Returns the model's processor, as an [`XAttnProcessor`] with a chat template that works."""
     config = AutoConfig.from_pretrained(name, **hub)
     if config.vision_config is None:
         raise ValueError(
@@ -396,22 +360,12 @@ def _split(data: PictureRows, options: TrainingOptions) -> tuple[list[dict[str, 
         raise ValueError(f"`--eval-share` needs two examples or more, got {len(data.rows)}.")
     count = min(max(1, round(len(data.rows) * options.eval_share)), len(data.rows) - 1)
     chosen = set(random.Random(options.seed).sample(range(len(data.rows)), count))
-    return (
-        [row for index, row in enumerate(data.rows) if index not in chosen],
-        [row for index, row in enumerate(data.rows) if index in chosen],
-    )
+    rows = [row for index, row in enumerate(data.rows) if index not in chosen]
+    return rows, [row for index, row in enumerate(data.rows) if index in chosen]
 
 
 def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> dict[str, torch.dtype]:
-    """Freezes what is not trained, and converts the rest to float32, because half precision loses small updates.
-
-    Returns:
-        `dict`: the original dtypes of the converted parameters.
-    """
-    from ..utils.quantized_weights import check_trainable
-    from .freezing import freeze
-    from .parameter_groups import train_in_float32
-
+    """Freezes what is not trained, and converts the rest to float32. Returns the dtypes before that."""
     if options.train_text:
         check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
     freeze(model, text=not options.train_text, vision=not options.train_vision)
@@ -423,11 +377,7 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
 
 
 def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: bool) -> TrainingArguments:
-    import torch
-    from transformers import TrainingArguments
-
-    # Each process gets a batch of its own from the same order of rows, and their gradients are averaged over all their
-    # labels.
+    # Each process gets batches of its own. Gradients are averaged over the labels of all processes.
     an_epoch = math.ceil(num_rows / (options.batch_size * options.gradient_accumulation * num_processes()))
     steps = options.steps or math.ceil(an_epoch * options.epochs)
     return TrainingArguments(
@@ -470,20 +420,17 @@ def _save(
 
     All processes call this, because each may hold a part of the weights.
     """
-    config: Any = model.config  # a composite configuration has no field `use_cache`
-    if use_cache is None:
+    config: Any = model.config
+    config.use_cache = use_cache
+    if use_cache is None:  # a composite configuration has no such field
         del config.use_cache
-    else:
-        config.use_cache = use_cache
     weights: dict[str, Any] = {}
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         weights["state_dict"] = {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in gathered.items()}
         _tie(weights["state_dict"], model)
-    for (
-        name,
-        parameter,
-    ) in model.named_parameters():  # sharded ones too: the configuration and the card tell their dtype
+    # Sharded parameters too: the configuration and the card tell their dtype.
+    for name, parameter in model.named_parameters():
         dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)

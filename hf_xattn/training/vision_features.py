@@ -1,8 +1,7 @@
 """Reads what a frozen vision tower has returned for the pictures of a data set, so that it need not run in every epoch.
 
-`training/features_encoding.py` (`hf-xattn encode --features`) has written these outputs, the input of the connector, to
-safetensors files (shards). A picture is found by the SHA-256 of its file, so training neither decodes it nor runs the
-image processor. Shards are memory-mapped: features are read from the disk when a batch needs them.
+`hf-xattn encode --features` has written these outputs, the input of the connector, to safetensors files (shards). A
+picture is found by the SHA-256 of its file, so training neither decodes it nor runs the image processor.
 
 Each shard carries the identity of the tower (configuration, weights and their dtype) and of the image processor.
 Features of another tower have the right shape, but they are noise for this model, so they are refused.
@@ -35,26 +34,15 @@ SHARDS = "features-*.safetensors"  # a file that is being written has another na
 
 
 class Maker(NamedTuple):
-    """What the features of a folder depend on, besides the pictures.
+    """What the features of a folder depend on, besides the pictures."""
 
-    Attributes:
-        tower (`str`): identity of the vision tower.
-        image_processor (`str`): identity of the image processor.
-        dtype (`str`): dtype of the tower.
-    """
-
-    tower: str
-    image_processor: str
-    dtype: str
+    tower: str  # its identity
+    image_processor: str  # its identity
+    dtype: str  # of the tower
 
 
 def tower_of(model: Any) -> Any:
-    """Returns the vision tower of a model.
-
-    Raises:
-        TypeError: for anything but a model of this package.
-        ValueError: for a model without a vision tower, or with a sharded one.
-    """
+    """Returns the vision tower of a model. Raises a `ValueError` for a model without one, or with a sharded one."""
     body = body_of(model)
     if body.vision_tower is None:
         raise ValueError("Expected `model` to have a vision tower, got one without (`config.vision_config` is None).")
@@ -86,17 +74,11 @@ def maker_of(model: Any, processor: XAttnProcessor) -> Maker:
 
 
 class Shard(NamedTuple):
-    """The header of a file.
-
-    Attributes:
-        maker ([`Maker`]): what has made the features.
-        digests (`list[str]`): SHA-256 of the pictures.
-        tiled (`bool`): whether the pictures were cut into tiles. Then aspect ratios stand beside the features.
-    """
+    """The header of a file."""
 
     maker: Maker
-    digests: list[str]
-    tiled: bool
+    digests: list[str]  # SHA-256 of the pictures
+    tiled: bool  # whether the pictures were cut into tiles. Then aspect ratios stand beside the features
 
 
 def read_shard(path: Path) -> Shard | None:
@@ -193,11 +175,7 @@ class VisionFeatures:
         )
 
     def reader(self, processor: XAttnProcessor) -> XAttnProcessor:
-        """Returns a copy of a processor that looks images up here, and does not read them.
-
-        Raises:
-            ValueError: if the features were made with another image processor.
-        """
+        """Returns a copy of a processor that looks images up here. Refuses another image processor."""
         if image_processor_identity(processor) != self.maker.image_processor:
             raise ValueError(
                 f"Expected `processor` with the image processor that has made the features in {self.folder}, got "
@@ -243,9 +221,9 @@ class VisionFeatures:
                 "Expected the images of the rows to be files, because `features` are found by the files' content, got "
                 f"{type_name(image)}. Write paths into the rows."
             )
-        path = _path_of(image)
+        text = str(image)
+        path = Path(url2pathname(urlsplit(text).path)) if text.startswith("file://") else Path(image)
         if not os.path.isfile(path):  # unlike `Path.is_file`, this takes texts of any length
-            text = str(image)
             raise ValueError(
                 "Expected the images of the rows to be files, because `features` are found by the files' content, got "
                 f"{text if len(text) <= 80 else text[:80] + '...'!r}, which is no file."
@@ -262,12 +240,6 @@ class VisionFeatures:
             )
         return known[1]
 
-    def _file(self, digest: str) -> Any:
-        path = self._shards[digest]
-        if path not in self._files:
-            self._files[path] = safe_open(str(path), framework="pt")
-        return self._files[path]
-
     def _features(self, digest: str) -> torch.Tensor:
         """The tower's output for a picture: `(tokens, width)`, or `(tiles, tokens, width)`. Refuses anything else."""
         features, axes = self._tensor(digest), 3 if self._tiled else 2
@@ -281,8 +253,11 @@ class VisionFeatures:
         return features
 
     def _tensor(self, digest: str, name: str | None = None) -> torch.Tensor:
+        path = self._shards[digest]
         try:
-            return self._file(digest).get_tensor(digest if name is None else f"{digest}.{name}")
+            if path not in self._files:
+                self._files[path] = safe_open(str(path), framework="pt")
+            return self._files[path].get_tensor(digest if name is None else f"{digest}.{name}")
         except (SafetensorError, OSError) as error:
             raise self._damaged(digest, f"a tensor that can be read ({error})") from error
 
@@ -291,11 +266,6 @@ class VisionFeatures:
             f"{self._shards[digest]} is damaged: expected {expected}, for the picture {digest[:12]}. Remove the file "
             "and run `hf-xattn encode --features` again, which writes it anew."
         )
-
-
-def _path_of(image: str | Path) -> Path:
-    text = str(image)
-    return Path(url2pathname(urlsplit(text).path)) if text.startswith("file://") else Path(image)
 
 
 def _with_padding_tiles(features: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

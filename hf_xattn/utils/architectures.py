@@ -1,8 +1,7 @@
 """A table of what differs between the decoder architectures of transformers, and the sizes in their configurations.
 
-Most architectures need no entry, because `decoders/decoder.py` finds the layers and the path of keyword arguments in
-the model. An entry says why an architecture is not supported, or how it differs. The test suite builds a small model of
-each architecture and tests it. A test fails if the result and this table differ.
+Most architectures need no entry: `decoders/decoder.py` finds the layers and the path of keyword arguments in the model.
+An entry says why an architecture is not supported, or how it differs. A test builds a small model of each.
 """
 
 from __future__ import annotations
@@ -13,13 +12,6 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .transformers_api import OLDEST, is_before, needs
-
-
-HALF = "decoder half of an encoder-decoder model, with cross-attention of its own"
-NO_CACHE = "keeps what it has read in {}, not in a cache of transformers"
-STREAMS = "its layers pass several residual streams, not one"
-MODAL = "takes images or sound itself, in its own way"
-COMPOSITE = "a larger model, of which the text half is served as {}"
 
 
 # Vision towers that read an image as tiles, with aspect ratios. The width of their output is `vision_output_dim`.
@@ -51,79 +43,56 @@ class Architecture:
     static_since: str = OLDEST
 
 
-ARCHITECTURES: dict[str, Architecture] = {
+NO_CACHE = "keeps what it has read in {}, not in a cache of transformers"
+COMPOSITE = "a larger model, of which the text half is served as {}"
+# An entry, and the model types that have it.
+TABLE: tuple[tuple[Architecture, str], ...] = (
     # Supported, with a difference.
-    "bamba": Architecture(counts_from_zero=True),
-    "big_bird": Architecture(since="5.18.0"),
-    "bloom": Architecture(via="call", static_since="5.21.0"),
-    "codegen": Architecture(via="call"),
-    "cohere_compass_text": Architecture(since="5.21.0"),
-    "dbrx": Architecture(since="5.20.0"),
-    "doge": Architecture(since="5.18.0"),
-    "falcon": Architecture(via="call"),
-    "falcon_mamba": Architecture(via="call", forgets=True),
-    "gpt_neo": Architecture(via="call"),
-    "gpt_neox_japanese": Architecture(via="call"),
-    "gptj": Architecture(via="call"),
-    "jamba": Architecture(forgets=True),
-    "longcat_flash": Architecture(layer_count="num_layers"),
-    "mamba": Architecture(via="call", forgets=True),
-    "mamba2": Architecture(via="call"),
-    "megatron-bert": Architecture(via="call", since="5.18.0"),
-    "moshi": Architecture(since="5.21.0"),
-    "mpt": Architecture(via="call"),
-    "rembert": Architecture(via="call", since="5.18.0"),
-    "roformer": Architecture(since="5.18.0"),
-    "zamba": Architecture(forgets=True),
+    (Architecture(counts_from_zero=True), "bamba"),
+    (Architecture(via="call"), "codegen falcon gpt_neo gpt_neox_japanese gptj mamba2 mpt"),
+    (Architecture(via="call", static_since="5.21.0"), "bloom"),
+    (Architecture(via="call", since="5.18.0"), "megatron-bert rembert"),
+    (Architecture(via="call", forgets=True), "falcon_mamba mamba"),
+    (Architecture(forgets=True), "jamba zamba"),
+    (Architecture(layer_count="num_layers"), "longcat_flash"),
+    (Architecture(since="5.18.0"), "big_bird doge roformer"),
+    (Architecture(since="5.20.0"), "dbrx"),
+    (Architecture(since="5.21.0"), "cohere_compass_text moshi"),
     # Not supported.
-    "bart": Architecture(HALF),
-    "bigbird_pegasus": Architecture(HALF),
-    "blenderbot": Architecture(HALF),
-    "blenderbot-small": Architecture(HALF),
-    "blt": Architecture("reads bytes through three stacks of layers"),
-    "cpmant": Architecture("puts prompt tokens of its own in front of the text"),
-    "deepseek_v4": Architecture(STREAMS),
-    "dots3_note": Architecture(COMPOSITE.format("dots3_note_text")),
-    "emu3": Architecture(MODAL),
-    "fuyu": Architecture(COMPOSITE.format("persimmon")),
-    "gemma3": Architecture(COMPOSITE.format("gemma3_text")),
-    "gemma3n": Architecture(STREAMS),
-    "gemma3n_text": Architecture(STREAMS),
-    "gemma4": Architecture(COMPOSITE.format("gemma4_text")),
-    "gemma4_assistant": Architecture("drafts for a larger model, whose cache it reads"),
-    "gemma4_unified": Architecture(COMPOSITE.format("gemma4_unified_text")),
-    "gemma4_unified_assistant": Architecture("drafts for a larger model, whose cache it reads"),
-    "git": Architecture(MODAL),
-    "got_ocr2": Architecture(COMPOSITE.format("qwen2")),
-    "hrm_text": Architecture("runs two stacks of layers in turns, several times a token"),
-    "hy_v4": Architecture(STREAMS),
-    "llama4": Architecture(COMPOSITE.format("llama4_text")),
-    "marian": Architecture(HALF),
-    "mbart": Architecture(HALF),
-    "minimax": Architecture(NO_CACHE.format("`MiniMaxCache`")),
-    "mllama": Architecture("has cross-attention to images of its own: `hf-xattn import` brings it over"),
-    "moss_transcribe_diarize": Architecture(COMPOSITE.format("qwen3")),
-    "musicgen": Architecture(MODAL),
-    "musicgen_melody": Architecture(MODAL),
-    "mvp": Architecture(HALF),
-    "openai-gpt": Architecture("reads its whole text again at every step: it has no cache"),
-    "pegasus": Architecture(HALF),
-    "phi4_multimodal": Architecture(MODAL),
-    "plbart": Architecture(HALF),
-    "prophetnet": Architecture(HALF),
-    "qwen3_5": Architecture(COMPOSITE.format("qwen3_5_text")),
-    "qwen3_5_moe": Architecture(COMPOSITE.format("qwen3_5_moe_text")),
-    "qwen4_exp": Architecture(STREAMS),
-    "qwen4_exp_text": Architecture(STREAMS),
-    "recurrent_gemma": Architecture(NO_CACHE.format("its own modules")),
-    "reformer": Architecture(NO_CACHE.format("`past_buckets_states`")),
-    "rwkv": Architecture(NO_CACHE.format("`state`")),
-    "trocr": Architecture(HALF),
-    "whisper": Architecture(HALF),
-    "xlm": Architecture("has no layer objects, but lists of their parts"),
-    "xlnet": Architecture(NO_CACHE.format("`mems`")),
-    "xlstm": Architecture(NO_CACHE.format("`cache_params`, of a class of its own")),
-}
+    (Architecture("takes images or sound itself, in its own way"), "emu3 git musicgen musicgen_melody phi4_multimodal"),
+    (
+        Architecture("its layers pass several residual streams, not one"),
+        "deepseek_v4 gemma3n gemma3n_text hy_v4 qwen4_exp qwen4_exp_text",
+    ),
+    (
+        Architecture("decoder half of an encoder-decoder model, with cross-attention of its own"),
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper",
+    ),
+    (Architecture("reads bytes through three stacks of layers"), "blt"),
+    (Architecture("puts prompt tokens of its own in front of the text"), "cpmant"),
+    (Architecture("drafts for a larger model, whose cache it reads"), "gemma4_assistant gemma4_unified_assistant"),
+    (Architecture("runs two stacks of layers in turns, several times a token"), "hrm_text"),
+    (Architecture("has cross-attention to images of its own: `hf-xattn import` brings it over"), "mllama"),
+    (Architecture("reads its whole text again at every step: it has no cache"), "openai-gpt"),
+    (Architecture("has no layer objects, but lists of their parts"), "xlm"),
+    (Architecture(NO_CACHE.format("`MiniMaxCache`")), "minimax"),
+    (Architecture(NO_CACHE.format("its own modules")), "recurrent_gemma"),
+    (Architecture(NO_CACHE.format("`past_buckets_states`")), "reformer"),
+    (Architecture(NO_CACHE.format("`state`")), "rwkv"),
+    (Architecture(NO_CACHE.format("`mems`")), "xlnet"),
+    (Architecture(NO_CACHE.format("`cache_params`, of a class of its own")), "xlstm"),
+    (Architecture(COMPOSITE.format("dots3_note_text")), "dots3_note"),
+    (Architecture(COMPOSITE.format("persimmon")), "fuyu"),
+    (Architecture(COMPOSITE.format("gemma3_text")), "gemma3"),
+    (Architecture(COMPOSITE.format("gemma4_text")), "gemma4"),
+    (Architecture(COMPOSITE.format("gemma4_unified_text")), "gemma4_unified"),
+    (Architecture(COMPOSITE.format("qwen2")), "got_ocr2"),
+    (Architecture(COMPOSITE.format("llama4_text")), "llama4"),
+    (Architecture(COMPOSITE.format("qwen3")), "moss_transcribe_diarize"),
+    (Architecture(COMPOSITE.format("qwen3_5_text")), "qwen3_5"),
+    (Architecture(COMPOSITE.format("qwen3_5_moe_text")), "qwen3_5_moe"),
+)
+ARCHITECTURES = {name: entry for entry, names in TABLE for name in names.split()}
 
 
 def architecture(model_type: str) -> Architecture:
@@ -170,11 +139,7 @@ def text_hidden_size(text_config: PreTrainedConfig) -> int:
 
 
 def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
-    """Returns the width of a vision model's `last_hidden_state`.
-
-    Raises:
-        ValueError: if the configuration has no such width.
-    """
+    """Returns the width of a vision model's `last_hidden_state`, or raises a `ValueError`."""
     for config in (vision_config, getattr(vision_config, "vision_config", None)):
         width = "vision_output_dim" if getattr(config, "model_type", None) in TILED_VISION_TYPES else "hidden_size"
         size = getattr(config, width, None)

@@ -2,12 +2,8 @@
 
 A checkpoint may come from a stranger, or be cut off or damaged. transformers opens the files that an index names
 wherever they are, unpickles where it finds no safetensors, and reads weights before it knows whether they fit. Here a
-file must lie in the checkpoint's folder, be a
-whole safetensors file, and hold what the index promises. Only headers are read: this takes milliseconds.
-
-safetensors files have no checksum. A bit that is flipped inside a weight's values cannot be noticed here: compare the
-SHA-256 that the source publishes. Folders of `save_pretrained(folder, adapter_only=True)` carry the SHA-256 of their
-files.
+file must lie in the checkpoint's folder, be a whole safetensors file, and hold what the index promises. Only headers
+are read. They have no checksum, so a flipped bit in a weight's values is not noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -49,10 +46,7 @@ class Stored(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def check_path(name: str, path: Any) -> None:
@@ -106,11 +100,7 @@ def check_inside(folder: Path, path: Path) -> None:
 
 
 def check_name(name: Any, where: str) -> str:
-    """Returns the name of a file in a folder, from a list that a checkpoint brings.
-
-    Raises:
-        ValueError: for anything but the name of a file in the folder: no absolute path, no `..`, no empty text.
-    """
+    """Returns the name of a file in a folder. Raises a `ValueError` for a name that leads elsewhere."""
     if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
         path = PurePosixPath(name)
         if not path.is_absolute() and ".." not in path.parts and path.parts:
@@ -128,11 +118,7 @@ def short(value: Any) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file with one JSON object.
-
-    Raises:
-        ValueError: for a file that is too large, or holds something else.
-    """
+    """Reads a file with one JSON object. Raises a `ValueError` for any other, and for one that is too large."""
     size = path.stat().st_size
     if size > MAX_JSON:
         raise ValueError(f"{path} is too large: expected a JSON file of at most {MAX_JSON} bytes, got {size}.")
@@ -148,9 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_index(path: Path) -> dict[str, str]:
     """Returns the file of each tensor, from the index of a sharded checkpoint.
 
-    Raises:
-        ValueError: for an index without a `weight_map`, and for one that names anything but safetensors files in its
-            folder.
+    Raises a `ValueError` for a damaged index, and for one that names anything but safetensors files in its folder.
     """
     content = read_json(path)
     index = content.get("weight_map")
@@ -172,8 +156,6 @@ def weight_files(
     """Returns the weight files that `from_pretrained` would read from a folder, and the index; empty if there is none.
 
     Args:
-        folder (`Path`): the folder.
-        variant (`str`, *optional*): as for `from_pretrained`.
         named (`str`, *optional*): the file, or the index, where the configuration names it (`transformers_weights`).
 
     Raises:
@@ -210,16 +192,10 @@ def _variant(name: str, variant: str | None) -> str:
 
 
 def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> dict[str, Stored]:
-    """Returns the tensors of safetensors files, by name. Reads no weights.
+    """Returns the tensors of safetensors files, by name. Reads no weights. `index` is empty if there is none.
 
-    Args:
-        files (`Iterable[Path]`): all of one folder.
-        index (`dict[str, str]`): the file of each tensor; empty if there is no index.
-        where (`str`): the checkpoint, for messages.
-
-    Raises:
-        ValueError: if a file is missing or no whole safetensors file, if two files hold one tensor, or if a tensor is
-            not in the file that the index names.
+    Raises a `ValueError` for a file that is missing or damaged, and for a tensor that is in two files, or in another
+    file than the index names.
     """
     headers: dict[str, Stored] = {}
     for path in files:
@@ -241,9 +217,8 @@ def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> di
 def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored]:
     """Returns the tensors of files that several processes have written, by name. Reads no weights.
 
-    Raises:
-        ValueError: for a file that is no whole safetensors file, and for parts that are no whole tensor: a file is
-            missing, or one belongs to another save.
+    Raises a `ValueError` for a damaged file, and for parts that are no whole tensor: a file is missing, or of another
+    save.
     """
     parts: dict[str, set[tuple[Stored, tuple[int, ...]]]] = {}
     for path in files:
@@ -304,12 +279,8 @@ def _header(path: Path, where: str) -> dict[str, Stored]:
 def refuse_pickled(folder: Path, what: str) -> None:
     """Raises a `ValueError` for a folder without safetensors. Pickled weights can run code, so they are never read."""
     others = sorted({path.name for pattern in PICKLED for path in folder.glob(pattern)})
-    hint = (
-        f" It holds {others[:5]}. If you trust these files, load the model with transformers and save it again."
-        if others
-        else ""
-    )
-    raise ValueError(f"{what} holds no *.safetensors file.{hint}")
+    hint = f" It holds {others[:5]}. If you trust these files, load the model with transformers and save it again."
+    raise ValueError(f"{what} holds no *.safetensors file.{hint if others else ''}")
 
 
 def check_weights(headers: dict[str, Stored], quantized: bool, where: str) -> None:

@@ -107,17 +107,18 @@ def _is_known(config_class: type[PreTrainedConfig], name: str) -> bool:
     """Whether a name is a field, or an attribute that every configuration of transformers may have."""
     if name in GENERIC or name.startswith("_") or hasattr(config_class, name):
         return True
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    return name in fields or name in GenerationConfig._get_default_generation_params()
+    return name in _fields_of(config_class) or name in GenerationConfig._get_default_generation_params()
+
+
+def _fields_of(config_class: type[PreTrainedConfig]) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)}
 
 
 def _resembles(config_class: type[PreTrainedConfig], name: str) -> str:
     """` Did you mean ...?` for an unknown name that resembles a field's name; empty for any other name."""
     if _is_known(config_class, name):
         return ""
-    fields, inherited = dataclasses.fields(config_class), dataclasses.fields(PreTrainedConfig)
-    own = {field.name for field in fields} - {field.name for field in inherited}
-    return suggestion(name, own, cutoff=0.8)
+    return suggestion(name, _fields_of(config_class) - _fields_of(PreTrainedConfig), cutoff=0.8)
 
 
 def _warn_of_unknown(config_class: type[PreTrainedConfig], name: str) -> None:
@@ -138,7 +139,7 @@ def check_names(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) ->
 
 def refuse_unknown_fields(argument: str, config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
     """Raises a `ValueError` if a `dict` that a user wrote has keys that are not fields."""
-    known = {field.name for field in dataclasses.fields(config_class)}
+    known = _fields_of(config_class)
     unknown = [name for name in fields if name not in known and not name.startswith("_")]
     if unknown:
         raise ValueError(
@@ -224,11 +225,7 @@ def every_nth_layer(every: int, num_layers: int) -> list[int]:
 
 
 def check_layers(layers: Any, num_layers: int) -> list[int]:
-    """Checks layer indices and returns them sorted. A repeated index stands for several blocks at one layer.
-
-    Raises:
-        ValueError: for an empty list, too many indices, or indices outside `[0, num_layers]`.
-    """
+    """Checks layer indices and returns them sorted. A repeated index stands for several blocks at one layer."""
     if not isinstance(layers, (list, tuple, range, set)) or not all(type(index) is int for index in layers):
         raise ValueError(f"`cross_attention_layers` must be a list of integers, got {short(layers)}.")
     layers = list(layers)

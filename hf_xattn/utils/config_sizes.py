@@ -1,17 +1,15 @@
 """Checks a configuration that came from a file, before anything is built from it.
 
 transformers keeps any key and builds any size: 10^9 layers never return, 10^12 tokens ask for the memory, and a key
-    `to_dict` replaces the
-method. The bounds here are far above every published model. They keep the time and the arithmetic finite. The memory is
-bounded by the
-weights: see `check_against_weights`.
+`to_dict` replaces the method. The bounds here are far above every published model. They keep the time and the
+arithmetic finite. The weights bound the memory: see `check_against_weights`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,33 +18,21 @@ from transformers import PreTrainedConfig
 from .checkpoint_files import Stored, short
 
 
-class _Bound(NamedTuple):
-    """The largest value of the fields whose names match a pattern."""
-
-    names: re.Pattern[str]
-    most: int
-
-
 MAX_LAYERS, MAX_EXPERTS, MAX_VOCABULARY, MAX_POSITIONS, MAX_WIDTH = 2048, 2**14, 2**27, 2**31, 2**20
-# The first pattern that matches decides.
-BOUNDS = (
-    _Bound(re.compile(r"vocab|embeddings_size"), MAX_VOCABULARY),
-    _Bound(re.compile(r"(^|_)(n?layers?|blocks|depths?|stages|hidden_groups)(_|$)"), MAX_LAYERS),
-    _Bound(re.compile(r"experts$"), MAX_EXPERTS),
-    _Bound(re.compile(r"positions?(_embeddings)?$|len(gth)?$|n_ctx$|chunk_size$|window|_id$"), MAX_POSITIONS),
-    _Bound(re.compile(r"tiles$"), 2**10),
-    _Bound(re.compile(r"(image|patch)_size$"), 2**16),
-    _Bound(
-        re.compile(r"(_size|_dims?|_width|_rank|heads|channels|latents|_buckets|embd|_inner|_model|ff)$|^num_|^n_"),
-        MAX_WIDTH,
-    ),
-)
+# The largest value of the fields whose names match a pattern. The first pattern that matches decides.
+BOUNDS = {
+    r"vocab|embeddings_size": MAX_VOCABULARY,
+    r"(^|_)(n?layers?|blocks|depths?|stages|hidden_groups)(_|$)": MAX_LAYERS,
+    r"experts$": MAX_EXPERTS,
+    r"positions?(_embeddings)?$|len(gth)?$|n_ctx$|chunk_size$|window|_id$": MAX_POSITIONS,
+    r"tiles$": 2**10,
+    r"(image|patch)_size$": 2**16,
+    r"(_size|_dims?|_width|_rank|heads|channels|latents|_buckets|embd|_inner|_model|ff)$|^num_|^n_": MAX_WIDTH,
+}
 OTHERS = 2**63 - 1  # what torch calls an integer
 MOST_DEPTH = 16  # of objects in objects
 POSITIVE = re.compile(r"^(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head)$")
-WHOLE = re.compile(
-    POSITIVE.pattern + r"|^(intermediate_size|num_key_value_heads|head_dim)$"
-)  # integers, where there is one
+WHOLE = re.compile(POSITIVE.pattern + r"|^(intermediate_size|num_key_value_heads|head_dim)$")  # integers, if present
 KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 DTYPES = ("dtype", "torch_dtype")
 
@@ -63,14 +49,12 @@ def check_fields(
     """Checks the fields of a configuration, and of those inside it.
 
     Args:
-        fields (`dict`): as in the file.
         where (`str`): begins each message: the file, and the part.
         depth (`int`): in how many objects these fields are.
-        config_class (`type`): whose methods no field may replace.
 
     Raises:
         ValueError: for a size that no model has, a value of a wrong type, a name that leads to code or to another
-            folder, and a key that would replace a method. The message names the field.
+            folder, and a key that would replace a method of `config_class`. The message names the field.
     """
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: expected an object, got {short(fields)}.")
@@ -86,7 +70,8 @@ def check_fields(
         elif name in DTYPES:
             _check_dtype(name, value, where)
         elif name == "auto_map":
-            _check_auto_map(value, where)
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"{where}: expected `auto_map` to be an object of class names, got {short(value)}.")
         elif name == "transformers_weights":
             _check_weights_name(value, where)
         elif name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
@@ -102,28 +87,26 @@ def _check_value(name: str, value: Any, where: str, depth: int) -> None:
         raise ValueError(f"{where}: expected at most {MOST_DEPTH} {kind} inside each other, got more in `{name}`.")
     if isinstance(value, dict):
         for inner, each in value.items():
-            _check_value(inner if isinstance(inner, str) and not _bound(name) else name, each, where, depth + 1)
-        return
+            named = isinstance(inner, str) and _most(name) == OTHERS
+            _check_value(inner if named else name, each, where, depth + 1)
     if isinstance(value, list):
         for each in value:
             _check_value(name, each, where, depth + 1)
-        return
     if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name.endswith("eps"))):
         raise ValueError(f"{where}: expected `{name}` to be a finite number, got {value}.")
     if WHOLE.match(name) and isinstance(value, (str, bool, float)):
         raise ValueError(f"{where}: expected `{name}` to be an integer, got {short(value)}.")
     if isinstance(value, bool) or not isinstance(value, int):
         return
-    bound = _bound(name)
-    most = OTHERS if bound is None else bound.most
+    most = _most(name)
     # -1 often means that there is none, or counts layers from the end. A width is never negative.
     least = 1 if POSITIVE.match(name) else -OTHERS if most in (MAX_LAYERS, MAX_POSITIONS, OTHERS) else 0
     if not least <= value <= most:
         raise ValueError(f"{where}: expected `{name}` to be from {least} to {most}, got {short(value)}.")
 
 
-def _bound(name: str) -> _Bound | None:
-    return next((bound for bound in BOUNDS if bound.names.search(name)), None)
+def _most(name: str) -> int:
+    return next((most for names, most in BOUNDS.items() if re.search(names, name)), OTHERS)
 
 
 def _check_kernel(name: str, value: Any, where: str) -> None:
@@ -145,11 +128,6 @@ def _check_dtype(name: str, value: Any, where: str) -> None:
             raise ValueError(
                 f"{where}: expected `{name}` to be a dtype of torch, such as 'bfloat16', got {short(value)}."
             )
-
-
-def _check_auto_map(value: Any, where: str) -> None:
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{where}: expected `auto_map` to be an object of class names, got {short(value)}.")
 
 
 def _check_weights_name(value: Any, where: str) -> None:
@@ -189,14 +167,12 @@ def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantize
     """Checks a model on the meta device against the weights that it is to get, before memory is allocated.
 
     Args:
-        model (`nn.Module`): has shapes, no values.
         headers (`dict[str, Stored]`): the weights in the checkpoint.
         quantized (`bool`): whether the checkpoint's weights are packed: their shapes say nothing then.
         what (`str`): begins each message: the checkpoint.
 
     Raises:
-        ValueError: for a model that would be far larger than its weights. Other differences are transformers' to
-            report.
+        ValueError: for a model that would be far larger than its weights. transformers reports other differences.
     """
     elements = sum(stored.numel for stored in headers.values())
     if quantized:

@@ -1,9 +1,8 @@
 """Decoders and vision towers whose code came with their checkpoint.
 
 Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves. For a
-part of a larger
-model it does neither, so both are done here. A configuration is read without running code: until a model is loaded with
-`trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
+part of a larger model it does neither, so both are done here. A configuration is read without running code: until a
+model is loaded with `trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ def trusting(checkpoint: Any, load_kwargs: dict[str, Any]) -> Iterator[None]:
 
 
 def read_config(config: Any) -> Any:
-    """The configuration of a part. For custom code it is an [`UnreadConfig`], until that code may be run.
-
-    Args:
-        config (`dict` or `PreTrainedConfig`): as in a file, or read already.
-    """
+    """The configuration of a part, from a `dict` too. Custom code that may not be run gives an [`UnreadConfig`]."""
     if isinstance(config, UnreadConfig):
         fields = config.to_dict()
     elif isinstance(config, dict) and config.get("model_type") not in CONFIG_MAPPING and _code_of(config, "AutoConfig"):
@@ -70,11 +65,7 @@ def read_config(config: Any) -> Any:
 
 
 def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with random weights: `auto_class.from_config`, with custom code where it may be run.
-
-    Raises:
-        ValueError: where it may not, and there is no other.
-    """
+    """A model with random weights. Raises a `ValueError` for custom code that may not be run."""
     source = _trusted.get()
     ref = _code_of(config, auto_class.__name__)
     if isinstance(config, UnreadConfig):
@@ -103,17 +94,12 @@ def _not_trusted(config: PreTrainedConfig) -> ValueError:
 def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str | os.PathLike[str]) -> None:
     """Copies the code of custom parts into a folder, and notes it in their configurations.
 
-    Args:
-        parts (`list[tuple]`): each part, and its configuration in that of the whole model.
-        folder (`str`): where the model is saved.
-
-    Raises:
-        ValueError: where two parts have different files of one name.
+    `parts` are pairs of a part and its configuration in that of the whole model. Raises a `ValueError` if two parts
+    have different files of one name.
     """
     written: dict[Path, bytes] = {}
-    note: Any
     for part, config in parts:
-        note = config
+        note: Any = config
         if not part.is_custom_code() and getattr(config, "auto_map", None):
             del config.auto_map  # the weights are those of transformers' own class
         if not part.is_remote_code():

@@ -15,11 +15,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def is_distributed() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+    found = torch.distributed
+    return found.is_available() and found.is_initialized() and found.get_world_size() > 1
 
 
 def has_units(module: nn.Module | None) -> bool:
@@ -79,13 +76,8 @@ def compute_device(weight: torch.Tensor) -> torch.device:
 def gathered_weights(model: Any) -> dict[str, torch.Tensor] | None:
     """The whole weights of a sharded model (FSDP2, tensor parallelism), on the CPU of the first process.
 
-    All processes must call this.
-
-    Returns:
-        `dict`, empty on the other processes. None for a model whose weights are whole.
-
-    Raises:
-        ValueError: for a model in FSDP's wrapper (`FullyShardedDataParallel`), which alone can gather them.
+    All processes must call this. The others get an empty `dict`. None for a model whose weights are whole. Raises a
+    `ValueError` for a model in FSDP's wrapper (`FullyShardedDataParallel`), which alone can gather them.
     """
     if not torch.distributed.is_available():
         return None

@@ -3,9 +3,9 @@
 torch's layers draw random numbers in their constructors, and `_init_weights` writes every weight of a block or
 connector again. On a CPU the lost numbers took more time than those that stay.
 
-transformers gives weights that a checkpoint lacks first values, and opens a checkpoint of any class of a model type
-with the one that is registered. Both only warn, or say nothing, and the model answers with random weights or computes
-something else. So the models of this package are loaded whole, by the class that they were saved with, or not at all.
+transformers gives first values to weights that a checkpoint lacks, and opens a checkpoint with the class that is
+registered for its model type. It warns at most, and the model answers wrongly. So the models of this package are
+loaded whole, by the class that they were saved with, or not at all.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ FILLS = frozenset({"kaiming_uniform_", "uniform_", "normal_", "zero_"})
 class ValuesComeLater(TorchFunctionMode):
     """Leaves new layers without values. For constructors of a model that then calls `post_init`, or on the meta device.
 
-    A mode of torch holds for one thread. Replacing the functions in `torch.nn.init` would change models that other
-    threads make.
+    A mode of torch holds for one thread: models that other threads make are not changed.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,9 +58,7 @@ def check_class(model_class: type, architectures: Any, source: Any, ours: Iterab
     """Raises a `ValueError` for a checkpoint of a class of the caller's own that another class would open.
 
     Args:
-        model_class (`type`): the class that loads.
         architectures (`list[str]`, *optional*): the classes that the configuration names.
-        source: the checkpoint.
         ours (`Iterable[str]`): the classes of the package whose checkpoints any class may open.
     """
     if not isinstance(architectures, (list, tuple)) or not architectures:
@@ -76,12 +73,9 @@ def check_class(model_class: type, architectures: Any, source: Any, ours: Iterab
 
 
 def check_complete(model: Any, source: Any, allowed: bool = False) -> None:
-    """Raises a `ValueError` if a model did not get all of its weights.
+    """Raises a `ValueError` if a loaded model ([`NotesWhatIsMissing`]) did not get all of its weights.
 
-    Args:
-        model ([`NotesWhatIsMissing`]): was loaded.
-        source: the checkpoint.
-        allowed (`bool`): the caller's `allow_missing_weights`: warn in place of the error.
+    With `allowed`, the caller's `allow_missing_weights`, it warns in place of the error.
     """
     missing, unexpected = vars(model).pop("_lacking", (set(), set()))
     if not missing:

@@ -61,11 +61,7 @@ def given(names: Iterable[str], load_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def keywords_of(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """Keywords that a decoder reads.
-
-    Args:
-        modules (`Iterable`): the decoder and the models around it, from the outside in.
-    """
+    """Keywords that a decoder reads. `modules`: the decoder and the models around it."""
     known: set[str] = set()
     open_ended = False
     for module in modules:
@@ -82,8 +78,6 @@ def refuse_unknown(
 
     Args:
         caller (`Callable`): whose arguments they are; its own names are suggested too.
-        given (`Iterable[str]`): names that came as `**kwargs`.
-        known (`frozenset[str]`): names that may come so.
         only_near (`bool`): let a name pass that resembles none of them.
     """
     for name in given:

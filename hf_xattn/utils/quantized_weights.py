@@ -24,14 +24,8 @@ def first_quantized(module: nn.Module) -> str | None:
 
 
 def check_trainable(part: str, module: nn.Module, remedy: str) -> None:
-    """Raises a `ValueError` for a part with quantized weights that shall be trained.
-
-    Args:
-        part (`str`): name of the part in the message.
-        remedy (`str`): what to do instead, as a sentence.
-    """
-    name = first_quantized(module)
-    if name is not None:
+    """Raises a `ValueError` for a part with quantized weights that shall be trained. `remedy`: a sentence."""
+    if (name := first_quantized(module)) is not None:
         raise untrainable(part, name, module.get_parameter(name), remedy)
 
 

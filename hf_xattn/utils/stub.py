@@ -1,11 +1,9 @@
 """What a saved folder needs to load without `import hf_xattn`: a stub, and the code itself where it is asked for.
 
 With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names. Here this is a stub
-that imports this package. So the installed package runs. If it is not installed, the error says so.
-
-`save_pretrained(folder, with_code=True)` writes the code beside the stub, which uses it if the package is not
-installed. Transformers copies the file that a file imports with `from .x import y`, but no folders. So all code is one
-file: a loader, and below it the files of this package as comments.
+that imports this package. If the package is not installed, the stub raises an error, or uses the code beside it, which
+`save_pretrained(folder, with_code=True)` writes. Transformers copies a file that a file imports, but no folders. So all
+code is one file: a loader, and below it the files of this package as comments.
 """
 
 from __future__ import annotations
@@ -136,9 +134,8 @@ def write_stub(
 
     Args:
         folder (`str`): the folder of a model, a configuration or a processor.
-        with_code (`bool`): write the code too. It is always written in two cases: if the folder holds code of an
-            earlier save, which would be out of date, and if the running code itself came with a checkpoint, because the
-            package is not installed.
+        with_code (`bool`): write the code too. It is always written if the folder holds code of an earlier save, which
+            would be out of date, and if the running code itself came with a checkpoint.
         target (`Path`, *optional*): the folder that the files will be moved to, which `own_code` lists; by default
             `folder`.
         small (`bool`): the checkpoint is a small one (`adapter_only=True`), which needs more code to load.
@@ -157,17 +154,12 @@ def write_stub(
         files[f"{CODE}.py"] = "\n".join(
             [NOTICE, _source(LOADER), *map(_as_comments, code_modules(small or _loads_small(folder)))]
         )
-    foreign = [
-        name
-        for name in files
-        for where in (folder, target)
-        if (where / name).is_file() and not is_own_file(where / name)
-    ]
-    if foreign:
-        raise ValueError(
-            f"The code of this package has a file {foreign[0]}, and {target} holds another file of this name. Save "
-            "without `with_code`, or rename that file in the checkpoint that brought it."
-        )
+    for name in files:
+        if any((where / name).is_file() and not is_own_file(where / name) for where in (folder, target)):
+            raise ValueError(
+                f"The code of this package has a file {name}, and {target} holds another file of this name. Save "
+                "without `with_code`, or rename that file in the checkpoint that brought it."
+            )
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -229,7 +221,6 @@ def _source(module: str) -> str:
 
 
 def _as_comments(module: str) -> str:
-    file = module.replace(".", "/") + (
-        "/__init__.py" if _spec(module).submodule_search_locations is not None else ".py"
-    )
+    is_folder = _spec(module).submodule_search_locations is not None
+    file = module.replace(".", "/") + ("/__init__.py" if is_folder else ".py")
     return "\n".join([f"\n# ==== {file}", *(f"# {line}".rstrip() for line in _source(module).splitlines())])

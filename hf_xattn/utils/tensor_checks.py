@@ -1,8 +1,4 @@
-"""Checks of single tensors and flags that several arguments share. Each names the argument, what was expected and what
-came.
-
-They read types, dtypes and shapes only: no value leaves its device.
-"""
+"""Checks of single tensors and flags that several arguments share. They read no values, which stay on their device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """What this package uses of transformers beyond its public API, and in which versions it was seen.
 
-Private names may change with any release. So each of them is listed here, with the file of transformers that defines it
-and the first version that has it. A test compares the table with the code of this package and with the installed
-transformers. Names that some supported versions lack are resolved here, and the rest of the package imports them from
-here.
+Private names may change with any release. A test compares the table of them with the code of this package and with the
+installed transformers. The rest of the package imports from here the names that some supported versions lack.
 """
 
 from __future__ import annotations
@@ -21,62 +19,35 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor  #
 # First and last version that the tests ran with. pyproject.toml allows the same, and later versions below 6.
 OLDEST, NEWEST, END = "5.17.0", "5.23.0", "6"
 
-# A name, the module that defines it, and the first version that has it, where that is not the oldest one.
-PRIVATE: dict[str, tuple[str, str]] = {
-    # Configurations: which kernels a part runs with, where it came from
-    "_attn_implementation": ("configuration_utils", OLDEST),
-    "_attn_implementation_internal": ("configuration_utils", OLDEST),
-    "_experts_implementation": ("configuration_utils", OLDEST),
-    "_experts_implementation_internal": ("configuration_utils", OLDEST),
-    "_auto_class": ("configuration_utils", OLDEST),
-    "_name_or_path": ("configuration_utils", OLDEST),
-    "_get_default_generation_params": ("generation.configuration_utils", OLDEST),
-    # Building and loading
-    "_from_config": ("modeling_utils", OLDEST),
-    "_model_mapping": ("models.auto.auto_factory", OLDEST),
-    "_init_weights": ("modeling_utils", OLDEST),
-    "_initialize_weights": ("modeling_utils", OLDEST),
-    "_is_hf_initialized": ("modeling_utils", OLDEST),
-    "_is_quantized": ("modeling_utils", OLDEST),
-    "_keep_in_fp32_modules_strict": ("modeling_utils", OLDEST),
-    "_no_split_modules": ("modeling_utils", OLDEST),
-    "_tied_weights_keys": ("modeling_utils", OLDEST),
-    "_get_dtype_plan": ("modeling_utils", OLDEST),
-    "_tp_plan": ("distributed.mixin", OLDEST),
-    "_fsdp_plan": ("distributed.mixin", OLDEST),
-    "_resolve_parallel_plans": ("distributed.mixin", "5.23.0"),
-    "_can_set_attn_implementation": ("modeling_utils", OLDEST),
-    "_can_set_experts_implementation": ("modeling_utils", OLDEST),
-    "_load_pretrained_model": ("modeling_utils", OLDEST),
-    "_adjust_missing_and_unexpected_keys": ("modeling_utils", OLDEST),
-    "_weight_conversions": ("core_model_loading", OLDEST),
-    "_commit_hash": ("utils.hub", OLDEST),
-    "_adapter_model_path": ("integrations.peft", OLDEST),
-    "_hf_peft_config_loaded": ("integrations.peft", OLDEST),
-    "_from_auto": ("configuration_utils", OLDEST),
-    "_from_pipeline": ("configuration_utils", OLDEST),
-    "_validate_model_kwargs": ("generation.utils", OLDEST),
-    # Saving
-    "_keys_to_ignore_on_save": ("modeling_utils", OLDEST),
-    "_get_files_timestamps": ("utils.hub", OLDEST),
-    "_upload_modified_files": ("utils.hub", OLDEST),
-    # Running and training
-    "_hf_hook": ("integrations.accelerate", OLDEST),
-    "_gradient_checkpointing_func": ("modeling_layers", OLDEST),
-    "_set_gradient_checkpointing": ("modeling_utils", OLDEST),
-    # Generation
-    "_is_stateful": ("generation.utils", OLDEST),
-    "_prepare_cache_for_generation": ("generation.utils", OLDEST),
-    "_update_model_kwargs_for_generation": ("generation.utils", OLDEST),
-    "_get_candidate_generator": ("generation.utils", OLDEST),
-    # Processor and server
-    "_merge_kwargs": ("processing_utils", OLDEST),
-    "_get_template_variables": ("utils.chat_template_utils", OLDEST),
-    "_mark_chat_inputs": ("tokenization_utils_base", "5.23.0"),
-    "_GenerationCancelled": ("cli.serving.utils", OLDEST),
-    # What tests need
-    "ExportedModel": ("exporters.base", "5.23.0"),
+# What is used, the module that defines it, and the first version that has it.
+_TABLE = {
+    ("configuration_utils", OLDEST): """
+        _attn_implementation _attn_implementation_internal _auto_class _experts_implementation
+        _experts_implementation_internal _from_auto _from_pipeline _name_or_path""",
+    ("generation.configuration_utils", OLDEST): "_get_default_generation_params",
+    ("modeling_utils", OLDEST): """
+        _adjust_missing_and_unexpected_keys _can_set_attn_implementation _can_set_experts_implementation
+        _from_config _get_dtype_plan _init_weights _initialize_weights _is_hf_initialized _is_quantized
+        _keep_in_fp32_modules_strict _keys_to_ignore_on_save _load_pretrained_model _no_split_modules
+        _set_gradient_checkpointing _tied_weights_keys""",
+    ("models.auto.auto_factory", OLDEST): "_model_mapping",
+    ("distributed.mixin", OLDEST): "_fsdp_plan _tp_plan",
+    ("distributed.mixin", "5.23.0"): "_resolve_parallel_plans",
+    ("core_model_loading", OLDEST): "_weight_conversions",
+    ("utils.hub", OLDEST): "_commit_hash _get_files_timestamps _upload_modified_files",
+    ("integrations.peft", OLDEST): "_adapter_model_path _hf_peft_config_loaded",
+    ("generation.utils", OLDEST): """
+        _get_candidate_generator _is_stateful _prepare_cache_for_generation
+        _update_model_kwargs_for_generation _validate_model_kwargs""",
+    ("integrations.accelerate", OLDEST): "_hf_hook",
+    ("modeling_layers", OLDEST): "_gradient_checkpointing_func",
+    ("processing_utils", OLDEST): "_merge_kwargs",
+    ("utils.chat_template_utils", OLDEST): "_get_template_variables",
+    ("tokenization_utils_base", "5.23.0"): "_mark_chat_inputs",
+    ("cli.serving.utils", OLDEST): "_GenerationCancelled",
+    ("exporters.base", "5.23.0"): "ExportedModel",
 }
+PRIVATE = {name: where for where, names in _TABLE.items() for name in names.split()}
 
 # What went wrong in a version that has the name, and the first version that does it right.
 REPAIRED = {
@@ -126,9 +97,7 @@ HAS_RECORDING = has("activate_past_recording")  # once: compiled code asks
 
 
 def check_recorded(cache: Cache) -> None:
-    """Raises a `ValueError` for a sliding window that has recorded more than attention may get. For a transformers
-    without `HAS_RECORDING`.
-    """
+    """Raises a `ValueError` for a window that has recorded too much, for a transformers without `HAS_RECORDING`."""
     layer: Any
     for layer in cache.layers:
         if (
@@ -166,12 +135,6 @@ def checkpoints_activations(model: PreTrainedModel) -> bool:
     """Whether layers are computed again in the backward pass. Until 5.22 the property had another name."""
     renamed: bool | None = getattr(model, "is_activation_checkpointing", None)
     return model.is_gradient_checkpointing if renamed is None else renamed
-
-
-def checkpoint_activations(model: PreTrainedModel, options: dict[str, Any] | None = None) -> None:
-    """Switches that on."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
 
 
 try:  # since 5.20
@@ -251,24 +214,4 @@ except ImportError:
         return config.get("_commit_hash") or revision
 
 
-__all__ = [
-    "ALL_PARALLEL_STYLES",
-    "AutoImageProcessor",
-    "DeclaresParts",
-    "DummyLayer",
-    "HAS_RECORDING",
-    "PRIVATE",
-    "REPAIRED",
-    "SubConfigSpec",
-    "check_recorded",
-    "check_tokenizer",
-    "checkpoint_activations",
-    "checkpoints_activations",
-    "empty_dynamic_layers",
-    "has",
-    "is_before",
-    "is_blank_card",
-    "needs",
-    "resolve_revision",
-    "warn_of_version",
-]
+__all__ = ["ALL_PARALLEL_STYLES", "AutoImageProcessor", "DummyLayer", "SubConfigSpec", "resolve_revision"]

@@ -121,9 +121,7 @@ def _flush(file: Path) -> None:
 
 @contextlib.contextmanager
 def _hidden_folder(target: Path) -> Iterator[Path]:
-    """Makes a folder in or beside a target, and removes those of killed processes. Names the target if a
-    disk is full.
-    """
+    """Makes a folder in or beside a target, and removes those of killed processes."""
     parent = target if target.is_dir() else target.parent
     for left in parent.glob(f"{HIDDEN}*"):
         with _locked(left, wait=False) as is_abandoned:

@@ -257,7 +257,7 @@ def test_errors_are_one_line(saved, capsys, tmp_path):
         (["generate", model, "--prompt", "a", "--image", tmp_path / "no.png"], "no.png"),
         (["generate", text, "--prompt", "a"], "hf-xattn retrofit"),
         (["generate", model, "--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
-        (["generate", model, "--prompt", "a", "--num-beams", "0"], "--num-beams must be at least 1, got 0"),
+        (["generate", model, "--prompt", "a", "--num-beams", "0"], "`--num-beams` must be at least 1, got 0"),
         (["generate", model, "--prompt", "a", "--image-cache", tmp_path / "no"], "not a file"),
         (["encode", model, "--image", saved / "picture.png", "--output", saved / "picture.png"], "exists already"),
     ]

@@ -6,13 +6,12 @@ import pickle
 
 import pytest
 import torch
-from gradient_checks import assert_same_gradients, gradients, without_dropout
+from gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
 from memory import memory_of
 from tiny_models import SIZES, make_model, pixels, randomize, token_ids, vision_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze
-from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 IDS, PIXELS = token_ids(), pixels()

@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from hf_xattn import demo
 from hf_xattn.checkpoints.model_card import example_questions
 from hf_xattn.commands.main import main
+from hf_xattn.demo.attention import decided_words
 from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
 from hf_xattn.demo.checkpoints import make_vision_checkpoint
 from hf_xattn.demo.connector_start import ridge, start_connector, word_states
 from hf_xattn.demo.language_models import language_model
 from hf_xattn.demo.language_run import retrofitted
 from hf_xattn.demo.language_scores import (
-    Turn,
     accuracy_by_kind,
     answers,
     holds,
@@ -35,7 +35,6 @@ from hf_xattn.demo.language_scores import (
     verdicts_right,
 )
 from hf_xattn.demo.language_training import Batch, Rows, parts_by_length
-from hf_xattn.demo.question_picture import decided_words
 from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask, kinds_of
 from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
@@ -440,7 +439,7 @@ def test_a_second_question_follows_the_models_own_answer(parts):
             prompts.append([row[mask.bool()] for row, mask in zip(input_ids, attention_mask)])
             return model.generate(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
-    answers(Listening(), processor, asked, earlier=[Turn("Hello!", "Hello."), Turn("Count.", "one")])
+    answers(Listening(), processor, asked, earlier=[("Hello!", "Hello."), ("Count.", "one")])
     chat = [
         {
             "role": "user",

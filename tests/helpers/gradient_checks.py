@@ -11,6 +11,11 @@ def without_dropout(model):
     return model.train()
 
 
+def checkpoint_activations(model, options=None):
+    """Layers are computed again in the backward pass. Until transformers 5.22 the method had another name."""
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(options)
+
+
 def gradients(model, **inputs):
     """The gradient of each weight that has one, by its name, without a cache."""
     return outputs_and_gradients(model, use_cache=False, **inputs)[1]

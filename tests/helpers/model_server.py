@@ -21,7 +21,7 @@ class Served:
     """A server in a thread of this process, its model, and a copy of the model to compare with."""
 
     def __init__(self, folder, name, **limits):
-        from hf_xattn.serving.listening import bind
+        from hf_xattn.commands.options import bind
         from hf_xattn.serving.serving import Server, build_app
 
         self.name = name

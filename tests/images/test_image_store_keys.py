@@ -19,7 +19,7 @@ def test_content_keys_tell_images_apart():
     from hf_xattn.images.image_inputs import ImageInputs
 
     def key(images, dtype=torch.float32, precision="", **kwargs):
-        inputs = ImageInputs(name="pixel_values", pixel_values=images, **kwargs)
+        inputs = ImageInputs(name="pixel_values", images=images, **kwargs)
         return image_store.content_keys(inputs, dtype, [(0, 0)], precision)[0]
 
     image = torch.randn(1, 1, 3, 4, 8)
@@ -36,7 +36,7 @@ def test_content_keys_tell_images_apart():
         key(image, precision="autocast"),
         key(torch.zeros(1, 1, 3, 4, 8)),
         key(torch.zeros(1, 1, 3, 4, 9)),
-        image_store.content_keys(ImageInputs(name="cross_attention_states", states=image), torch.float32, [(0, 0)])[0],
+        image_store.content_keys(ImageInputs(name="cross_attention_states", images=image), torch.float32, [(0, 0)])[0],
     ]
     assert len(set(keys)) == len(keys)
     strided = torch.randn(1, 1, 8, 4, 3)

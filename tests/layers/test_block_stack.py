@@ -7,14 +7,13 @@ import copy
 import peft
 import pytest
 import torch
-from gradient_checks import assert_same_gradients, gradients, without_dropout
+from gradient_checks import assert_same_gradients, checkpoint_activations, gradients, without_dropout
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from hf_xattn import added_modules, attention_maps, freeze, lora_targets, retrofit
 from hf_xattn.checkpoints.model_card import describe
-from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 PLACES = {

@@ -6,12 +6,11 @@ import logging
 
 import pytest
 import torch
-from gradient_checks import without_dropout
+from gradient_checks import checkpoint_activations, without_dropout
 from tiny_models import make_model, pixels, token_ids
 
 from hf_xattn import freeze, parameter_groups, train_in_float32
 from hf_xattn.learning import lost_updates
-from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 IDS, PIXELS = token_ids(), pixels()

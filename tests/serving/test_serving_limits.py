@@ -15,9 +15,9 @@ from huggingface_hub.utils import httpx
 from memory_checks import STATUS, resident
 from model_server import TEXT, Served, asked, openai
 
-from hf_xattn import request_limits
 from hf_xattn.commands.main import main
 from hf_xattn.processing.image_limits import ImageLimits
+from hf_xattn.serving import request_limits
 from hf_xattn.serving.serving import SERVED, room_for_images
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from gradient_checks import checkpoint_activations
 from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from transformers import AutoModel, GPT2Config, MixtralConfig, ResNetConfig
 
 from hf_xattn import XAttnForConditionalGeneration, freeze, freeze_base, parameter_groups, retrofit, training_table
 from hf_xattn.decoders.model_parts import PARTS, part_of
-from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 IDS, PIXELS = token_ids(), pixels()

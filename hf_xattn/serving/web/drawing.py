@@ -21,23 +21,15 @@ DEFAULT_SIZE = (224, 224)
 
 
 class Drawing(NamedTuple):
-    """The canvas that visitors draw on.
+    """The canvas that visitors draw on."""
 
-    Attributes:
-        width, height (`int`): pixels of the canvas.
-        ink, paper (`str`): colours of lines and background, as in CSS.
-        pen (`float`): width of lines, in pixels of the canvas.
-        reads (`tuple[int, int]`): height and width of the picture that the model reads.
-        patches (`tuple[int, int]`, *optional*): rows and columns of the patches, to draw lines between them.
-    """
-
-    width: int
+    width: int  # in pixels, as height and pen
     height: int
-    ink: str
-    paper: str
-    pen: float
-    reads: tuple[int, int]
-    patches: tuple[int, int] | None
+    ink: str  # colour of lines, as in CSS
+    paper: str  # colour of the background
+    pen: float  # width of lines
+    reads: tuple[int, int]  # height and width of the picture that the model reads
+    patches: tuple[int, int] | None  # rows and columns of the patches, to draw lines between them
 
 
 def drawing_for(
@@ -50,8 +42,6 @@ def drawing_for(
     """Chooses a canvas.
 
     Args:
-        config ([`XAttnConfig`]): the model's.
-        image_processor: its image processor.
         canvas (`tuple[int, int]`, *optional*): width and height of the canvas. By default those of the picture that
             the model reads, times a whole number.
         ink, paper (`str`, *optional*): colours, as in CSS. By default white on black for pictures of fewer than 64

@@ -20,40 +20,22 @@ MOST = 165  # opacity of the heat where the attention is largest, of 255
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """Where the model looked on one picture.
+    """Where the model looked on one picture."""
 
-    Attributes:
-        picture (`PIL.Image.Image`): the picture that the vision tower has read.
-        heat (`PIL.Image.Image`): one RGBA pixel a patch, to lay over the picture.
-        covered (`tuple[float, float]`): share of the picture's height and width that the patches cover.
-        share (`float`): share of the attention that lies on the patches of this picture, from 0 to 1.
-    """
-
-    picture: Image
-    heat: Image
-    covered: tuple[float, float]
-    share: float
+    picture: Image  # that the vision tower has read
+    heat: Image  # one RGBA pixel a patch, to lay over the picture
+    covered: tuple[float, float]  # share of the picture's height and width that the patches cover
+    share: float  # of the attention, on the patches of this picture, from 0 to 1
 
 
 class Gaze:
-    """The attention of each token of an answer, as the mean over heads.
-
-    Args:
-        maps ([`AttentionMaps`]): of one text and its answer. Only the part that a page shows is kept.
-
-    Attributes:
-        layers (`list[int]`): layers with blocks.
-
-    Raises:
-        ValueError: for a model whose image tokens are not patches, as [`AttentionMaps.grid`].
-    """
+    """The attention of each token of an answer, as the mean over heads. Errors as [`AttentionMaps.grid`]."""
 
     def __init__(self, maps: AttentionMaps):
         # The weights behind the choice of a token are at the position before it.
         first = maps.num_given - 1
-        answer = replace(
-            maps, weights=[weights[:, :, first:-1] for weights in maps.weights], tokens=maps.tokens[:, first:-1]
-        )
+        weights = [each[:, :, first:-1] for each in maps.weights]
+        answer = replace(maps, weights=weights, tokens=maps.tokens[:, first:-1])
         self.layers = list(dict.fromkeys(maps.layers))
         self._blocks = {layer: blocks_at(maps.layers, layer) for layer in self.layers}
         images = range(maps.num_images)
@@ -62,23 +44,16 @@ class Gaze:
         self._covered = [maps.covered(image) for image in images]
 
     def looks(self, tokens: range, layer: int | None = None) -> list[Look]:
-        """Returns one value for each picture.
-
-        All words and pictures of the answer have one scale, so heat can be compared.
+        """Returns one value for each picture. All words and pictures of the answer have one scale.
 
         Args:
             tokens (`range`): tokens of a word. Their mean is shown.
-            layer (`int`, *optional*): one of `layers`; the mean of its blocks if it has several. By default the mean
-                of all blocks.
-
-        Raises:
-            ValueError: for a layer without a block.
+            layer (`int`, *optional*): one of `layers`. By default the mean of all blocks.
         """
         if layer is not None and layer not in self.layers:
             raise ValueError(f"Expected `layer` to be one of {self.layers} or None, got {layer!r}.")
-        chosen = [
-            (grid if layer is None else grid[self._blocks[layer]]).mean(dim=0) for grid in self._grids
-        ]  # (tokens, rows, columns) each
+        grids = self._grids if layer is None else [grid[self._blocks[layer]] for grid in self._grids]
+        chosen = [grid.mean(dim=0) for grid in grids]  # (tokens, rows, columns) each
         most = max(max(float(grid.max()) for grid in chosen), 1e-6)
         of_word = [grid[tokens.start : tokens.stop].mean(dim=0) for grid in chosen]
         return [

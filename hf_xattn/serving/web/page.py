@@ -1,8 +1,4 @@
-"""Serves the page: a `gradio.Server` with the page's own files, and what it may ask for.
-
-Gradio's queue lets one question at a time to the model, streams the answer, and closes the answer's iterator when a
-tab is closed.
-"""
+"""Serves the page: a `gradio.Server` with the page's own files, and what it may ask for. One question at a time."""
 
 from __future__ import annotations
 
@@ -22,10 +18,9 @@ from transformers.utils import logging
 from ...checkpoints.model_card import example_questions
 from ...modeling_xattn import XAttnForConditionalGeneration
 from ...utils.tensor_checks import type_name
-from ..request_limits import RequestLimits
-from .drawing import Drawing, drawing_for
+from ..request_limits import BoundedQueue, NoUploads, RequestLimits
+from .drawing import drawing_for
 from .gaze import Look
-from .limits import BoundedQueue, NoUploads
 from .visitors import MAX_BYTES, Visitor, Visitors
 
 
@@ -85,7 +80,7 @@ def build_page(
         TypeError, ValueError: for arguments that do not fit, and for a model whose chat template cannot render a
             question.
     """
-    _check(model, processor, title, questions, system, canvas, ink, paper, generate_kwargs)
+    _check(model, processor, questions, canvas, generate_kwargs, title=title, system=system, ink=ink, paper=paper)
     gradio = load_gradio()
     visitors = Visitors(model, processor, system, **{"max_new_tokens": 256, **(generate_kwargs or {})})
     image_processor = getattr(processor, "image_processor", None)
@@ -98,17 +93,14 @@ def build_page(
     server.add_middleware(NoUploads)
     if questions is None:
         questions = example_questions(model.config.name_or_path)
-    _add_files(server, title, {"questions": questions, "maxBytes": MAX_BYTES, "drawing": _settings(drawing)})
+    settings = {"questions": questions, "maxBytes": MAX_BYTES, "drawing": drawing and drawing._asdict()}
+    _add_files(server, title, settings)
     _add_api(server, gradio.Error, visitors)
     return server
 
 
 def load_gradio() -> Any:
-    """Imports Gradio, without reports to its makers.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Imports Gradio, without reports to its makers."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     try:
         import gradio
@@ -117,22 +109,12 @@ def load_gradio() -> Any:
     return gradio
 
 
-def _check(
-    model: Any,
-    processor: Any,
-    title: Any,
-    questions: Any,
-    system: Any,
-    canvas: Any,
-    ink: Any,
-    paper: Any,
-    generate_kwargs: Any,
-) -> None:
+def _check(model: Any, processor: Any, questions: Any, canvas: Any, generate_kwargs: Any, **texts: Any) -> None:
     if not isinstance(model, XAttnForConditionalGeneration):
         raise TypeError(f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}.")
     if not hasattr(processor, "apply_chat_template"):
         raise TypeError(f"Expected `processor` to be a processor or a tokenizer, got {type_name(processor)}.")
-    for name, given in (("title", title), ("system", system), ("ink", ink), ("paper", paper)):
+    for name, given in texts.items():
         if not isinstance(given, str) and (given is not None or name == "title"):
             raise TypeError(f"Expected `{name}` to be a str, got {type_name(given)}.")
     if questions is not None and (
@@ -147,10 +129,6 @@ def _check(
         raise ValueError(f"Expected `canvas` to be (width, height), two integers from 1 to 4096, got {canvas!r}.")
     if generate_kwargs is not None and not isinstance(generate_kwargs, dict):
         raise TypeError(f"Expected `generate_kwargs` to be a dict, got {type_name(generate_kwargs)}.")
-
-
-def _settings(drawing: Drawing | None) -> dict[str, Any] | None:
-    return None if drawing is None else drawing._asdict()
 
 
 def _add_files(server: Any, title: str, settings: dict[str, Any]) -> None:
@@ -214,9 +192,7 @@ def _add_api(server: Any, error_type: Callable[..., Exception], visitors: Visito
 
     @api(**in_turn)
     def ask(visitor: str, text: str) -> Iterator[dict]:
-        """Yields the answer so far. The last one has words (start, length), and tells whether there is something to
-        look at.
-        """
+        """Yields the answer so far. The last one has words (start, length), and whether there is something to see."""
         found = visitors.find(visitor)
         session, said = found.session, ""
         for piece in found.ask(text):
@@ -285,6 +261,3 @@ def _data_url(picture: Image) -> str:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return "data:image/png;base64," + b64encode(buffer.getvalue()).decode()
-
-
-__all__ = ["build_page"]

@@ -31,13 +31,7 @@ MAX_SIDE = 2048  # larger pictures are scaled down: no model reads more, and the
 
 
 class Visitor:
-    """One visitor: a conversation, and pictures that wait for the next message.
-
-    Attributes:
-        session ([`ChatSession`]): the conversation.
-        waiting (`list[PIL.Image.Image]`): pictures for the next message.
-        answering (`bool`): whether a question is being answered.
-    """
+    """One visitor: a conversation (`session`), and pictures that wait for the next message (`waiting`)."""
 
     # Unpacked, a picture takes much more memory than its file: one after another.
     _unpacking = threading.Lock()
@@ -54,15 +48,9 @@ class Visitor:
         return self._stop is not None
 
     def add(self, source: str, name: str) -> None:
-        """Adds a picture to the next message.
+        """Adds a picture to the next message. Raises a `ValueError` for anything else, or for too many.
 
-        Args:
-            source (`str`): the picture as a data URL. A path or a web address would let visitors read files of the
-                server.
-            name (`str`): name of the file, for messages.
-
-        Raises:
-            ValueError: for anything that is not a picture, and for too large or too many pictures.
+        `source` is a data URL: a path or a web address would let visitors read files of the server.
         """
         if getattr(self.session.processor, "image_processor", None) is None:
             raise ValueError("This model was saved without an image processor: it cannot read pictures.")
@@ -132,11 +120,7 @@ class Visitor:
             stop.set()
 
     def look(self, answer: int, word: int, layer: int | None = None) -> tuple[list[int], list[Look]]:
-        """Returns the layers to choose from, and where the model looked when it generated a word of an answer.
-
-        Raises:
-            ValueError: for an answer or a word that does not exist, an answer without pictures, and as [`Gaze`].
-        """
+        """Returns the layers to choose from, and where the model looked when it generated a word of an answer."""
         answers = self.session.answers
         if not 0 <= answer < len(answers):
             raise ValueError("This answer is no longer kept.")
@@ -168,11 +152,7 @@ def _num_pixels(source: str) -> int:
 class Visitors:
     """All visitors of a page. Those who have only opened it are forgotten first, then those who came longest ago.
 
-    Args:
-        model ([`XAttnForConditionalGeneration`]), processor, system, options: as in [`ChatSession`].
-
-    Raises:
-        ValueError: for a model whose chat template cannot render a question.
+    Arguments as in [`ChatSession`].
     """
 
     def __init__(self, model: XAttnForConditionalGeneration, processor: Any, system: str | None = None, **options: Any):
@@ -182,22 +162,17 @@ class Visitors:
         self._lock = threading.Lock()
         check_template(processor)
 
-    def _session(self) -> ChatSession:
-        return ChatSession(*self._arguments, **self._options)
-
     def welcome(self) -> str:
         """Begins a conversation, and returns the visitor's name. Nobody can guess it."""
         name = secrets.token_urlsafe(24)
         with self._lock:
-            self._visitors[name] = Visitor(self._session())
+            self._visitors[name] = Visitor(ChatSession(*self._arguments, **self._options))
             for known in self._idle(name)[: max(0, len(self._visitors) - MAX_VISITORS)]:
                 del self._visitors[known]
         return name
 
     def make_room(self, name: str) -> None:
-        """Forgets others until all pictures that are kept take at most `MAX_KEPT` bytes. To be called after a visitor
-        has added one.
-        """
+        """Forgets others until all kept pictures take at most `MAX_KEPT` bytes."""
         with self._lock:
             kept = {known: visitor.kept for known, visitor in self._visitors.items()}
             total = sum(kept.values())
@@ -209,18 +184,12 @@ class Visitors:
                     del self._visitors[known]
 
     def _idle(self, name: str) -> list[str]:
-        """Names of the visitors that can be forgotten, except `name`: first those who have done nothing yet, then who
-        came longest ago.
-        """
+        """Names of the visitors that can be forgotten, in this order, except `name`."""
         idle = [known for known, visitor in self._visitors.items() if known != name and not visitor.answering]
         return sorted(idle, key=lambda known: self._visitors[known].has_begun)
 
     def find(self, name: str) -> Visitor:
-        """Returns the visitor of a name.
-
-        Raises:
-            ValueError: for a name that is not known, or no longer.
-        """
+        """Returns the visitor of a name. Raises a `ValueError` for one that is not known, or no longer."""
         with self._lock:
             if not isinstance(name, str) or name not in self._visitors:
                 raise ValueError("This conversation is no longer kept. Reload the page to begin a new one.")
