@@ -238,7 +238,11 @@ class DecoderInterface(NamedTuple):
         if cached and mask.shape[1] == length:
             real = torch.cat([torch.ones_like(real[:, :1]), real], dim=1)  # a mask of the new text alone
         before = real.cumsum(dim=1)
-        between = (real[:, 1:] & ~real[:, :-1] & (before[:, :-1] > 0)).any(dim=1)
+        follows = real[:, 1:]
+        if generates:
+            follows = torch.cat([follows, torch.ones_like(real[:, :1])], dim=1)  # the first new token
+        ends = follows.shape[1]
+        between = (follows & ~real[:, :ends] & (before[:, :ends] > 0)).any(dim=1)
         unmasked = (before[:, -length:] == 0).any(dim=1) & by_one
         if not (between | unmasked).any():
             return

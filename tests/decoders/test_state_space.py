@@ -199,6 +199,7 @@ PADDING = {
         FRONT + r"\[1\]",
     ),
     "padding in a prompt": (lambda talk: talk.gap(), AFTER + r"\[0\]"),
+    "padding behind a prompt": (lambda talk: talk.says(talk.ids, talk.mask.flip(1), **talk.images), AFTER + r"\[0\]"),
     "padding in a later call": (lambda talk: talk.gap([3, 6]), f"{AFTER}\\[0\\]|{DROPS}"),
 }
 
