@@ -233,7 +233,6 @@ def test_links(name):
         file, _, section = link.partition("#")
         if not file.startswith("http"):
             assert (here / file).exists(), link
-            found = (here / file).read_text() if file else PAGES[name]
-            assert not section or section in sections_of(found), link
+            assert not section or section in sections_of((here / file).read_text() if file else PAGES[name]), link
     if name != "README.md":
         assert [script.name for script in here.glob("*.py") if script.stem not in PAGES[name]] == []
