@@ -142,9 +142,8 @@ def refuse_unknown_fields(argument: str, config_class: type[PreTrainedConfig], f
     known = _fields_of(config_class)
     unknown = [name for name in fields if name not in known and not name.startswith("_")]
     if unknown:
-        raise ValueError(
-            f"`{argument}` has unknown fields {unknown}.{suggestion(unknown[0], known)} Known are {sorted(known)}."
-        )
+        own = sorted(known - _fields_of(PreTrainedConfig))
+        raise ValueError(f"`{argument}` has unknown fields {unknown}.{suggestion(unknown[0], own)} Known are {own}.")
 
 
 def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: dict[str, Any]) -> Any:
