@@ -25,8 +25,8 @@ class XAttnConnector(PreTrainedModel):
     `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
     `"perceiver"` is a perceiver resampler, which returns fewer tokens.
 
-    As a `PreTrainedModel` it is initialised by its own `_init_weights` inside any model (see
-    [`GatedCrossAttentionBlock`]).
+    As a `PreTrainedModel` it is initialised by its own `_init_weights` inside any model, see
+    [`GatedCrossAttentionBlock`].
     """
 
     config_class = XAttnConfig

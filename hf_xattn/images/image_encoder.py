@@ -225,9 +225,7 @@ class ImageEncoder:
         return NewImages(without_padding_tokens(features, token_mask).flatten(1, 2), layout)
 
     def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:
-        """`(R, n, tokens, context_size)` of pixels or tower outputs, or features as given. `placement` names the
-        images.
-        """
+        """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given. `placement` names images."""
         assert images.images is not None
         if not images.pass_connector:
             return images.images

@@ -232,9 +232,7 @@ class ImageInputs:
             )
 
     def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask | None:
-        """Returns the caller's mask for each text token, over image tokens. A `ValueError` names the shapes that it may
-        have.
-        """
+        """The caller's mask for each text token, over image tokens. Raises a `ValueError` for another shape."""
         mask = self.text_mask
         if mask is None:
             return None

@@ -170,8 +170,7 @@ class ImageGrid:
         return next(image for row in self.rows for image in row if image is not None)
 
     def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]:
-        """Returns keys and values of every block for [`CrossCache.fill`]: those in the cache, then those of these
-        images.
+        """Returns keys and values of every block for [`CrossCache.fill`]: the cached ones, then those of these images.
 
         The cache is not changed. `null_key`: put the null key of quiet softmax in front, if the cache is empty.
         """
@@ -284,10 +283,10 @@ class StoreReader:
 def content_keys(
     images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
 ) -> list[bytes]:
-    """Returns a SHA-256 for each image at `places` (row, image): of its kind, shape, device, tiles, position, and
-    values.
+    """Returns a SHA-256 of each image at `places` (row, image): kind, shape, device, tiles, position, values in
+    `dtype`.
 
-    The values are in `dtype`. Images on a GPU are copied to the host for this, once per call.
+    Images on a GPU are copied to the host for this, once per call.
     """
     assert images.images is not None
     content = images.images.detach().to(dtype).cpu().contiguous()
