@@ -75,8 +75,8 @@ def digest(images: torch.Tensor) -> torch.Tensor:
 
     The number is a sum over 64-bit words, modulo 2^64. Such a sum is exact in any order, so equal images have equal
     digests in every batch. Different images have equal digests with a chance of about 2^-60. Each word is multiplied by
-    a different odd number, between two shifts that mix its high bits into the low ones: otherwise two flipped signs
-    could cancel.
+    a different odd number, between two shifts that mix its high bits into the low ones: two flipped signs cannot
+    cancel.
     """
     words = words_of(images.detach().flatten(2))
     # black images of different sizes differ too
@@ -115,8 +115,7 @@ def digests_of(
     Args:
         compute_dtype (`torch.dtype`): the model's. Images that are equal in this dtype are equal.
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding.
-        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. Other ids make another image of these
-            tiles.
+        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. Other ids are another image.
     """
     dtype = images.dtype if images.dtype.itemsize < compute_dtype.itemsize else compute_dtype
     images = images.to(compute_dtype)
@@ -132,9 +131,7 @@ def digests_of(
 
 
 def same_padding(cached: tuple[Digests, ...] | None, given: Digests) -> torch.Tensor:
-    """`(R, compared images)`: which of the first given images have the content of a cached padding image at their
-    place.
-    """
+    """`(R, compared images)`: which given images have the content of a cached padding image at their place."""
     known = next((digests for digests in cached or () if digests.of == given.of), given)
     parts = [tensor.split(known.sizes, dim=1) for tensor in (known.values, known.real_or_all())]
     same = [given.values.new_zeros(given.values.shape[0], 0, dtype=torch.bool)]

@@ -152,8 +152,7 @@ def concatenate(parts: Sequence[States], dim: int) -> States:
 
 
 def multiplies_few(query: torch.Tensor) -> bool:
-    """Whether [`attend`] takes queries `(R, K, Q, D)`, and is faster and smaller than dequantising keys and values
-    first.
+    """Whether [`attend`] takes queries `(R, K, Q, D)`, and is better than dequantising keys and values first.
 
     With more queries, the products take longer than the conversion (seen at a head width of 128), and the scores more
     memory than dequantised keys and values. With gradients, its buffer would be overwritten before the backward pass.

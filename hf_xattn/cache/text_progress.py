@@ -46,8 +46,7 @@ class MarkerCounts:
 
         Returns:
             three tensors `(B, T)`: the markers that count, the number of markers up to and including each token, and
-                the
-            number of markers before the latest run of markers.
+            the number of markers before the latest run of markers.
         """
         counts = markers.cumsum(dim=-1) + self.state[:, :1]
         counted = markers

@@ -138,8 +138,7 @@ class XAttnCache(EncoderDecoderCache):
         return super().get_seq_length(layer_idx)
 
     def count_text(self, text_len: int, device: torch.device, positions: torch.Tensor | None) -> None:
-        """Counts text tokens if the text half does not. Compiled code would guard on an integer, so the count is a
-        tensor.
+        """Counts text tokens if the text half does not: in a tensor, as compiled code would guard on an integer.
 
         Such decoders get no mask after the prompt, so its padding is remembered here, if blocks read the text's
         `positions`.
@@ -239,8 +238,8 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
 
     After an exception inside a forward, some layers of the text half hold the new text and others do not. If each of
     them can be cropped exactly, the text is removed. Otherwise the cache is marked as broken, and the next call that
-    uses it raises an error. Under `torch.compile` there is nothing to restore: a failed graph does not change Python's
-    state.
+    uses it raises an error. Under `torch.compile` there is nothing to restore: the body is one graph, which changes no
+    state of Python if it fails.
     """
     if cache is None or torch.compiler.is_compiling():
         yield

@@ -23,10 +23,8 @@ class XAttnConnector(PreTrainedModel):
     """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
 
     `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
-    `"perceiver"` is a perceiver resampler, which returns fewer tokens.
-
-    As a `PreTrainedModel` it is initialised by its own `_init_weights` inside any model, see
-    [`GatedCrossAttentionBlock`].
+    `"perceiver"` is a perceiver resampler, which returns fewer tokens. As a `PreTrainedModel` the connector is
+    initialised by its own `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
     """
 
     config_class = XAttnConfig

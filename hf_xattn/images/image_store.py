@@ -182,7 +182,7 @@ class ImageGrid:
         return result
 
     def _joined(self, block: int, part: int, null_key: bool) -> States:
-        """Keys (`part` 0) or values (1) of one block. The null key and padding images, which no token sees, are zeros."""
+        """Keys (`part` 0) or values (1) of one block. Null key and padding images, which no token sees, are zeros."""
         like, tokens, null = self.first.keys_values[block][part], self.first.tokens, int(null_key)
         _, heads, _, width = like.shape
         joined = like.new_zeros(len(self.rows), heads, null + len(self.rows[0]) * tokens, width)
@@ -283,10 +283,9 @@ class StoreReader:
 def content_keys(
     images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
 ) -> list[bytes]:
-    """Returns a SHA-256 of each image at `places` (row, image): kind, shape, device, tiles, position, values in
-    `dtype`.
+    """Returns a SHA-256 of each image at `places` (row, image): its kind, shape, device, tiles, position and values.
 
-    Images on a GPU are copied to the host for this, once per call.
+    Values are converted to `dtype` first. Images on a GPU are copied to the host for this, once per call.
     """
     assert images.images is not None
     content = images.images.detach().to(dtype).cpu().contiguous()
