@@ -75,8 +75,7 @@ def digest(images: torch.Tensor) -> torch.Tensor:
 
     The number is a sum over 64-bit words, modulo 2^64. Such a sum is exact in any order, so equal images have equal
     digests in every batch. Different images have equal digests with a chance of about 2^-60. Each word is multiplied by
-    a different odd number, between two shifts that mix its high bits into the low ones: two flipped signs cannot
-    cancel.
+    a different odd number, between two shifts that mix its high bits into the low ones: two signs cannot cancel.
     """
     words = words_of(images.detach().flatten(2))
     # black images of different sizes differ too

@@ -118,7 +118,7 @@ class History(Unexported):
 
     @property
     def is_lost(self) -> bool:
-        """An exported program has continued the text."""
+        """Whether an exported program has continued the text."""
         return not hasattr(self, "length")
 
     def add(self, counted: torch.Tensor | None, mask: CallersMask | None, text_len: int) -> History:

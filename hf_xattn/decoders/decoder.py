@@ -70,7 +70,10 @@ def may_skip_layers(language_model: PreTrainedModel) -> bool:
 
 
 def find_cache_argument(language_model: PreTrainedModel) -> str:
-    """The argument name of the model's cache. Raises a `ValueError` if the model takes no `Cache`."""
+    """The argument name of the model's cache: some state-space models do not call it `past_key_values`.
+
+    Raises a `ValueError` if the model takes no `Cache`.
+    """
     arguments = inspect.signature(language_model.forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in arguments:
@@ -98,7 +101,7 @@ def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
 
 @memoized
 def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
-    """Whether `forward` passes its own `**kwargs` to `self.<child>`; None: to the layers, the variables of its loops."""
+    """Whether `forward` passes its own `**kwargs` to `self.<child>`; None: to the layers, the variables of loops."""
     forward = inspect.unwrap(model_class.forward)
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]

@@ -28,8 +28,7 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
 
     Raises:
         TypeError: for anything but tensors, or a wrong dtype.
-        ValueError: for ids and embeddings together, or neither, an empty text, a wrong rank or size, or ids outside the
-            vocabulary.
+        ValueError: for ids and embeddings together, or neither, an empty text, a wrong rank or size, or unknown ids.
     """
     input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
     if (input_ids is None) == (inputs_embeds is None):

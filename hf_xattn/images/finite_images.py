@@ -38,7 +38,7 @@ def check_given(inputs: ImageInputs) -> None:
 def check_encoded(
     name: str, from_tower: torch.Tensor, features: torch.Tensor, placement: Placement, tower: str
 ) -> None:
-    """Raises a `ValueError` with the row and index of each finite image of which the tower or the connector makes NaN.
+    """Raises a `ValueError` with the row and index of each finite image whose features are not finite.
 
     Args:
         name (`str`): the argument with the images: `pixel_values`, or `vision_features`, where the tower did not run.

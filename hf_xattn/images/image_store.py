@@ -199,8 +199,7 @@ class StoreReader:
     """Gets the images of one call from a store, and encodes the missing ones.
 
     Args:
-        find_maker (`Callable`): returns the identity of the model, its weights and devices. Called only if the call has
-            images.
+        find_maker (`Callable`): returns the identity of the model, its weights and devices. Not called without images.
         precision (`str`): settings that change the precision of keys and values with the same weights.
         project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)` and
             their layout, in the store's dtype.

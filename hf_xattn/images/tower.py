@@ -78,7 +78,7 @@ def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
 
 
 def check_tower_config(name: str, config: PreTrainedConfig) -> None:
-    """[`check_tower_class`] before a weight is read. A class that is not in transformers is not checked."""
+    """[`check_tower_class`] before a weight is read. A configuration without a class in transformers is not checked."""
     if config.model_type not in TILED_VISION_TYPES and type(config) in MODEL_MAPPING:
         tower_class: Any = MODEL_MAPPING[type(config)]
         if isinstance(tower_class, type):

@@ -165,14 +165,12 @@ class GatedCrossAttention(nn.Module):
 
         Args:
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
-            null_key (`bool`): put the null key of quiet softmax in front. Its score is 0, which adds 1 to the
-                denominator.
+            null_key (`bool`): put the null key of quiet softmax in front. It adds 1 to the softmax's denominator.
             ragged ([`Ragged`], *optional*): tells where the tokens stand, if they are the real ones of a padded batch.
 
         Returns:
-            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with a null
-                key.
-            With `qk_norm`, the weight of the key norm goes to the queries (see [`CrossAttentionKeyNorm`]).
+            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with a
+            null key. With `qk_norm`, the weight of the key norm goes to the queries (see [`CrossAttentionKeyNorm`]).
         """
         states = to_dtype_of(self.k_proj, cross_attention_states)
         # -1 is the number of heads: under tensor parallelism a rank holds only some of them.
@@ -192,10 +190,8 @@ class GatedCrossAttention(nn.Module):
 
         Args:
             hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
-                row `i`. If `context.slots` is given, text rows of any number and order: their queries go to their
-                slots.
-            key, value (`torch.Tensor` or [`Int8States`]): `(R, num_key_value_heads, N, head_dim)`; `N + 1` with the
-                null key.
+                row `i`. With `context.slots`, text rows of any number and order: their queries go to their slots.
+            key, value (`torch.Tensor` or [`Int8States`]): `(R, num_key_value_heads, N or N + 1, head_dim)`.
         """
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads = key.shape[:2]
