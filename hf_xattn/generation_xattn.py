@@ -4,7 +4,7 @@ With a cache, the cross half holds the keys and values of the images before the 
 the text to come. No decoding method handles images. So beams and return sequences share images, and assisted decoding
 and chunked prefill need no special case. Without a cache, every step gets the encoded images as one value.
 
-transformers' outputs have no `cross_attentions` for decoder-only models. So those are collected here, on request.
+transformers' outputs have no `cross_attentions` for decoder-only models. So these attentions are collected here.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class XAttnGenerationMixin:
         return base._get_candidate_generator(*args, **kwargs)
 
     def create_masks_for_generate(self, config, past_key_values: Cache | None = None, **kwargs):
-        """The decoder's own masks, over the text half. State-space layers alone take the mask as it is."""
+        """The decoder's own masks, over the text half. A decoder with states alone takes the mask as it is."""
         if isinstance(past_key_values, EncoderDecoderCache):
             if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful():
                 return kwargs.get("attention_mask")

@@ -93,7 +93,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
         The first call after a change of weights, adapters, dtype or devices drops all images (see
         `checkpoints/model_identity.py`). Some changes are not noticed: a write to a weight through `.data` or a NumPy
-        view, a hook on the vision tower, the connector or a K/V projection. Then call `model.image_store.clear()`.
+        view, a hook on the vision tower, the connector or a K/V projection. After such a
+        change, call `model.image_store.clear()`.
 
         Args:
             max_bytes (`int`): bytes that keys and values may take. An existing store keeps the images that fit.

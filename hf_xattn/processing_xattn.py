@@ -90,7 +90,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
         """`ProcessorMixin.from_pretrained`. Refuses a folder in which a save was cut off.
 
-        A model that was saved with `adapter_only=True`, without a processor, gets the processors of its bases.
+        A model saved with `adapter_only=True`, without a processor, gets its bases' tokenizer and image processor.
         """
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))

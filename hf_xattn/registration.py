@@ -15,7 +15,7 @@ from .processing_xattn import XAttnProcessor
 
 
 def register_classes() -> None:
-    """Registers the classes with the Auto classes. Code of a checkpoint does not: another one brings its own."""
+    """Registers the classes with the Auto classes. Code in a checkpoint does not: each brings its own."""
     transformers.AutoConfig.register(XAttnConfig.model_type, XAttnConfig)
     transformers.AutoConfig.register(CrossAttentionConfig.model_type, CrossAttentionConfig)
     transformers.AutoModel.register(XAttnConfig, XAttnModel)

@@ -75,7 +75,8 @@ def digest(images: torch.Tensor) -> torch.Tensor:
 
     The number is a sum over 64-bit words, modulo 2^64. Such a sum is exact in any order, so equal images have equal
     digests in every batch. Different images have equal digests with a chance of about 2^-60. Each word is multiplied by
-    a different odd number, between two shifts that mix its high bits into the low ones: two signs cannot cancel.
+    a different odd number, between two shifts that mix its high bits into the low ones. Otherwise two flipped signs
+    could cancel.
     """
     words = words_of(images.detach().flatten(2))
     # black images of different sizes differ too
@@ -114,7 +115,7 @@ def digests_of(
     Args:
         compute_dtype (`torch.dtype`): the model's. Images that are equal in this dtype are equal.
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding.
-        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. Other ids are another image.
+        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. Images with other ids differ.
     """
     dtype = images.dtype if images.dtype.itemsize < compute_dtype.itemsize else compute_dtype
     images = images.to(compute_dtype)
@@ -142,7 +143,7 @@ def same_padding(cached: tuple[Digests, ...] | None, given: Digests) -> torch.Te
 
 
 def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Known:
-    """Finds the given images in a cache, by the rule at the top of this file. None: the content is not known.
+    """Finds the given images in a cache, by the rule at the top of this file. None, unknown content, is refused.
 
     Raises:
         ValueError: if the images cannot be compared, or if only some of them are cached.

@@ -1,7 +1,7 @@
 """Encoded images that can be reused, combined, split, saved to a file and loaded.
 
-They carry the identity of the model and the weights that encoded them (see `checkpoints/model_identity.py`). Keys and
-values of another model, or of this model before further training, would be noise, so they are refused.
+Encoded images carry the identity of the model and the weights that made them (see `checkpoints/model_identity.py`).
+Keys and values of another model, or of this model before further training, would be noise, so they are refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each image token has one scale for its key and one for its value in each K/V head: `states = steps * scale`, with steps
 from -127 to 127 and `scale = max |states| / 127`. A token is rounded by itself, so images can be selected, combined
-and appended without rounding them again. Rounding has no gradient.
+and appended without rounding them again. It is for inference: rounding has no gradient.
 
 - The scales are float32 in a model of any dtype. In float16 the scale of a small token would lose its digits or be
   zero, in bfloat16 it would add an error as large as that of the steps. For heads of width 128 they take 3 % of the
@@ -152,7 +152,7 @@ def concatenate(parts: Sequence[States], dim: int) -> States:
 
 
 def multiplies_few(query: torch.Tensor) -> bool:
-    """Whether [`attend`] takes queries `(R, K, Q, D)`, and is better than dequantising keys and values first.
+    """Whether [`attend`] with queries `(R, K, Q, D)` needs less time and memory than dequantising keys and values.
 
     With more queries, the products take longer than the conversion (seen at a head width of 128), and the scores more
     memory than dequantised keys and values. With gradients, its buffer would be overwritten before the backward pass.

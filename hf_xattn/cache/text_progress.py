@@ -226,7 +226,7 @@ class TextProgress:
 
 
 def _take_shared(tensor: torch.Tensor, indices: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Text rows `indices` of a tensor whose rows text rows share; the tensor itself if nothing moves."""
+    """Selects text rows from a tensor with fewer, shared rows. Returns the tensor itself if nothing moves."""
     rows = tensor.shape[0]
     wanted = indices.to(tensor.device) // (batch_size // rows)
     count = wanted.shape[0]

@@ -125,7 +125,7 @@ def _holds_text(cache: Cache) -> bool:
 
 
 def _starts_again(positions: torch.Tensor, read: torch.Tensor | None) -> torch.Tensor:
-    """`(B, T - 1)`, True at a token whose position is not above the last one. Positions of padding do not count."""
+    """`(B, T - 1)`, True where a position is not above the previous token's. Positions of padding do not count."""
     return _in_text(positions.diff(dim=-1) <= 0, read)
 
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 def name_wrong_positions(
     config: PreTrainedConfig, text: Mapping[str, Any], length: int, cache: Cache | None, error: Exception
 ) -> None:
-    """Raises a `ValueError` if a failed call has positions outside the decoder's table, or with an axis too many.
+    """Raises a `ValueError` if the positions of a failed call are outside the decoder's table, or have a wrong axis.
 
     Args:
         text (`Mapping`): the decoder's arguments.

@@ -53,7 +53,7 @@ def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def text_half(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a causal language model of the decoder and the head of a larger model; one that is causal is returned.
+    """Makes a causal language model of a larger model's decoder and head. Returns a causal language model unchanged.
 
     Raises:
         ValueError: if the larger model has no head, or no decoder of the class that its `text_config` names.

@@ -106,7 +106,7 @@ class ImageInputs:
     text_mask: torch.Tensor | None = None  # (B, T, N) or (B, T, n, tiles)
     text_mask_name: str = "cross_attention_mask"  # name of the argument with `text_mask`
     image_rows: torch.Tensor | None = None  # `(B,)`, which of the `R` image rows each text row looks at
-    # `(R, n)`, place among all images of the row; None for a connector that does not ask
+    # `(R, n)`, place among all images of the row; None for a connector that does not read it
     positions: torch.Tensor | None = None
 
     @classmethod
