@@ -1,6 +1,4 @@
-"""`python -m hf_xattn` is the command `hf-xattn`, for launchers that start a module: `accelerate launch -m hf_xattn
-train ...`.
-"""
+"""`python -m hf_xattn` is the command `hf-xattn`, for launchers of modules: `accelerate launch -m hf_xattn train`."""
 
 import sys
 

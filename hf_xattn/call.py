@@ -50,64 +50,39 @@ logger = logging.get_logger(__name__)
 # Reasons why a forward must not write into a cache.
 RECOMPUTES = "Gradient checkpointing runs layers twice"
 SKIPS_LAYERS = "LayerDrop skips layers in training"
-# A value of `output_attentions` that asks only the blocks for weights: those of a long text to itself take a lot of
-# memory.
+# A value of `output_attentions` for the weights of blocks alone: those of a long text to itself take a lot of memory.
 OF_BLOCKS = "blocks"
 
 
 @dataclass
 class Call:
-    """The checked arguments of one forward.
+    """The checked arguments of one forward."""
 
-    Attributes:
-        text (`dict`): the decoder's own arguments.
-        rows, length (`int`): of the text.
-        device (`torch.device`): of the text.
-        images ([`ImageInputs`] or [`PreparedImages`]): the image arguments. `generate` without a cache has already
-            encoded them.
-        cache ([`XAttnCache`], *optional*): None if nothing is cached, or if the caller's cache cannot hold images.
-        cross ([`CrossCache`], *optional*): the image half of `cache`.
-        text_cache (`Cache`, *optional*): the cache that the decoder gets.
-        starts (`bool`): whether the text has no earlier text in `cache`.
-        use_cache, output_attentions (`bool`): as in `forward`.
-        uncached (`str`, *optional*): why this forward must not write into a cache; None if it may.
-        continues (`bool`): whether the caller passed a cache or asked for one, so more text may follow.
-        trains (`bool`): whether the model is in training mode and computes gradients.
-        samples (`torch.BoolTensor`, *optional*): `(rows, length)`, True where a sample of a packed row starts; None if
-            no row is packed.
-        positions (`torch.LongTensor`, *optional*): `(rows or 1, length)`, of the text; None without `position_bias`.
-    """
-
-    text: dict[str, Any]
-    rows: int
-    length: int
-    device: torch.device
-    images: ImageInputs | PreparedImages
-    cache: XAttnCache | None
-    cross: CrossCache | None
-    text_cache: Cache | None
-    starts: bool
+    text: dict[str, Any]  # the decoder's own arguments
+    rows: int  # of the text
+    length: int  # of the text
+    device: torch.device  # of the text
+    images: ImageInputs | PreparedImages  # those that `generate` has encoded, if it runs without a cache
+    cache: XAttnCache | None  # None if nothing is cached, or if the caller's cache cannot hold images
+    cross: CrossCache | None  # the image half of `cache`
+    text_cache: Cache | None  # the cache that the decoder gets
+    starts: bool  # whether the text has no earlier text in `cache`
     use_cache: bool
     output_attentions: bool
-    uncached: str | None
-    continues: bool
-    trains: bool
+    uncached: str | None  # why this forward must not write into a cache; None if it may
+    continues: bool  # whether the caller passed a cache or asked for one, so more text may follow
+    trains: bool  # whether the model is in training mode and computes gradients
+    # `(rows, length)`, True where a sample of a packed row starts; None if no row is packed
     samples: torch.Tensor | None
-    positions: torch.Tensor | None
+    positions: torch.Tensor | None  # `(rows or 1, length)`, of the text; None without `position_bias`
 
 
 class Decision(NamedTuple):
-    """What the text of a call sees.
+    """What the text of a call sees."""
 
-    Attributes:
-        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`; None if the text sees everything.
-        progress ([`TextProgress`], *optional*): progress after this text; None where it stays.
-        by_image (`bool`): whether `sees` has the rows of the images, because nothing but padding hides image tokens.
-    """
-
-    sees: torch.Tensor | None
-    progress: TextProgress | None
-    by_image: bool
+    sees: torch.Tensor | None  # `(rows, T or 1, N)`; None if the text sees everything
+    progress: TextProgress | None  # after this text; None where it stays
+    by_image: bool  # whether `sees` has the rows of the images, because only padding hides image tokens
 
 
 def read_call(
@@ -120,10 +95,7 @@ def read_call(
 ) -> Call:
     """Finds the cache of a call. The text is checked before. Arguments that are None follow the configuration.
 
-    Args:
-        model ([`XAttnModel`]): that is called.
-        text (`dict`): the decoder's own arguments; gets those that the configuration adds.
-        images, past_key_values, use_cache, output_attentions: as in `forward`.
+    `text` gets the decoder's own arguments that the configuration adds.
 
     Raises:
         TypeError: if `past_key_values` is not a cache of transformers.
@@ -189,12 +161,7 @@ def _why_uncached(model: Any) -> str | None:
 def _find_cache(
     config: XAttnConfig, given: Any, use_cache: bool, images: ImageInputs | PreparedImages, rows: int
 ) -> XAttnCache | None:
-    """The cache for text and images; None if nothing is cached, or the caller's cache is for text alone.
-
-    Raises:
-        TypeError: for anything but a cache of transformers.
-        ValueError: for a cache that this call cannot use.
-    """
+    """The cache for text and images; None if nothing is cached, or the caller's cache is for text alone."""
     if isinstance(given, EncoderDecoderCache):
         cache = XAttnCache.adopt(given)
         cache.check_usable(rows)
@@ -229,15 +196,7 @@ def _to_read(cache: XAttnCache, uncached: str) -> Cache | None:
 def find_images(model: Any, call: Call) -> ImagesOfCall | None:
     """Finds the images of a call, and encodes those that are new. The cache is not changed.
 
-    Args:
-        model ([`XAttnModel`]): with its tower and its blocks.
-        call ([`Call`]): from [`read_call`].
-
-    Returns:
-        [`ImagesOfCall`], or None if there are no images, and no block must run.
-
-    Raises:
-        ValueError: if images and cache do not fit together.
+    Returns None if there are no images, and no block must run. A `ValueError` says why images and cache do not fit.
     """
     cross = call.cross
     if call.images is NO_IMAGES and not call.trains and not is_distributed():
@@ -298,8 +257,7 @@ def _read(call: Call, encoder: ImageEncoder) -> ImagesOfCall:
 def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
     """Decides which image tokens each text token of a call sees.
 
-    Raises:
-        ValueError: if the decision needs image markers, and these are unknown or too few.
+    Raises a `ValueError` if the decision needs image markers, and these are unknown or too few.
     """
     layout, mask, rows = images.layout, images.mask, images.rows
     assert layout is not None
@@ -325,7 +283,6 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
 
 
 def make_context(config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision) -> CrossAttentionContext:
-    """Makes what all blocks of a forward share."""
     block, new, rows = config.cross_attention_config, images.new, images.rows
     cross = None if images.stands_in else call.cross
     if new is None and decision.sees is None and rows is None and not block.position_bias:
@@ -369,11 +326,9 @@ def commit(
     context: CrossAttentionContext | None,
     mark: str | None,
 ) -> None:
-    """Updates the cache after a forward.
+    """Updates the cache after a forward. `images`, `decision` and `context` are None for text alone.
 
-    Args:
-        call, images, decision, context: of the forward; the last three are None for text alone.
-        mark (`str`, *optional*): of the active set of blocks, see `checkpoints/block_sets.py`.
+    `mark` (`str`, *optional*): of the active set of blocks, see `checkpoints/block_sets.py`.
     """
     cache = call.cache
     if cache is None or call.uncached is not None:
@@ -418,11 +373,10 @@ def _groups(
 
 
 def _markers(config: XAttnConfig, call: Call, decided: bool, packed: bool) -> torch.Tensor:
-    """Returns `(B, T)`, True where the text holds an image marker.
+    """`(B, T)`, True where the text holds an image marker.
 
-    Args:
-        decided (`bool`): whether the caller's mask decides everything, so the markers may be unknown.
-        packed (`bool`): whether rows are packed, so the markers tell which sample an image belongs to.
+    `decided`: the caller's mask decides everything, so the markers may be unknown. `packed`: rows are packed, so the
+    markers tell which sample an image belongs to.
     """
     markers = _found_markers(config, call)
     if markers is not None:

@@ -1,7 +1,6 @@
 """Configurations of the cross-attention block, the perceiver resampler and the whole model.
 
-This file checks every constraint between fields, so that a wrong value fails before weights are allocated. The model
-code does not check the values again.
+This file checks every constraint between fields, so that a wrong value fails before weights are allocated.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .utils.custom_code import UnreadConfig, read_config
 from .utils.transformers_api import SubConfigSpec
 
 
-# Allowed values, for the checks below and their messages. The model code has one branch for each value.
+# Allowed values. The model code has one branch for each value.
 NORM_TYPES = ("rmsnorm", "layernorm")
 MLP_TYPES = ("gated", "plain")
 GATES = ("tanh", "none")
@@ -377,9 +376,7 @@ class XAttnConfig(CheckedConfig):
             self._check_fields()
 
     def to_dict(self) -> dict[str, Any]:
-        """`PreTrainedConfig.to_dict`. A quantization stands in this configuration alone: that of the text model has
-        other names.
-        """
+        """`PreTrainedConfig.to_dict`. A quantization stands here alone: the text model's has other names."""
         fields = super().to_dict()
         (fields["text_config"] or {}).pop("quantization_config", None)
         return fields
@@ -465,12 +462,7 @@ def _block_config(given: dict | PreTrainedConfig | None, text_config: PreTrained
 
 
 def complete_cross_attention_config(partial: dict | None, text_config: PreTrainedConfig) -> CrossAttentionConfig:
-    """A [`CrossAttentionConfig`] whose missing sizes follow the text decoder's.
-
-    Args:
-        partial (`dict`, *optional*): fields that the caller sets.
-        text_config (`PreTrainedConfig`): configuration of the decoder.
-    """
+    """A [`CrossAttentionConfig`] whose missing sizes follow the text decoder's."""
     decoder = text_config.get_text_config(decoder=True)
     fields = dict(partial or {})
     if "model_type" in fields:  # saved by `to_dict`: complete already

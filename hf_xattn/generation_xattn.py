@@ -1,11 +1,10 @@
 """Overrides of `generate`: images are encoded once, before the first step, and never repeated.
 
-With a cache, the cross half holds the keys and values of the images before the first step, and the mask of the caller
-for the text to come. No decoding method handles images. So beams and return sequences share images, and assisted
-decoding and chunked prefill need no special case. Without a cache, every step gets the encoded images as one value.
+With a cache, the cross half holds the keys and values of the images before the first step, and the caller's mask for
+the text to come. No decoding method handles images. So beams and return sequences share images, and assisted decoding
+and chunked prefill need no special case. Without a cache, every step gets the encoded images as one value.
 
-transformers collects what every step returns in its own outputs, which have no `cross_attentions` for decoder-only
-models. Those are collected here, after each step and only on request.
+transformers' outputs have no `cross_attentions` for decoder-only models. So these attentions are collected here.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .utils.transformers_api import has, needs
 
 # Among the arguments that travel from step to step; `forward` never gets it.
 STEP_ATTENTIONS = "step_attentions"
-# Nor these: `generate` stops at strings with a tokenizer, and hands it to every step. Other models ignore it there.
+# `forward` gets no tokenizer: `generate` hands it to every step, to stop at strings. Other models ignore it there.
 NOT_FOR_FORWARD = (STEP_ATTENTIONS, "tokenizer", "assistant_tokenizer")
 # The argument of `forward` for images that `generate` has encoded.
 IMAGES = "image_inputs"
@@ -43,9 +42,7 @@ IMAGES = "image_inputs"
 
 @dataclass(frozen=True)
 class _ImagesOfGenerate:
-    """Images of one `generate` and the text that they belong to, on their way to the cache; and what is collected
-    meanwhile.
-    """
+    """Images of one `generate` and their text, on their way to the cache; and the collected attentions."""
 
     inputs: ImageInputs
     text: TextOfCall
@@ -159,8 +156,9 @@ class XAttnGenerationMixin:
     def _choose_chunk(
         self, generation_config: Any, request: _ImagesOfGenerate, model_kwargs: dict[str, Any], given: Cache | None
     ) -> None:
-        """How many tokens of the prompt each forward reads: as asked, but one by one after cached text if the decoder
-        would forget that.
+        """How many tokens of the prompt each forward reads.
+
+        As asked, but one by one after cached text if the decoder would forget that text.
         """
         text, decoder = request.text, self.model._interface
         chunk = getattr(generation_config, "prefill_chunk_size", None)
@@ -231,9 +229,7 @@ class XAttnGenerationMixin:
         is_first_iteration: bool | None = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """transformers' own, but for decoders of state-space layers alone: these want the mask of the prompt and then
-        none.
-        """
+        """transformers' own. Decoders of state-space layers alone want the mask of the prompt and then none."""
         for name in NOT_FOR_FORWARD:
             kwargs.pop(name, None)
         if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
@@ -250,9 +246,7 @@ class XAttnGenerationMixin:
         )
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict[str, Any], *args, **kwargs):
-        """transformers' own, which runs after every step; and collects the cross-attentions of the step where they are
-        asked for.
-        """
+        """transformers' own, which runs after every step. Collects the cross-attentions if they are asked for."""
         attentions: StepAttentions | None = model_kwargs.get(STEP_ATTENTIONS)
         if attentions is not None:
             accepted = kwargs.get("num_new_tokens")  # from assisted decoding alone
@@ -270,9 +264,7 @@ class XAttnGenerationMixin:
         return base._get_candidate_generator(*args, **kwargs)
 
     def create_masks_for_generate(self, config, past_key_values: Cache | None = None, **kwargs):
-        """The decoder's own masks, over the self-attention half. One of state-space layers alone takes the mask as it
-        is.
-        """
+        """The decoder's own masks, over the text half. A decoder with states alone takes the mask as it is."""
         if isinstance(past_key_values, EncoderDecoderCache):
             if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful():
                 return kwargs.get("attention_mask")
@@ -292,8 +284,7 @@ def _holds_keys(cache: Cache | None) -> bool:
 def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:
     """How much of the text is new: `input_ids` hold the whole text, or the new text where `attention_mask` is longer.
 
-    Raises:
-        ValueError: where the cache holds as much text as is given, or more.
+    Raises a `ValueError` if the cache holds as much text as is given, or more.
     """
     rows, length = text.shape[:2]
     if cache is None or cache.text_rows is None:

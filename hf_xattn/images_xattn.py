@@ -1,7 +1,6 @@
 """The image side of the model: pixels to features, images to keys and values of every block, into a cache.
 
-Everything here runs without a text. `encode_images` is what users call; `generate` and `encode_images` fill caches the
-same way.
+Everything here runs without a text.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
 
     @property
     def image_encoder(self) -> ImageEncoder:
-        """Reads images for this model."""
         return ImageEncoder(self.config, self.vision_tower, self.connector, self._like, self.checks_images)
 
     def _like(self) -> torch.Tensor:
@@ -69,9 +67,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         return self.blocks[0].attn.k_proj.weight
 
     def image_identity(self) -> str:
-        """Identity of configuration and weights that images pass on their way to keys and values, see
-        `checkpoints/model_identity.py`.
-        """
+        """Identity of configuration and weights that encode images, see `checkpoints/model_identity.py`."""
         return self._identity.current(self._image_parts())
 
     def _image_parts(self) -> dict[str, nn.Module]:
@@ -87,22 +83,21 @@ class XAttnImagesMixin(XAttnSetsMixin):
     def enable_image_store(self, max_bytes: int = 2**30, dtype: str | None = None) -> None:
         """Keeps encoded images by content: `generate` and `encode_images` encode an image once, ever. Off by default.
 
-        Images are stored one by one, so a call may bring some that are stored and some that are not, in any rows and
-        places. What they give is equal to what they give without a store, up to the rounding of a batch of another
-        size. Features (`cross_attention_states`) without an axis of images are one image a row.
+        Images are stored one by one, so a call may combine stored and new images, in any rows and places. The results
+        are equal to those without a store, up to the rounding of a batch of another size. Features
+        (`cross_attention_states`) without an axis of images are one image a row.
 
         The store is left aside in training mode, where gradients are recorded (`encode_images` outside of
         `torch.no_grad()`), without a cache (`use_cache=False`), in compiled code and in a run of several processes,
         whose collectives must match.
 
-        The first call after a change of weights, adapters, dtype or devices drops all images. Such a change is noticed
-        as `checkpoints/model_identity.py` tells. After anything else that changes what images become, call
-        `model.image_store.clear()`: a write to a weight through `.data` or a NumPy view, a hook on the vision tower,
-        the connector or a K/V projection.
+        The first call after a change of weights, adapters, dtype or devices drops all images (see
+        `checkpoints/model_identity.py`). Some changes are not noticed: a write to a weight through `.data` or a NumPy
+        view, a hook on the vision tower, the connector or a K/V projection. After such a
+        change, call `model.image_store.clear()`.
 
         Args:
-            max_bytes (`int`): bytes that keys and values may take. A store that exists keeps its images, as far as
-                they fit.
+            max_bytes (`int`): bytes that keys and values may take. An existing store keeps the images that fit.
             dtype (`str`, *optional*): `"int8"` stores images in int8 (see `cache/int8_cache.py`): about half as many
                 bytes as in bfloat16. New caches of calls that use the store are in int8, too. None: the dtype that the
                 model computes in. A store that exists drops all images if its dtype changes.
@@ -268,12 +263,9 @@ class XAttnImagesMixin(XAttnSetsMixin):
         made_by: str | None = None,
         cache_dtype: str | None = None,
     ) -> ImagesOfCall:
-        """Projects the new images of a call to keys and values in every block, and puts them into a cache: all, or
-        none.
+        """Projects the new images of a call to keys and values in every block, for a cache: all or none.
 
         Args:
-            cache ([`XAttnCache`]), inputs ([`ImageInputs`]), text ([`TextOfCall`]): where the images go, and what
-                comes with them.
             made_by (`str`, *optional*): this model's identity, for a cache that outlives the call without a text.
             cache_dtype (`str`, *optional*): of a cache that holds no images yet. None: that of the store.
 
@@ -318,11 +310,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         return images
 
     def _read_store(self, identity: str | None) -> StoreReader | None:
-        """The store for one call; None where it must be left aside.
-
-        Args:
-            identity (`str`, *optional*): this model's, where it is known.
-        """
+        """The store for one call; None where it must be left aside. `identity`: this model's, where it is known."""
         assert self._image_store is not None
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
@@ -346,9 +334,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         )
 
     def _project(self, states: torch.Tensor, cross: CrossCache, layout: ImageLayout | None = None) -> list[KeyValue]:
-        """Every block's keys and values: of the images in a cache and of new ones behind them, which `layout`
-        describes.
-        """
+        """Every block's keys and values: of cached images, and of new ones behind them (`layout`)."""
         recorder = Recorder(keys_values=True)
         context = CrossAttentionContext(
             cache=cross,

@@ -124,12 +124,10 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return find_decoder(self.text_model)[0]
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """`PreTrainedModel.get_encoder`, except for a decoder that does not take the images as an argument (see
-        `decoders/channel.py`).
+        """`PreTrainedModel.get_encoder`, but the whole model for a decoder with a channel (see `decoders/channel.py`).
 
-        If a model has an encoder and a decoder, transformers' exporters export them separately. Such a decoder would
-        silently be exported without images. So for such a decoder this method returns the whole model, and the
-        exporters export it as one.
+        transformers' exporters export an encoder and a decoder separately. A decoder that does not take the images as
+        an argument would silently be exported without images. So the exporters export such a model as one.
         """
         return super().get_encoder(modality) if self._interface.receives_keywords else self
 
@@ -166,9 +164,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return outputs, (cache if call.use_cache else None), weights
 
     def _check_cache(self, call: Call) -> None:
-        """Raises a `ValueError` for images that other weights or another set of blocks have encoded, or that no block
-        could read.
-        """
+        """Raises a `ValueError` for images that other weights or blocks have encoded, or that no block could read."""
         images, cache = call.images, call.cache
         brings = images is not NO_IMAGES and (not isinstance(images, ImageInputs) or images.images is not None)
         if isinstance(images, ImageInputs):
@@ -184,10 +180,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             self._check_set(call.cross)
 
     def _weights_of_blocks(self, context: CrossAttentionContext, call: Call) -> tuple[torch.Tensor, ...] | None:
-        """Returns the attention weights of all blocks, if requested.
+        """The attention weights of all blocks, if requested.
 
-        Raises:
-            RuntimeError: if a block has not run, except under LayerDrop.
+        Raises a `RuntimeError` if a block has not run, except under LayerDrop.
         """
         if context.recorder is None:
             return None

@@ -1,6 +1,6 @@
-"""What the models return, where transformers' own classes have no field for it.
+"""What the models return: transformers' own classes, with one field or two more.
 
-Each class derives from transformers' own and has one field or two more, so that code which knows the parent works.
+Each class derives from transformers' own, so that code which knows the parent works.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class XAttnGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
 class StepAttentions:
     """Collects the cross-attentions of one `generate`, step by step.
 
-    Args:
-        prompt_len (`int`): text tokens that the first forward reads, but for candidates of assisted decoding.
+    `prompt_len`: text tokens that the first forward reads, but for candidates of assisted decoding.
     """
 
     def __init__(self, prompt_len: int):
@@ -76,10 +75,7 @@ class StepAttentions:
     def add(self, outputs: Any, accepted: int | None = None) -> None:
         """Takes up one forward.
 
-        Args:
-            outputs (`ModelOutput`): of the forward.
-            accepted (`int`, *optional*): of assisted decoding, which reads candidates too: how many tokens it keeps.
-                The first of them follows the last token of known text.
+        `accepted`: how many candidates assisted decoding keeps. The first of them follows the last token of known text.
         """
         weights = outputs.cross_attentions
         if weights is None:

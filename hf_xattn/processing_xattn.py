@@ -90,8 +90,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args, **kwargs) -> Any:
         """`ProcessorMixin.from_pretrained`. Refuses a folder in which a save was cut off.
 
-        A model that was saved with `adapter_only=True`, without a processor, gets one of its bases' tokenizer and
-        image processor.
+        A model saved with `adapter_only=True`, without a processor, gets its bases' tokenizer and image processor.
         """
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
@@ -311,7 +310,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return made
 
     def _template(self, chat_template: str | None, tools: Any) -> str:
-        """Returns the template of a call: the given one, one of the processor's by name, or the default."""
+        """The template of a call: the given one, one of the processor's by name, or the default."""
         if chat_template is not None and not isinstance(chat_template, str):
             raise TypeError(f"Expected `chat_template` to be a str, got {type_name(chat_template)}.")
         own = self.chat_template
@@ -331,7 +330,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return own[chat_template] if isinstance(own, dict) and chat_template in own else chat_template
 
     def _merged(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments for each part, merged as in transformers. Raises a `TypeError` for unknown names."""
+        """The arguments for each part, merged as in transformers. Raises a `TypeError` for unknown names."""
         if kwargs.get("audio") is not None or kwargs.get("audio_kwargs"):
             raise TypeError("Expected text, images or videos, got `audio`, which this processor does not read.")
         kwargs = {name: value for name, value in kwargs.items() if name not in ("audio", "audio_kwargs")}
@@ -351,7 +350,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             raise TypeError(str(error)) from error
 
     def _known_kwargs(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-        """Returns the names that the tokenizer takes, that the image processor takes, and that a call takes."""
+        """The names that the tokenizer takes, that the image processor takes, and that a call takes."""
         of_image_processor = getattr(getattr(self.image_processor, "valid_kwargs", None), "__annotations__", {})
         text = frozenset(TextKwargs.__annotations__)
         images = frozenset({*ImagesKwargs.__annotations__, *of_image_processor})

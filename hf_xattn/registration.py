@@ -15,9 +15,7 @@ from .processing_xattn import XAttnProcessor
 
 
 def register_classes() -> None:
-    """Registers the classes with the Auto classes. Code that came with a checkpoint does not: another checkpoint
-    brings its own.
-    """
+    """Registers the classes with the Auto classes. Code in a checkpoint does not: each brings its own."""
     transformers.AutoConfig.register(XAttnConfig.model_type, XAttnConfig)
     transformers.AutoConfig.register(CrossAttentionConfig.model_type, CrossAttentionConfig)
     transformers.AutoModel.register(XAttnConfig, XAttnModel)
@@ -31,8 +29,7 @@ def register_classes() -> None:
 def register_names(module: ModuleType) -> None:
     """Registers the names that transformers looks up elsewhere.
 
-    Args:
-        module (`ModuleType`): transformers, as it was before its parts were imported: it imports itself a second time.
+    `module`: transformers, as it was before its parts were imported: it imports itself a second time.
     """
     # Trainer's label smoothing, pipelines and `transformers serve` look names up here, not in the Auto classes.
     for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):

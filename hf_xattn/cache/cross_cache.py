@@ -1,13 +1,11 @@
 """The cross-attention half of an `EncoderDecoderCache`: keys and values of images, projected once.
 
 A row of this cache is an image row, not a text row. Beams, return sequences and many questions about one image share
-an image row, and attention folds them into one query axis. The length of this cache is the number of image tokens. It
-depends neither on the length of the text nor on a sliding window of the decoder.
+an image row, and attention folds them into one query axis. The length of this cache is the number of image tokens.
 
 The cache holds keys and values for all blocks and their layout, or nothing. Only [`CrossCache.fill`] adds images, for
 all blocks at once. Tensors are replaced and never written into, so several caches can share the keys and values of an
-image. Keys and values are in the dtype that the model computed them in, or in int8 with scales (see
-`cache/int8_cache.py`).
+image. Keys and values are in the dtype of the model, or in int8 with scales (see `cache/int8_cache.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ class CrossAttentionLayer(DynamicLayer):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of this layer."""
         every = (self.keys, self.values, self.key_scales, self.value_scales)
         return [tensor for tensor in every if tensor is not None]
 
@@ -104,8 +101,8 @@ class CrossCache(DynamicCache):
     """Images of a batch, for all blocks.
 
     Args:
-        cache_dtype (`str`, *optional*): `"int8"` for keys and values that are kept in int8; None for the dtype that
-            the model computes in.
+        cache_dtype (`str`, *optional*): `"int8"` for keys and values in int8; None for the dtype that the model
+            computes in.
 
     Attributes:
         layers (`list[CrossAttentionLayer]`): one for each block; empty if there are no images.

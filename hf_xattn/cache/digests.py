@@ -25,22 +25,13 @@ from torch import nn
 
 @dataclass(eq=False)  # not frozen: see `cache/image_layout.py`
 class Digests:
-    """One number for each image (pixels, or what the tower made of them) or each token (features), from [`digest`].
+    """One number for each image (pixels, or what the tower made of them) or each token (features), from [`digest`]."""
 
-    Attributes:
-        of (`str`): name of the argument with the images, `"pixel_values"`, `"vision_features"` or
-            `"cross_attention_states"`.
-        dtype (`torch.dtype`): dtype of the content. Contents of different dtypes cannot be compared.
-        values (`torch.LongTensor`): `(R, count)`.
-        real (`torch.BoolTensor`, *optional*): `(R, count)`, False = padding.
-        sizes (`tuple[int, ...]`): how many numbers each image has: 1 for pixels, the number of tokens for features.
-    """
-
-    of: str
-    dtype: torch.dtype
-    values: torch.Tensor
-    real: torch.Tensor | None
-    sizes: tuple[int, ...]
+    of: str  # "pixel_values", "vision_features" or "cross_attention_states"
+    dtype: torch.dtype  # contents of different dtypes cannot be compared
+    values: torch.Tensor  # (R, count)
+    real: torch.Tensor | None  # (R, count), False = padding
+    sizes: tuple[int, ...]  # how many numbers each image has: 1 for pixels, the number of tokens for features
 
     def append(self, later: Digests) -> Digests:
         """Returns these digests, followed by `later` ones of the same argument and the same rows."""
@@ -60,12 +51,12 @@ class Digests:
         return torch.ones_like(self.values, dtype=torch.bool) if self.real is None else self.real
 
     def rows(self) -> list[np.ndarray]:
-        """Returns the numbers of the real images, row by row."""
+        """The numbers of the real images, row by row."""
         values, real = self.values.cpu().numpy(), self.real_or_all().cpu().numpy()
         return [row[mask] for row, mask in zip(values, real)]
 
     def blocks(self, row: int) -> list[bytes]:
-        """Returns the numbers of the real images of one row, image by image."""
+        """The numbers of the real images of one row, image by image."""
         values, real = self.values[row].cpu().numpy(), self.real_or_all()[row].cpu().numpy()
         ends = np.cumsum(self.sizes)
         blocks = [(values[end - size : end], real[end - size : end]) for size, end in zip(self.sizes, ends)]
@@ -80,18 +71,12 @@ class Known(NamedTuple):
 
 
 def digest(images: torch.Tensor) -> torch.Tensor:
-    """Computes one number for each image.
+    """Computes one number for each image, `(R, num_images)`, from pixels or features `(R, num_images, ...)`.
 
     The number is a sum over 64-bit words, modulo 2^64. Such a sum is exact in any order, so equal images have equal
-    digests in every batch. Different images have equal digests with a chance of about 2^-60. Each word is multiplied
-    by a different odd number, between two shifts that mix its high bits into the low ones. Otherwise two flipped signs
+    digests in every batch. Different images have equal digests with a chance of about 2^-60. Each word is multiplied by
+    a different odd number, between two shifts that mix its high bits into the low ones. Otherwise two flipped signs
     could cancel.
-
-    Args:
-        images (`torch.Tensor`): `(R, num_images, ...)`, pixels or features.
-
-    Returns:
-        `torch.LongTensor`: `(R, num_images)`.
     """
     words = words_of(images.detach().flatten(2))
     # black images of different sizes differ too
@@ -128,13 +113,9 @@ def digests_of(
     """Digests of pixels `(R, num_images, ...)` or features `(R, num_images, tokens, context_size)`.
 
     Args:
-        name (`str`): name of the argument with the images.
-        images (`torch.Tensor`): the content.
-        compute_dtype (`torch.dtype`): the dtype in which the model computes. Images that are equal in this dtype are
-            equal.
+        compute_dtype (`torch.dtype`): the model's. Images that are equal in this dtype are equal.
         image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding.
-        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. The same tiles in another arrangement are
-            another image.
+        aspect_ratio_ids (`torch.LongTensor`, *optional*): `(R, num_images)`. Images with other ids differ.
     """
     dtype = images.dtype if images.dtype.itemsize < compute_dtype.itemsize else compute_dtype
     images = images.to(compute_dtype)
@@ -150,9 +131,7 @@ def digests_of(
 
 
 def same_padding(cached: tuple[Digests, ...] | None, given: Digests) -> torch.Tensor:
-    """Which of the first given images have the content of a cached padding image at the same place, `(R, images that
-    were compared)`.
-    """
+    """`(R, compared images)`: which given images have the content of a cached padding image at their place."""
     known = next((digests for digests in cached or () if digests.of == given.of), given)
     parts = [tensor.split(known.sizes, dim=1) for tensor in (known.values, known.real_or_all())]
     same = [given.values.new_zeros(given.values.shape[0], 0, dtype=torch.bool)]
@@ -164,11 +143,7 @@ def same_padding(cached: tuple[Digests, ...] | None, given: Digests) -> torch.Te
 
 
 def find_known(cached: tuple[Digests, ...] | None, given: Digests | None) -> Known:
-    """Finds the given images in a cache, by the rule at the top of this file.
-
-    Args:
-        cached (`tuple[Digests, ...]`, *optional*): of the cached images; None if their content was not recorded.
-        given ([`Digests`], *optional*): of the given images; None if they were not computed.
+    """Finds the given images in a cache, by the rule at the top of this file. None, unknown content, is refused.
 
     Raises:
         ValueError: if the images cannot be compared, or if only some of them are cached.

@@ -23,10 +23,8 @@ def register_caches() -> None:
     """Registers this package's caches as inputs and outputs of exported programs.
 
     transformers' exporters do this themselves. Call this function in a process that only loads a program, and before
-    `torch.export.export` of a forward that takes or returns a cache.
-
-    Raises:
-        ImportError: if this version of transformers has no exporters.
+    `torch.export.export` of a forward that takes or returns a cache. Raises an `ImportError` if this version of
+    transformers has no exporters.
     """
     from transformers.exporters.exporter_dynamo import register_pytree_node
 

@@ -1,8 +1,7 @@
 """Encoded images that can be reused, combined, split, saved to a file and loaded.
 
-In memory and in a file, encoded images carry the identity of the model and the weights that encoded them (see
-`checkpoints/model_identity.py`). Keys and values of another model, or of this model before further training, would be
-noise, so they are refused.
+Encoded images carry the identity of the model and the weights that made them (see `checkpoints/model_identity.py`).
+Keys and values of another model, or of this model before further training, would be noise, so they are refused.
 """
 
 from __future__ import annotations
@@ -343,7 +342,6 @@ def device_of(module: torch.nn.Module) -> torch.device:
 
 
 def image_cache_of(cross: CrossCache, self_attention_cache: Cache) -> ImageCache:
-    """Makes an [`ImageCache`] from images."""
     cache = ImageCache(self_attention_cache, cross)
     cache.mark_updated(len(cross.layers))
     return cache
@@ -368,7 +366,6 @@ def _filled(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
 
 
 def _integers(name: str, values: Any) -> torch.Tensor:
-    """Makes a tensor of integers from a tensor or a list."""
     if isinstance(values, torch.Tensor):
         check_integers(name, values)
         return values.long()
@@ -389,7 +386,7 @@ def _padded(states: States, length: int) -> States:
 
 
 def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:
-    """Makes one layout for all rows. Padding is masked."""
+    """One layout for all rows. Padding is masked."""
     widest = max(parts, key=lambda part: part.num_tokens)
     if any(part.sizes != widest.sizes[: part.num_images] for part in parts):
         raise ValueError("Expected `caches` with equally large images, got images with different numbers of tokens.")
@@ -414,7 +411,7 @@ def _combine_layouts(parts: list[ImageLayout], rows: list[int]) -> ImageLayout:
 
 
 def _combine_digests(parts: list[tuple[Digests, ...] | None]) -> tuple[Digests, ...] | None:
-    """Combines the digests of all rows if all are of one kind. Returns None otherwise: the content is then unknown."""
+    """The digests of all rows; None, an unknown content, if they are not all of one kind."""
     found = [part[0] for part in parts if part is not None and len(part) == 1]
     if len(found) < len(parts) or len({(part.of, part.dtype) for part in found}) > 1:
         return None

@@ -1,8 +1,8 @@
 """Describes the image tokens of a batch: the image of each token, padding, and digests of the content.
 
 A layout never changes, because caches and conversations share it. A conversation that adds or hides images gets a new
-layout. What the text has seen of the images is in `cache/text_progress.py`. The dataclass is not frozen, because
-transformers' exporters set attributes to move the tensors of a cache to the model's device.
+layout. The dataclass is not frozen, because transformers' exporters set attributes to move the tensors of a cache to
+the model's device.
 """
 
 from __future__ import annotations
@@ -19,22 +19,16 @@ from .pytrees import Note, dataclass_node
 @dataclass_node
 @dataclass(eq=False)
 class ImageLayout:
-    """The images of `R` rows. A mask may have a multiple of `R` rows, if text rows that share an image row see
-    different images.
+    """The images of `R` rows.
 
-    Attributes:
-        sizes (`tuple[int, ...]`): number of tokens of each image, including padding images.
-        image_of_token (`torch.LongTensor`): `(N,)`, index of each token's image.
-        token_mask (`torch.BoolTensor`, *optional*): `(R, N)`, False = padding; None if there is no padding.
-        image_mask (`torch.BoolTensor`, *optional*): `(R, num_images)`, False = padding image.
-        digests (`tuple[Digests, ...]`, *optional*): one entry for pixels and one for features; None if the content was
-            not recorded.
+    A mask may have a multiple of `R` rows, if text rows that share an image row see different images.
     """
 
-    sizes: tuple[int, ...]
-    image_of_token: torch.Tensor
-    token_mask: torch.Tensor | None = None
-    image_mask: torch.Tensor | None = None
+    sizes: tuple[int, ...]  # number of tokens of each image, including padding images
+    image_of_token: torch.Tensor  # `(N,)`, index of each token's image
+    token_mask: torch.Tensor | None = None  # (R, N), False = padding; None if there is no padding
+    image_mask: torch.Tensor | None = None  # (R, num_images), False = padding image
+    # one for pixels and one for features; None if the content was not recorded
     digests: tuple[Digests, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -70,7 +64,7 @@ class ImageLayout:
         return max((mask.shape[0] for mask in (self.token_mask, self.image_mask) if mask is not None), default=1)
 
     def append(self, later: ImageLayout) -> ImageLayout:
-        """Returns the layout of these images, followed by `later` images of the same rows."""
+        """The layout of these images, followed by `later` images of the same rows."""
         return ImageLayout(
             sizes=(*self.sizes, *later.sizes),
             image_of_token=torch.cat([self.image_of_token, later.image_of_token + self.num_images]),
@@ -80,7 +74,7 @@ class ImageLayout:
         )
 
     def first_tokens(self, count: int) -> ImageLayout:
-        """Returns the layout of the first `count` tokens, which must be whole images."""
+        """The layout of the first `count` tokens, which must be whole images."""
         if count == self.num_tokens:
             return self
         images = next(index for index in range(len(self.sizes) + 1) if sum(self.sizes[:index]) == count)
@@ -93,7 +87,7 @@ class ImageLayout:
         )
 
     def select(self, rows: torch.Tensor, count: int) -> ImageLayout:
-        """Returns the image rows `rows` (of `count`), one for each text row."""
+        """The image rows `rows` (of `count`), one for each text row."""
 
         def take(mask: torch.Tensor | None) -> torch.Tensor | None:
             if mask is None:
@@ -105,11 +99,9 @@ class ImageLayout:
         return replace(self, token_mask=take(self.token_mask), image_mask=take(self.image_mask), digests=digests)
 
     def select_text_rows(self, text_rows: torch.Tensor, batch_size: int, count: int) -> ImageLayout:
-        """Returns the image rows that the text rows `text_rows` look at, one image row for each text row.
+        """The image rows that the text rows `text_rows` look at, one image row for each text row.
 
-        Args:
-            text_rows (`torch.LongTensor`): indices of text rows.
-            batch_size (`int`), count (`int`): number of text rows and of image rows before the selection.
+        `batch_size` and `count` are the numbers of text rows and of image rows before the selection.
         """
 
         def take(mask: torch.Tensor | None) -> torch.Tensor | None:

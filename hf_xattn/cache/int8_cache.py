@@ -1,15 +1,14 @@
 """Keys and values of images in int8: about half the bytes of bfloat16, a quarter of float32's.
 
 Each image token has one scale for its key and one for its value in each K/V head: `states = steps * scale`, with steps
-from -127 to 127 and `scale = max |states| / 127`. So a token is rounded by itself. The rounding does not depend on the
-other tokens, rows or images, and images can be selected, combined and appended without rounding them again.
+from -127 to 127 and `scale = max |states| / 127`. A token is rounded by itself, so images can be selected, combined
+and appended without rounding them again. It is for inference: rounding has no gradient.
 
 - The scales are float32 in a model of any dtype. In float16 the scale of a small token would lose its digits or be
   zero, in bfloat16 it would add an error as large as that of the steps. For heads of width 128 they take 3 % of the
   bytes.
 - A token that is zero is exactly zero again. A token with NaN or infinity becomes NaN as a whole: the steps have no
   such values, and finite ones would hide the fault.
-- It is for inference: rounding has no gradient.
 
 Letters as in `layers/attention.py`: R image rows, K K/V heads, N image tokens, D head width, Q folded queries.
 """
@@ -35,18 +34,11 @@ BYTES_AT_ONCE = 2**22  # of a copy in the dtype of the product; it should stay i
 
 @dataclass(frozen=True, eq=False)
 class Int8States:
-    """Keys or values in int8. Reads like the tensor `(R, K, N, D)` that it stands for, where only whole tokens are
-    taken.
+    """Keys or values in int8. Reads like the tensor `(R, K, N, D)` that it stands for, if whole tokens are taken."""
 
-    Attributes:
-        steps (`torch.CharTensor`): `(R, K, N, D)`.
-        scales (`torch.FloatTensor`): `(R, K, N, 1)`.
-        dtype (`torch.dtype`): dtype of the states before rounding.
-    """
-
-    steps: torch.Tensor
-    scales: torch.Tensor
-    dtype: torch.dtype
+    steps: torch.Tensor  # int8, (R, K, N, D)
+    scales: torch.Tensor  # float32, (R, K, N, 1)
+    dtype: torch.dtype  # of the states before rounding
 
     requires_grad = False
 
@@ -89,12 +81,7 @@ States: TypeAlias = torch.Tensor | Int8States
 
 
 def check_cache_dtype(name: str, value: Any) -> str | None:
-    """Returns the checked value of an argument: `"int8"`, or None for the dtype that the model computes in.
-
-    Raises:
-        TypeError: for anything but a text or None.
-        ValueError: for another text.
-    """
+    """Returns the checked value of an argument: `"int8"`, or None for the dtype that the model computes in."""
     if value is None or (isinstance(value, str) and value == INT8):
         return value
     expected = f'Expected `{name}` to be "{INT8}" or None (the dtype that the model computes in), got'
@@ -143,7 +130,6 @@ def as_stored(states: States, cache_dtype: str | None) -> States:
 
 
 def dense(states: States) -> torch.Tensor:
-    """Keys or values as a tensor of floats."""
     return states.dequantized() if isinstance(states, Int8States) else states
 
 
@@ -166,8 +152,7 @@ def concatenate(parts: Sequence[States], dim: int) -> States:
 
 
 def multiplies_few(query: torch.Tensor) -> bool:
-    """Whether [`attend`] takes queries `(R, K, Q, D)`, and needs less time and memory than keys and values that are
-    dequantised first.
+    """Whether [`attend`] with queries `(R, K, Q, D)` needs less time and memory than dequantising keys and values.
 
     With more queries, the products take longer than the conversion (seen at a head width of 128), and the scores more
     memory than dequantised keys and values. With gradients, its buffer would be overwritten before the backward pass.
@@ -189,19 +174,16 @@ def attend(
 
     The scales are applied outside of the products: that of a key to its score, that of a value to its probability. The
     steps are cast to the dtype of the product, which is exact, some tokens at a time in one buffer. In bfloat16 the
-    product rounds the scores before the softmax, which a fused kernel does not: the larger the scores, the larger the
-    error that this adds to that of int8.
+    product rounds the scores before the softmax, which a fused kernel does not: large scores get a large error.
 
     Args:
         query (`torch.Tensor`): `(R, K, Q, D)`.
         key, value ([`Int8States`]): `(R, K, N, D)`.
         attention_mask (`torch.BoolTensor`, *optional*): `(R, 1, Q or 1, N)`, True = attend.
-        scaling (`float`): factor of the scores.
         position_bias (`torch.Tensor`, *optional*): `(R, K, Q, N)`.
 
     Returns:
-        two `torch.Tensor`, as from transformers' attention interface: the output `(R, Q, K, D)` and the weights `(R,
-        K, Q, N)`.
+        as from transformers' attention interface: the output `(R, Q, K, D)` and the weights `(R, K, Q, N)`.
     """
     dtype = _dtype_of_product(key.dtype, query.device)
     parts = _parts_of_tokens(key.shape, dtype)

@@ -17,25 +17,16 @@ from ..configuration_xattn import XAttnConfig
 
 
 class PackedText(NamedTuple):
-    """Text of which some rows are packed.
+    """Text of which some rows are packed."""
 
-    Attributes:
-        starts (`torch.BoolTensor`): `(B, T)`, True at the first token of each sample.
-        markers (`torch.BoolTensor`, *optional*): `(B, T)`, the image markers; None if the text or the model has none.
-    """
-
-    starts: torch.Tensor
-    markers: torch.Tensor | None
+    starts: torch.Tensor  # `(B, T)`, True at the first token of each sample
+    markers: torch.Tensor | None  # `(B, T)`, the image markers; None if the text or the model has none
 
 
 def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch.Tensor, markers: torch.Tensor) -> None:
     """Raises a `ValueError` if a packed row has not one marker for each image: images would go to the wrong sample.
-    Compiled code ends in a `RuntimeError`.
 
-    Args:
-        config ([`XAttnConfig`]): the model's.
-        starts (`torch.BoolTensor`): from [`find_samples`].
-        images, markers (`torch.LongTensor`): `(B,)`, numbers of real images and of markers.
+    Compiled code ends in a `RuntimeError`. `images` and `markers` are `(B,)`, numbers of real images and of markers.
     """
     differ = starts[:, 1:].any(dim=-1) & (images != markers)
     if torch.compiler.is_compiling():
@@ -54,17 +45,14 @@ def check_packed_images(config: XAttnConfig, starts: torch.Tensor, images: torch
 def images_of_samples(
     order: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor, starts: torch.Tensor
 ) -> torch.Tensor:
-    """Which images belong to the sample of each text token.
+    """Which images belong to the sample of each text token, `(B, T, num_images)`.
 
     Args:
         order (`torch.LongTensor`): `(B or 1, num_images)`, number of each image in its row from 1; 0 = padding.
         counted (`torch.BoolTensor`): `(B, T)`, the markers.
         seen (`torch.LongTensor`): `(B, T)`, number of markers up to and including each token.
-        starts (`torch.BoolTensor`): `(B, T)`, True at the first token of each sample. In a row of one sample all
-            images belong to it, also without markers.
-
-    Returns:
-        `torch.BoolTensor`: `(B, T, num_images)`.
+        starts (`torch.BoolTensor`): `(B, T)`, True at the first token of each sample. In a row of one sample all images
+            belong to it, also without markers.
     """
     before = _before_sample(counted, seen, starts)
     ends = torch.cat([starts[:, 1:], torch.ones_like(starts[:, :1])], dim=-1)
@@ -79,9 +67,7 @@ def images_of_samples(
 def places_in_samples(order: torch.Tensor, markers: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """The place of each image among those of its sample, from 0, `(B, num_images)`; 0 for padding.
 
-    Args:
-        order, starts: as above, both with B rows.
-        markers (`torch.BoolTensor`): `(B, T)`. In a packed row one for each image.
+    `order` and `starts`: as above, both with B rows. `markers`: `(B, T)`, in a packed row one for each image.
     """
     seen = markers.cumsum(dim=-1)
     before = _before_sample(markers, seen, starts)

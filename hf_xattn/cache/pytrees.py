@@ -5,8 +5,8 @@ rebuild every node, and a caller's cache must stay the same object.
 
 transformers' exporters flatten a cache through the `__dict__` of each object in it. Tensors become inputs of the
 program, and all other values must be equal in every call. Some values differ between calls although no graph reads
-them: the length of the text, and the identity of the weights that encoded the images. Such values are in slots, next
-to an empty `__dict__`. A cache that a program returns has lost them.
+them: the length of the text, and the identity of the weights. Such values are in slots, next to an empty `__dict__`.
+A cache that a program returns has lost them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which image tokens of a padded batch are real, read on the host: what is padding then costs nothing.
+"""Which image tokens of a padded batch are real, read on the host: padding then costs no work.
 
-Rows with fewer images than the widest, and images with fewer tiles than others, are padded, and masks tell where. The
-shapes of the work that is left depend on values of these masks. A GPU waits once for them, where images come in; a
-layout remembers the answer, so no decode step waits. Compiled, exported and captured code has no values to read:
-there, everything here answers None, and the padding is computed and masked.
+Rows with fewer images than the widest, and images with fewer tiles than others, are padded, and masks tell where. A GPU
+waits once for the values of these masks, where images come in; a layout remembers them, so no decode step waits.
+Compiled, exported and captured code has no values to read: there, everything here answers None, and the padding is
+computed and masked.
 
 Letters: R image rows, N image tokens of a row, M real image tokens of all rows.
 """
@@ -19,15 +19,10 @@ from .image_layout import ImageLayout, rows_to
 
 
 class RealTokens(NamedTuple):
-    """Where the real tokens of a batch stand.
+    """Where the real tokens of a batch stand."""
 
-    Attributes:
-        places (`torch.LongTensor`): `(2, M)`, row and column of each.
-        shape (`tuple[int, int]`): R and N.
-    """
-
-    places: torch.Tensor
-    shape: tuple[int, int]
+    places: torch.Tensor  # `(2, M)`, row and column of each
+    shape: tuple[int, int]  # R and N
 
     def take(self, states: torch.Tensor) -> torch.Tensor:
         """`(R, N, width)` to `(1, M, width)`."""
@@ -35,9 +30,7 @@ class RealTokens(NamedTuple):
         return states[rows, columns][None]
 
     def spread(self, states: torch.Tensor, null_token: bool) -> torch.Tensor:
-        """`(1, M, heads, width)` to a contiguous `(R, heads, N, width)`. Padding is zeros, and so is the null token in
-        front, if wanted.
-        """
+        """`(1, M, heads, width)` to a contiguous `(R, heads, N, width)`. Padding and null token are zeros."""
         (rows, columns), (num_rows, num_tokens) = self.places.to(states.device), self.shape
         _, _, heads, width = states.shape
         padded = states.new_zeros(num_rows, heads, num_tokens + null_token, width)
@@ -49,27 +42,14 @@ Span = tuple[int, int]
 
 
 class RowSpans(NamedTuple):
-    """Which tokens of each image row are real.
+    """Which tokens of each image row are real."""
 
-    Attributes:
-        spans (`tuple`): for each row, the first token and the end of each run of real tokens; empty for a row without
-            any.
-        shared (`tuple[bool, ...]`): whether all text rows that look at the row have the same padding.
-    """
-
-    spans: tuple[tuple[Span, ...], ...]
-    shared: tuple[bool, ...]
+    spans: tuple[tuple[Span, ...], ...]  # for each row, the first token and the end of each run of real tokens
+    shared: tuple[bool, ...]  # whether all text rows that look at the row have the same padding
 
 
 def real_places(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
-    """The (row, image) of each real image.
-
-    Args:
-        real (`torch.BoolTensor`, *optional*): `(R, n)`.
-
-    Returns:
-        `list`, or None if all are real.
-    """
+    """The (row, image) of each real image in `(R, n)`, or None if all are real."""
     if real is None or not has_values(real):
         return None
     places = [(row, image) for row, image in real.nonzero().tolist()]
@@ -77,15 +57,7 @@ def real_places(real: torch.Tensor | None) -> list[tuple[int, int]] | None:
 
 
 def real_tokens(layout: ImageLayout, rows: int) -> RealTokens | None:
-    """The real tokens of a layout.
-
-    Args:
-        layout ([`ImageLayout`]): of the images.
-        rows (`int`): R.
-
-    Returns:
-        [`RealTokens`], or None if all tokens are real, or none is.
-    """
+    """The real tokens of a layout with `rows` image rows, or None if all tokens are real, or none is."""
     mask = layout.token_mask
     if mask is None or not has_values(mask):
         return None
@@ -98,12 +70,7 @@ def real_tokens(layout: ImageLayout, rows: int) -> RealTokens | None:
 
 
 def row_spans(layout: ImageLayout, rows: int) -> RowSpans | None:
-    """Which tokens attention has to read in each image row; None if all of every row.
-
-    Args:
-        layout ([`ImageLayout`]): of all images.
-        rows (`int`): R.
-    """
+    """Which tokens attention has to read in each of `rows` image rows; None if all of every row."""
     mask = layout.token_mask
     if mask is None or not has_values(mask):
         return None

@@ -3,10 +3,8 @@
 Later text needs three things from earlier calls: the number of image markers, the row of a caller's mask that still
 applies, and the rows of a caller's mask for text that has not come yet. All three belong to text rows, so they follow
 beams, selection and repetition. A progress never changes: a call makes a new one, and the cache stores it when the
-call has succeeded.
-
-Text can be cropped (rejected candidates of assisted decoding, a turn that is undone). The history then gives the
-progress at any earlier position.
+call has succeeded. After a crop of the text (assisted decoding, a turn that is undone), the history gives the progress
+at any earlier position.
 
 No dataclass here is frozen, because transformers' exporters set attributes to move the tensors of a cache to the
 model's device.
@@ -24,18 +22,14 @@ from .pytrees import Unexported, dataclass_node
 
 @dataclass(eq=False)
 class MarkerCounts:
-    """Image markers of the text so far.
+    """Image markers of the text so far."""
 
-    Attributes:
-        state (`torch.LongTensor`): `(B, 3)`: number of counted markers, number of those before the latest run of
-            markers, and whether the text ends with a counted marker.
-    """
-
+    # `(B, 3)`: number of counted markers, number of those before the latest run of markers, and whether the text ends
+    # with a counted marker
     state: torch.Tensor
 
     @classmethod
     def none(cls, markers: torch.Tensor) -> MarkerCounts:
-        """Returns counts of zero for the rows of `markers`."""
         return cls(torch.zeros(markers.shape[0], 3, dtype=torch.long, device=markers.device))
 
     def rows_to(self, rows: int) -> MarkerCounts:
@@ -68,19 +62,11 @@ class MarkerCounts:
 @dataclass_node
 @dataclass(eq=False)
 class CallersMask:
-    """Rows of a caller's mask.
+    """Rows of a caller's mask. Image tokens outside of its columns follow `image_visibility`."""
 
-    Attributes:
-        rows (`torch.BoolTensor`): `(rows, text_len, columns)`, where `rows` divides the batch.
-        first (`int`): index of the image token in the first column. Image tokens outside of the mask follow
-            `image_visibility`.
-        over (`torch.BoolTensor`, *optional*): `(B,)`, for a row that applies to later text: whether a marker has ended
-            it.
-    """
-
-    rows: torch.Tensor
-    first: int = 0
-    over: torch.Tensor | None = None
+    rows: torch.Tensor  # `(rows, text_len, columns)`, where `rows` divides the batch
+    first: int = 0  # index of the image token in the first column
+    over: torch.Tensor | None = None  # `(B,)`, for a row that applies to later text: whether a marker has ended it
 
     @property
     def text_len(self) -> int:
@@ -91,17 +77,15 @@ class CallersMask:
         return self.text_len >= text_len and self.first == 0 and self.rows.shape[2] == num_image_tokens
 
     def split(self, text_len: int) -> tuple[CallersMask | None, CallersMask | None]:
-        """Returns the part for the next `text_len` text tokens, and the rest."""
+        """The part for the next `text_len` text tokens, and the rest."""
         if self.text_len <= text_len:
             return self, None
         return self.first_rows(text_len), self.rows_after(text_len)
 
     def first_rows(self, text_len: int) -> CallersMask:
-        """Returns the rows of the first `text_len` text tokens."""
         return replace(self, rows=self.rows[:, :text_len])
 
     def rows_after(self, text_len: int) -> CallersMask:
-        """Returns the rows of the text after the first `text_len` tokens."""
         return replace(self, rows=self.rows[:, text_len:])
 
     def last_row(self) -> CallersMask:
@@ -111,7 +95,6 @@ class CallersMask:
         return replace(self, over=over)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> CallersMask:
-        """Selects the text rows `indices` (of `batch_size`)."""
         return CallersMask(
             _take_shared(self.rows, indices, batch_size),
             self.first,
@@ -121,33 +104,25 @@ class CallersMask:
 
 @dataclass(eq=False)
 class History(Unexported):
-    """Gives the progress at earlier positions of the text.
-
-    Attributes:
-        counted (`torch.BoolTensor`, *optional*): `(B, length)`, True for markers that count.
-        masks (`tuple[tuple[int, CallersMask], ...]`): callers' masks, in the order of the text, each with the position
-            of its first row.
-        length (`int`): number of text tokens.
-    """
+    """Gives the progress at earlier positions of the text."""
 
     __slots__ = ("counted", "masks", "length")
 
-    counted: torch.Tensor | None
-    masks: tuple[tuple[int, CallersMask], ...]
-    length: int
+    counted: torch.Tensor | None  # `(B, length)`, True for markers that count
+    masks: tuple[tuple[int, CallersMask], ...]  # in the order of the text, with the position of the first row
+    length: int  # number of text tokens
 
     @classmethod
     def empty(cls) -> History:
-        """Returns the history before the first text."""
         return cls(None, (), 0)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the history is lost, because an exported program has continued the text."""
+        """Whether an exported program has continued the text."""
         return not hasattr(self, "length")
 
     def add(self, counted: torch.Tensor | None, mask: CallersMask | None, text_len: int) -> History:
-        """Returns the history after `text_len` more tokens; itself if it is lost."""
+        """The history after `text_len` more tokens; itself if it is lost."""
         if self.is_lost:
             return self
         if counted is not None:
@@ -159,7 +134,7 @@ class History(Unexported):
         return History(counted, masks, self.length + text_len)
 
     def until(self, length: int) -> History:
-        """Returns the history of the first `length` tokens. A shorter history gets text without markers and masks."""
+        """The history of the first `length` tokens. A shorter history gets text without markers and masks."""
         counted, masks = self.counted, self.masks
         if length >= self.length:
             if counted is not None:
@@ -169,7 +144,7 @@ class History(Unexported):
         return History(None if counted is None else counted[:, :length], left, length)
 
     def progress(self) -> TextProgress:
-        """Returns the progress at the end of this history."""
+        """The progress at the end of this history."""
         counts = held = None
         if self.counted is not None:
             counts = MarkerCounts.none(self.counted)
@@ -193,20 +168,12 @@ class History(Unexported):
 
 @dataclass(eq=False)
 class TextProgress:
-    """What later text needs to know of earlier text.
+    """What later text needs to know of earlier text."""
 
-    Attributes:
-        counts ([`MarkerCounts`], *optional*): None if no call has looked for markers.
-        held ([`CallersMask`], *optional*): the last row of a caller's mask. It applies until the next marker.
-        coming ([`CallersMask`], *optional*): rows of a caller's mask for later text, from `generate`.
-        history ([`History`], *optional*): None if the text cannot be cropped; lost if an exported program has
-            continued the text.
-    """
-
-    counts: MarkerCounts | None = None
-    held: CallersMask | None = None
-    coming: CallersMask | None = None
-    history: History | None = None
+    counts: MarkerCounts | None = None  # None if no call has looked for markers
+    held: CallersMask | None = None  # the last row of a caller's mask, until the next marker
+    coming: CallersMask | None = None  # rows of a caller's mask for later text, from `generate`
+    history: History | None = None  # None if the text cannot be cropped; lost if an exported program has continued it
 
     @property
     def known_history(self) -> History | None:
@@ -219,7 +186,7 @@ class TextProgress:
         return self.counts is None and self.held is None
 
     def at(self, length: int) -> TextProgress:
-        """Returns the progress for `length` tokens in the text half of the cache, also after a crop."""
+        """The progress for `length` tokens in the text half of the cache, also after a crop."""
         history = self.history
         if history is None or getattr(history, "length", length) == length:  # a lost one has no length
             return self
@@ -241,17 +208,15 @@ class TextProgress:
         held: CallersMask | None,
         text_len: int,
     ) -> TextProgress:
-        """Returns the progress after `text_len` more tokens."""
         history = None if self.history is None else self.history.add(counted, covered, text_len)
         return TextProgress(counts if counts is not None else self.counts, held, coming, history)
 
     def read_on(self, text_len: int) -> TextProgress:
-        """Returns the progress after `text_len` more tokens that see all images: no marker and no mask decides."""
+        """The progress after `text_len` more tokens that see all images: no marker and no mask decides."""
         history = None if self.history is None else self.history.add(None, None, text_len)
         return TextProgress(self.counts, None, None, history)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> TextProgress:
-        """Selects the text rows `indices` (of `batch_size`)."""
         return TextProgress(
             None if self.counts is None else MarkerCounts(_take_shared(self.counts.state, indices, batch_size)),
             None if self.held is None else self.held.take(indices, batch_size),
@@ -261,9 +226,7 @@ class TextProgress:
 
 
 def _take_shared(tensor: torch.Tensor, indices: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Selects the text rows `indices` from a tensor whose rows are shared by text rows. Returns the same tensor if
-    nothing moves.
-    """
+    """Selects text rows from a tensor with fewer, shared rows. Returns the tensor itself if nothing moves."""
     rows = tensor.shape[0]
     wanted = indices.to(tensor.device) // (batch_size // rows)
     count = wanted.shape[0]

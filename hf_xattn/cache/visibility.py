@@ -30,15 +30,9 @@ from .text_progress import CallersMask, MarkerCounts, TextProgress
 
 
 class View(NamedTuple):
-    """What the text of a call sees, and the progress after the call.
+    """What the text of a call sees, and the progress after the call."""
 
-    Attributes:
-        sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, where `rows` divides B; None if the text sees
-            everything.
-        progress ([`TextProgress`]): progress after this text.
-    """
-
-    sees: torch.Tensor | None
+    sees: torch.Tensor | None  # `(rows, T or 1, N)`, where `rows` divides B; None if the text sees everything
     progress: TextProgress
 
 
@@ -56,8 +50,7 @@ def look(
 
     Args:
         rule (`str`): `image_visibility`: `"all"`, `"previous"`, `"latest"` or `"latest_group"`.
-        layout ([`ImageLayout`]): the images.
-        progress ([`TextProgress`]): progress before this text.
+        progress ([`TextProgress`]): before this text.
         markers (`torch.BoolTensor`, *optional*): `(B, T)`, True where the text holds an image marker. `"all"` does not
             use it, except for packed rows.
         mask ([`CallersMask`], *optional*): the caller's decision for this text or its first part, and for later text.
@@ -87,7 +80,7 @@ def _by_markers(
     markers: torch.Tensor,
     samples: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, MarkerCounts]:
-    """Returns what the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the new counts."""
+    """What the rule allows `(B, T, N)`, the markers that count `(B, T)`, and the new counts."""
     batch_size = markers.shape[0]
     if past is None:
         past = MarkerCounts.none(markers)
@@ -112,9 +105,7 @@ def _by_mask(
     batch_size: int,
     text_len: int,
 ) -> tuple[torch.Tensor | None, CallersMask | None]:
-    """Replaces what the rule allows by the caller's mask. Returns the result, and the mask row that applies to later
-    text.
-    """
+    """Puts the caller's mask over what the rule allows. Returns also the mask row for later text."""
     held = progress.held
     first = 0
     parts = []
@@ -173,14 +164,7 @@ def _without_padding(sees: torch.Tensor | None, layout: ImageLayout, batch_size:
 
 
 def image_order(image_mask: torch.Tensor) -> torch.Tensor:
-    """Numbers the real images of each row from 1. Padding images get 0.
-
-    Args:
-        image_mask (`torch.BoolTensor`): `(R, num_images)`.
-
-    Returns:
-        `torch.LongTensor`: `(R, num_images)`.
-    """
+    """Numbers the real images of each row `(R, num_images)` from 1. Padding images get 0."""
     return image_mask.cumsum(dim=-1) * image_mask
 
 
@@ -196,7 +180,6 @@ def visible_images(
         order (`torch.LongTensor`): `(B or 1, num_images)`, from [`image_order`].
         markers_seen (`torch.LongTensor`): `(B, T)`.
         before_group (`torch.LongTensor`): `(B, T)`, number of markers before the latest run of adjacent markers.
-        rule (`str`): `"all"`, `"previous"`, `"latest"` or `"latest_group"`.
 
     Returns:
         `torch.BoolTensor`: `(B, T, num_images)`; with `"all"` `(B or 1, 1, num_images)`.

@@ -2,8 +2,7 @@
 
 The cache is transformers' `EncoderDecoderCache` with three additions, because text rows and image rows differ. It
 knows the number of text rows. It keeps what the text has seen of the images (`cache/text_progress.py`). If text rows
-are reordered or selected, their images follow. A call that fails leaves the cache as it was, or marks it as broken
-([`whole_or_not_at_all`]).
+are reordered or selected, their images follow. A failed call leaves the cache as it was, or marks it as broken.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ class XAttnCache(EncoderDecoderCache):
     Attributes:
         progress ([`TextProgress`]): what the text has seen of the images.
         text_rows (`int`, *optional*): batch of the cached text; None if there is no text yet.
-        text_length (`torch.LongTensor`, *optional*): number of cached text tokens, for decoders whose cache does not
-            know it.
-        text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many of them are padding; with
-            `position_bias` only.
+        text_length (`torch.LongTensor`, *optional*): number of cached text tokens, if the text half does not know it.
+        text_padding (`torch.LongTensor`, *optional*): `(B or 1, 1)`, how many are padding; with `position_bias` only.
         broken (`bool`): whether a call has failed whose text cannot be removed. No other call may use the text half.
     """
 
@@ -67,11 +64,10 @@ class XAttnCache(EncoderDecoderCache):
 
     @classmethod
     def adopt(cls, cache: EncoderDecoderCache) -> XAttnCache:
-        """Turns a caller's `EncoderDecoderCache` into an [`XAttnCache`], in place, because the caller passes the same
-        object again.
+        """Turns a caller's `EncoderDecoderCache` into an [`XAttnCache`] in place: the caller passes this object again.
 
-        The cross half becomes a [`CrossCache`]. The caller's would follow beams, or have the length of the text or of
-        a sliding window.
+        The cross half becomes a [`CrossCache`]. The caller's would follow beams, or have the length of the text or of a
+        sliding window.
 
         Raises:
             TypeError: for anything but an `EncoderDecoderCache`.
@@ -132,9 +128,7 @@ class XAttnCache(EncoderDecoderCache):
         return bool(getattr(self.self_attention_cache, "offloading", False))
 
     def is_stateful(self) -> bool:
-        """Whether the text half holds only states, as for state-space decoders. Such a cache does not know the length
-        of the text.
-        """
+        """Whether the text half holds only states (state-space decoders), and so does not know the text's length."""
         layers = self.self_attention_cache.layers
         return bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
@@ -144,8 +138,7 @@ class XAttnCache(EncoderDecoderCache):
         return super().get_seq_length(layer_idx)
 
     def count_text(self, text_len: int, device: torch.device, positions: torch.Tensor | None) -> None:
-        """Counts text tokens if the text half does not. The count is a tensor, because compiled code would guard on an
-        integer.
+        """Counts text tokens if the text half does not: in a tensor, as compiled code would guard on an integer.
 
         Such decoders get no mask after the prompt, so its padding is remembered here, if blocks read the text's
         `positions`.
@@ -163,9 +156,7 @@ class XAttnCache(EncoderDecoderCache):
         return isinstance(self.self_attention_cache, DynamicCache) and not self.is_stateful()
 
     def current_progress(self) -> TextProgress:
-        """Returns the progress for the present length of the text half, which may be shorter than after the last call
-        (`crop`).
-        """
+        """The progress for the present length of the text half: `crop` may have shortened it."""
         if not self.can_be_cropped:
             return self.progress if self.progress.history is None else self.progress.without_history()
         return self.progress.at(self.get_seq_length())
@@ -176,11 +167,9 @@ class XAttnCache(EncoderDecoderCache):
             self.is_updated[index] = True
 
     def _take_text_rows(self, indices: torch.Tensor, may_share: bool) -> None:
-        """Selects images and progress for the new text rows.
+        """Selects images and progress for the new text rows `indices`.
 
-        Args:
-            indices (`torch.LongTensor`): the text rows to keep, in their new order.
-            may_share (`bool`): whether text rows may continue to share image rows.
+        `may_share`: whether text rows may continue to share image rows.
         """
         rows = self.cross_attention_cache.rows
         batch_size = self.text_rows or rows
@@ -249,8 +238,8 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
 
     After an exception inside a forward, some layers of the text half hold the new text and others do not. If each of
     them can be cropped exactly, the text is removed. Otherwise the cache is marked as broken, and the next call that
-    uses it raises an error. Under `torch.compile` there is nothing to restore: the body is one graph, and its failure
-    does not change Python's state.
+    uses it raises an error. Under `torch.compile` there is nothing to restore: the body is one graph, which changes no
+    state of Python if it fails.
     """
     if cache is None or torch.compiler.is_compiling():
         yield
@@ -278,7 +267,6 @@ def _crop_text(cache: XAttnCache, length: int) -> bool:
 
 
 def _crop_layer(layer: Any, length: int) -> bool:
-    """[`_crop_text`] for one layer."""
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):  # a subclass may hold more than `crop` removes
         return isinstance(layer, DummyLayer)
     found = layer.get_seq_length()
@@ -292,7 +280,7 @@ def _crop_layer(layer: Any, length: int) -> bool:
 
 
 def _rows_of_text(cache: Cache) -> int | None:
-    """Returns the batch of the text in a cache, or None if the cache holds no text."""
+    """The batch of the text in a cache, or None if the cache holds no text."""
     for layer in cache.layers:
         for value in vars(layer).values():
             for tensor in value.values() if isinstance(value, dict) else (value,):

@@ -1,5 +1,4 @@
-"""Decoder layers in torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`), which accelerate's FSDP
-options put around them.
+"""Decoder layers in torch's activation wrappers (`checkpoint_wrapper`, `offload_wrapper`), as accelerate's FSDP adds.
 
 A checkpoint wrapper calls the layer again in the backward pass. transformers does not know of it, so two things are
 done here:
@@ -8,8 +7,7 @@ done here:
 - Some decoders do not pass the images to their layers (see `decoders/channel.py`). The wrapper gets the images as an
   argument and keeps it for the second call. At that time, the channel is empty.
 
-A reentrant wrapper (`CheckpointImpl.REENTRANT`) gives the images no gradients, and some of these would be missing
-without a word. It is refused.
+A reentrant wrapper (`CheckpointImpl.REENTRANT`) silently loses gradients of the images. It is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ _READS = "_reads_cross_attention_context"
 
 
 def recomputes_layers(model: Any, receives_keywords: bool) -> bool:
-    """Whether a backward pass will run the decoder's layers a second time, by transformers' checkpointing or in a
-    wrapper.
+    """Whether a backward pass will run the decoder's layers again, by transformers' checkpointing or in a wrapper.
 
     Args:
         model ([`XAttnModel`]): its layers in wrappers are prepared for that.

@@ -23,9 +23,7 @@ from ..utils.quantized_weights import is_quantized
 def blocks_at(layers: list[int], place: int) -> list[int]:
     """Returns the indices of the blocks in front of layer `place`, in the order in which they run.
 
-    Args:
-        layers (`list[int]`): the place of each block, as in `cross_attention_layers`.
-        place (`int`): a layer, or the number of layers for the blocks after the last one.
+    `layers` are the places of all blocks. The number of layers is the place after the last one.
     """
     return [index for index, each in enumerate(layers) if each == place]
 
@@ -36,13 +34,13 @@ class BlockStack(nn.Sequential):
     def forward(
         self, hidden_states: torch.Tensor, cross_attention: CrossAttentionContext | None = None
     ) -> torch.Tensor:
-        """`(batch, text_len, hidden_size)` to the same shape, through every block."""
+        """`(batch, text_len, hidden_size)`, through every block."""
         for block in self:
             hidden_states = block(hidden_states, cross_attention=cross_attention)
         return hidden_states
 
     def encode(self, cross_attention: CrossAttentionContext) -> tuple[KeyValue, ...]:
-        """Returns keys and values of new images, of every block."""
+        """The keys and values of new images, of every block."""
         return tuple(block.encode(cross_attention) for block in self)  # type: ignore[operator]
 
 
@@ -51,13 +49,11 @@ Blocks: TypeAlias = "GatedCrossAttentionBlock | BlockStack"
 
 @torch.no_grad()
 def make_blocks(config: XAttnConfig, place: int, like: torch.Tensor, computes_in: torch.dtype) -> Blocks | None:
-    """Makes the blocks in front of layer `place`, with first values, on the device and in the dtype of a layer; None
-    if it has none.
+    """Makes the blocks in front of layer `place`, on the device and in the dtype of a layer; None if it has none.
 
     In half precision, gates and norms are float32.
 
     Args:
-        config ([`XAttnConfig`]): configuration of the model.
         place (`int`): a layer, or the number of layers for the blocks after the last one.
         like (`torch.Tensor`): a weight of the layer. On the meta device, the blocks are as torch's defaults say.
         computes_in (`torch.dtype`): dtype of the blocks where that weight is quantized: it is stored as integers.

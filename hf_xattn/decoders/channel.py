@@ -36,5 +36,5 @@ def carrying(context: CrossAttentionContext) -> Iterator[None]:
 
 
 def carried_context() -> CrossAttentionContext | None:
-    """Returns the context of the call that runs in this thread."""
+    """The context of the call that runs in this thread."""
     return _channel.context

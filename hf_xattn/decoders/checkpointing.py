@@ -35,8 +35,7 @@ def _read_function(layer: nn.Module) -> Callable[..., Any]:
     if getattr(function, "keywords", {}).get("use_reentrant") is False:
         return function
     if torch.compiler.is_compiling() and isinstance(function, functools.partial):
-        # A graph of `torch.compile` recomputes without any reentrant backward. Where the graph breaks, this is right
-        # too.
+        # A graph of `torch.compile` recomputes without a reentrant backward. This is also right where the graph breaks.
         return functools.partial(function, use_reentrant=False)
     return functools.partial(_checkpoint_layer, layer, function)
 
@@ -82,9 +81,7 @@ def _checkpoint_layer(
 def _tensors_of(
     context: CrossAttentionContext, blocks: list[GatedCrossAttentionBlock]
 ) -> tuple[list[torch.Tensor], Callable[[tuple[torch.Tensor, ...]], CrossAttentionContext]]:
-    """Returns the tensors of a context that require a gradient in `blocks`, and a function that replaces them in the
-    context.
-    """
+    """The tensors of a context that require a gradient in `blocks`, and a function that puts others in their place."""
     states, cache = context.cross_attention_states, context.cache
     with_states = states is not None and states.requires_grad
     given = [states] if states is not None and states.requires_grad else []

@@ -40,8 +40,7 @@ LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")
 def find_decoder(language_model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
     """Finds the module that runs the decoder's layers, and the layers.
 
-    Raises:
-        ValueError: if the model has no stack of `num_hidden_layers` layers.
+    Raises a `ValueError` if the model has no stack of `num_hidden_layers` layers.
     """
     num_layers = text_num_hidden_layers(language_model.config)
     candidates = []
@@ -71,10 +70,9 @@ def may_skip_layers(language_model: PreTrainedModel) -> bool:
 
 
 def find_cache_argument(language_model: PreTrainedModel) -> str:
-    """Returns the argument name of the model's cache. Some state-space models use another name than `past_key_values`.
+    """The argument name of the model's cache: some state-space models do not call it `past_key_values`.
 
-    Raises:
-        ValueError: if the model takes no `Cache`.
+    Raises a `ValueError` if the model takes no `Cache`.
     """
     arguments = inspect.signature(language_model.forward).parameters
     for name in CACHE_ARGUMENTS:
@@ -103,9 +101,7 @@ def layers_receive_keywords(language_model: PreTrainedModel) -> bool:
 
 @memoized
 def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
-    """Whether `forward` passes its own `**kwargs` to `self.<child>`. `child=None` stands for the layers: the variables
-    of the `for` loops in `forward`.
-    """
+    """Whether `forward` passes its own `**kwargs` to `self.<child>`; None: to the layers, the variables of loops."""
     forward = inspect.unwrap(model_class.forward)
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
@@ -136,36 +132,21 @@ def _hands_keywords_on(model_class: type[nn.Module], child: str | None) -> bool:
 
 
 class DecoderInterface(NamedTuple):
-    """How to call a decoder.
+    """How to call a decoder."""
 
-    Attributes:
-        arguments (`frozenset[str]`): argument names of the decoder's `forward`.
-        cache_argument (`str`): argument name of the cache.
-        receives_keywords (`bool`): whether the layers get the keyword arguments of `forward`.
-        keywords, body_keywords (`frozenset[str]`): keyword names that the decoder reads, with its head and without.
-        is_custom_code (`bool`): whether the decoder is custom code, which may read further keyword names.
-        name (`str`): the decoder, for errors.
-        not_packed (`str`, *optional*): why several samples in one row would not be kept apart; None if they are.
-        forgets (`bool`): whether its layers drop their state when they read several tokens after cached text.
-        counts_from_zero (`bool`): whether it numbers text after cached text from 0 where no `position_ids` are given.
-        keeps_state, only_states (`bool`): whether some layers, or all, keep a running state of the text in place of
-            keys and values.
-        not_static (`str`, *optional*): why it cannot have a static cache.
-    """
-
-    arguments: frozenset[str]
-    cache_argument: str
-    receives_keywords: bool
-    keywords: frozenset[str]
-    body_keywords: frozenset[str]
-    is_custom_code: bool
-    name: str
-    not_packed: str | None = None
-    forgets: bool = False
-    counts_from_zero: bool = False
-    keeps_state: bool = False
-    only_states: bool = False
-    not_static: str | None = None
+    arguments: frozenset[str]  # names in the decoder's `forward`
+    cache_argument: str  # name of the cache
+    receives_keywords: bool  # whether the layers get the keyword arguments of `forward`
+    keywords: frozenset[str]  # keyword names that the decoder reads, with its head
+    body_keywords: frozenset[str]  # without its head
+    is_custom_code: bool  # it may read further keyword names
+    name: str  # the decoder, for errors
+    not_packed: str | None = None  # why several samples in one row would not be kept apart; None if they are
+    forgets: bool = False  # its layers drop their state when they read several tokens after cached text
+    counts_from_zero: bool = False  # it numbers text after cached text from 0 where no `position_ids` are given
+    keeps_state: bool = False  # some layers keep a running state of the text in place of keys and values
+    only_states: bool = False  # all layers do
+    not_static: str | None = None  # why it cannot have a static cache
 
     @classmethod
     def of(cls, text_model: PreTrainedModel) -> DecoderInterface:
@@ -199,9 +180,7 @@ class DecoderInterface(NamedTuple):
         )
 
     def check_continues(self, length: int, cache: Cache | None) -> None:
-        """Raises a `ValueError` for a cache that the decoder cannot have, and for several tokens after text that it
-        would forget.
-        """
+        """Raises a `ValueError` for an impossible cache, and for several tokens after text that would be forgotten."""
         if cache is None:
             return
         if not HAS_RECORDING:
@@ -222,7 +201,6 @@ class DecoderInterface(NamedTuple):
             mask (`torch.Tensor`, *optional*): `attention_mask`. Masks of more axes are made by a caller or
                 transformers, and not read.
             length (`int`): number of new tokens.
-            cache (`Cache`, *optional*): of the text before them.
             by_one (`bool`): whether the new tokens are read one at a time. The layers mask no padding then.
             generates (`bool`): whether `generate` asks, before its first step.
 
@@ -278,8 +256,7 @@ class DecoderInterface(NamedTuple):
     ) -> Any:
         """Calls the decoder with the context. `runner` is the decoder with or without its head.
 
-        The context goes in as a keyword argument, or through the channel if the decoder does not pass keywords to its
-        layers.
+        The context is a keyword argument, or goes through the channel if the decoder passes no keywords to its layers.
         """
         left_out = {"position_ids", "logits_to_keep"} - self.arguments  # `generate` gives them to all decoders
         arguments = {name: value for name, value in arguments.items() if value is not None and name not in left_out}
@@ -312,6 +289,6 @@ def _holds_state(cache: Cache) -> bool:
 
 
 def headless(text_model: PreTrainedModel) -> nn.Module:
-    """Returns the part of a causal language model that computes hidden states, without the head."""
+    """The part of a causal language model that computes hidden states, without the head."""
     base = text_model.base_model
     return base if base is not text_model else find_decoder(text_model)[0]

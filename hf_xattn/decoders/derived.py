@@ -21,8 +21,6 @@ def derive(base: type[Base], prefix: str, members: dict[str, Any], recipe: tuple
     """Makes a subclass named `<prefix><name of base>`.
 
     Args:
-        base (`type`): class of the module.
-        prefix (`str`): prefix of the subclass's name.
         members (`dict[str, Any]`): methods and properties of the subclass, including `forward`.
         recipe (`tuple`): an importable function, then its arguments. The call returns this subclass in any process.
     """

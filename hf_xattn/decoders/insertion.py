@@ -2,9 +2,9 @@
 
 A layer stays the same Python object. The layer gets one submodule, `cross_attention_block`, and a class that derives
 from the layer's class. The derived `forward` takes one more keyword argument, runs the block (or several, see
-`decoders/block_stack.py`), and calls the layer's own `forward`.
-So no parameter of the decoder changes its name. Everything that treats the layer as one unit (device maps, FSDP,
-activation checkpointing, compile) treats the block as a part of the layer.
+`decoders/block_stack.py`), and calls the layer's own `forward`. So no parameter of the decoder changes its name.
+Everything that treats the layer as one unit (device maps, FSDP, activation checkpointing, compile) treats the block as
+a part of the layer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ BLOCKS = ("cross_attention_block", "cross_attention_block_after")
 
 
 def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
-    """Derives the class of a decoder layer with a block in front. The same arguments give the same class.
+    """Derives the class of a decoder layer with a block in front. Equal arguments give the same class object.
 
-    Args:
-        layer_class (`type`): class of a decoder layer.
-        receives_keywords (`bool`): whether the decoder passes keyword arguments to the layer. If not, the layer's
-            `__call__` fetches the context (see `decoders/channel.py`).
+    `receives_keywords`: whether the decoder passes keyword arguments to the layer. If not, the layer's `__call__`
+    fetches the context (see `decoders/channel.py`).
     """
     return _cross_attending_class(layer_class, receives_keywords)
 
@@ -107,8 +105,8 @@ def check_insertable(language_model: PreTrainedModel) -> None:
     """Checks that blocks can be inserted into a model. Changes nothing.
 
     Raises:
-        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers, a
-            model without a transformers cache, or a model with accelerate hooks.
+        ValueError: for a model of the wrong kind ([`check_kind`]), an encoder, a model without a stack of layers or a
+            transformers cache, or a model with accelerate hooks.
     """
     check_kind(language_model)
     config, name = language_model.config, _name(language_model)
@@ -134,15 +132,14 @@ def _name(language_model: PreTrainedModel) -> str:
 
 
 def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[str]:
-    """Puts a block in front of each layer of `config.cross_attention_layers`.
+    """Puts a block in front of each layer of `config.cross_attention_layers`, in place.
 
     An index that is repeated puts several blocks there, one after the other. An index equal to the number of layers
     places a block after the last layer. All layers of the stack get a derived class: the original `forward` of a layer
     without a block would receive a keyword argument that it does not know.
 
     Args:
-        language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`]; changed in place.
-        config ([`XAttnConfig`]): the layer indices and the configuration of the blocks.
+        language_model (`PreTrainedModel`): causal language model that passed [`check_insertable`].
 
     Returns:
         `list[str]`: class names of layers that must not be split across devices.

@@ -11,10 +11,6 @@ ROOTS = {"text_model": "text", "vision_tower": "vision", "connector": "connector
 
 
 def part_of(name: str) -> str:
-    """Returns the part of a weight.
-
-    Args:
-        name (`str`): its name in an [`XAttnModel`], also with PEFT's modules inside.
-    """
+    """The part of a weight, by its name in an [`XAttnModel`], also with PEFT's modules inside."""
     root, *rest = name.split(".")
     return "blocks" if any(each in BLOCKS for each in rest) else ROOTS[root]

@@ -1,11 +1,10 @@
-"""Packed rows: several samples in one text row, whose `position_ids` start again (padding-free collators, TRL's
-packing).
+"""Packed rows: several samples in one text row, whose `position_ids` start again (padding-free collators, TRL).
 
 transformers keeps the samples of a row apart in self-attention: a sample begins where the position is not the one
 before plus 1. It does so only without `attention_mask` and without a cache, and only in decoders that hand
-`position_ids` to their masks. Everywhere else the samples of a row would read each other, and nobody would be told. So
-here a row whose positions start again is kept apart or refused. Where positions only leave some out, the images follow
-the text: in calls in which transformers begins a sample there.
+`position_ids` to their masks. Everywhere else the samples of a row would silently read each other. So here a row whose
+positions start again is kept apart or refused. Where positions only leave some out, the images follow the text: in
+calls in which transformers begins a sample there.
 
 The images of a packed row stand in the order of their markers (see `cache/packed_samples.py`).
 """
@@ -27,8 +26,7 @@ from ..images.image_positions import counts_images
 from .text_inputs import mask_of_new_text
 
 
-# What FlashAttention needs to be told of the samples; from `position_ids` alone it finds them in a batch of one row
-# only.
+# What FlashAttention needs to know of the samples. From `position_ids` it finds them only in a batch of one row.
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PACKED = "Packed rows (`position_ids` that start again)"
 JUMPS = (
@@ -45,16 +43,13 @@ def find_samples(
     images: ImageInputs | PreparedImages,
     without_cache: bool,
 ) -> torch.Tensor | None:
-    """Finds the samples of packed rows, before anything is computed. On a GPU a call with `position_ids` waits for
-    this.
+    """Finds the samples of packed rows, before anything is computed. On a GPU a call with `position_ids` waits for it.
 
     Text that continues a cache is looked at only if images or labels come with it.
 
     Args:
-        config ([`XAttnConfig`]): the model's.
-        not_packed (`str`, *optional*): why its decoder does not keep samples apart; None if it does.
+        not_packed (`str`, *optional*): why the decoder does not keep samples apart; None if it does.
         text (`Mapping`): the decoder's own arguments.
-        cache (`Cache`, *optional*), use_cache (`bool`, *optional*), images: as in `forward`.
         without_cache (`bool`): whether the decoder will run without a cache.
 
     Returns:
@@ -130,9 +125,7 @@ def _holds_text(cache: Cache) -> bool:
 
 
 def _starts_again(positions: torch.Tensor, read: torch.Tensor | None) -> torch.Tensor:
-    """`(B, T - 1)`, True at a token whose position is not above that of the token before it. Positions of padding do
-    not count.
-    """
+    """`(B, T - 1)`, True where a position is not above the previous token's. Positions of padding do not count."""
     return _in_text(positions.diff(dim=-1) <= 0, read)
 
 
@@ -151,9 +144,7 @@ def _starts(positions: torch.Tensor, text: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _check_bounds_alone(bounds: Any, text: Mapping[str, Any], positions: str) -> None:
-    """Raises a `ValueError` for samples that only `cu_seq_lens_q` names, and not the `positions`: masks and images do
-    not follow it.
-    """
+    """Raises a `ValueError` for samples that only `cu_seq_lens_q` names: masks and images do not follow it."""
     if bounds is None:
         return
     given = text.get("input_ids")
@@ -179,9 +170,7 @@ def _check_can_be_kept_apart(mask: torch.Tensor | None, cache: Cache | None, use
 
 
 def _check_beside_prepared(config: XAttnConfig, images: ImageInputs) -> None:
-    """Raises a `ValueError` if an `attention_mask` that keeps the samples apart does not tell what images need to know
-    of them.
-    """
+    """Raises a `ValueError` if an `attention_mask` keeps samples apart that the images cannot find."""
     what = f"{PACKED} with an `attention_mask` of shape (batch, 1, text_len, text_len)"
     if images.text_mask is None:
         raise ValueError(
@@ -230,8 +219,7 @@ def _compiled(
     use_cache: bool | None,
     without_cache: bool,
 ) -> torch.Tensor | None:
-    """In compiled code, which cannot branch on positions: the samples of a training step, whether or not its rows are
-    packed.
+    """In compiled code, which cannot branch on positions: the samples of a training step, packed or not.
 
     In other calls, rows that would not be kept apart end in a `RuntimeError`; also if only the images are `joined`.
     """

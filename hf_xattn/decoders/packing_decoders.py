@@ -26,10 +26,7 @@ RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 def why_not_packed(text_model: PreTrainedModel, modules: Sequence[nn.Module]) -> str | None:
     """Says why packed rows do not work with a decoder; None if they do.
 
-    Args:
-        text_model (`PreTrainedModel`): the causal language model.
-        modules (`Sequence`): it, the models inside it and the decoder, which runs the layers: one of these makes the
-            masks.
+    `modules`: the causal language model, the models inside it and the decoder: one of these makes the masks.
     """
     config = text_model.config
     who = f"{type(text_model).__name__} (model_type {config.model_type!r})"
@@ -74,8 +71,6 @@ def _masks_follow_positions(decoder_class: type[nn.Module]) -> bool:
 
 
 def _makes_masks(called: ast.expr, others: Collection[str] = ()) -> bool:
-    """Whether an expression names one of transformers' mask functions, such as `create_causal_mask`, or one of
-    `others`.
-    """
+    """Whether an expression names a mask function of transformers (`create_causal_mask`), or one of `others`."""
     name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
     return name in others or (name.startswith("create_") and "mask" in name)

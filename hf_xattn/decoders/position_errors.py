@@ -17,12 +17,10 @@ from transformers.cache_utils import Cache
 def name_wrong_positions(
     config: PreTrainedConfig, text: Mapping[str, Any], length: int, cache: Cache | None, error: Exception
 ) -> None:
-    """Raises a `ValueError` if the positions of a failed call lie outside the decoder's table, or have an axis that it
-    does not take.
+    """Raises a `ValueError` if the positions of a failed call are outside the decoder's table, or have a wrong axis.
 
     Args:
-        config (`PreTrainedConfig`): the decoder's.
-        text (`Mapping`): its arguments.
+        text (`Mapping`): the decoder's arguments.
         length (`int`): text tokens of the call.
         cache (`Cache`, *optional*): of the text before it.
         error (`Exception`): the decoder's error, which becomes the cause.

@@ -1,9 +1,9 @@
 """Quantized bases: the text model in 4 or 8 bit, and everything that was added to it in high precision.
 
 A quantizer of transformers converts every linear layer of a model, except those that its configuration names. New
-blocks would be converted too. They could not be trained then, and the image features would lose precision. So this
-module adds the names of the blocks, the connector and the vision tower to that list. The same names go into
-`config.json`, so a saved model loads in the same way.
+blocks would be converted too: they could not be trained, and the image features would lose precision. So this module
+adds the names of the blocks, the connector and the vision tower to that list. The list goes into `config.json`, so a
+saved model loads with it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from ..utils.quantized_weights import first_quantized, is_quantized
 
 logger = logging.get_logger(__name__)
 
-# What stays in high precision, as patterns of transformers' quantizers. `XAttnModel` has no prefix, the model with a
-# head has `model.`.
+# What stays in high precision, as patterns of transformers' quantizers. A model with a head has the prefix `model.`.
 KEPT = (r"(?:model\.)?vision_tower", r"(?:model\.)?connector", r".*\.cross_attention_block(?:_after)?")
 
 TEXT = r"(?:model\.)?text_model\."
@@ -56,9 +55,7 @@ PRECISE_TOWER = "Put a tower in full precision in its place (`model.base_model.v
 def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
     """Returns a quantizer's configuration that also leaves blocks, connector and vision tower in high precision.
 
-    Args:
-        quantization_config (`QuantizationConfigMixin` or `dict`): as given to `from_pretrained`. Not changed.
-        config ([`XAttnConfig`]): the configuration of the model to be loaded.
+    `quantization_config` is as given to `from_pretrained`, and not changed.
     """
     if isinstance(quantization_config, dict):
         quantization_config = AutoQuantizationConfig.from_dict(quantization_config)
@@ -78,11 +75,9 @@ def keep_added_precise(quantization_config: Any, config: XAttnConfig) -> Any:
 
 
 def adopt_quantizer(model: PreTrainedModel, text_model: PreTrainedModel) -> None:
-    """Gives the quantizer of a text model to the model around it, so that the whole model can be saved and loaded.
+    """Gives the quantizer of a text model to the [`XAttnModel`] around it, which can then be saved and loaded.
 
-    Args:
-        model (`PreTrainedModel`): an [`XAttnModel`] that contains `text_model`. Its configuration takes over the
-            quantization (see [`XAttnConfig.to_dict`]).
+    The configuration takes over the quantization (see [`XAttnConfig.to_dict`]).
     """
     quantizer = getattr(text_model, "hf_quantizer", None)
     if quantizer is None:
@@ -133,8 +128,7 @@ def _forget_quantizer(text_model: PreTrainedModel, model: PreTrainedModel) -> No
 def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
     """Marks `model` as transformers has marked the model `source`, if that is quantized.
 
-    `is_quantized` stays False: `Trainer` refuses to train such a model without PEFT, but here the blocks can be
-    trained.
+    `is_quantized` stays False: `Trainer` would refuse to train it without PEFT, but here the blocks can be trained.
     """
     for name in MARKS:
         if name in source.__dict__:
@@ -142,10 +136,9 @@ def share_quantizer(source: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def finish_quantized(model: PreTrainedModel) -> None:
-    """Corrects the marks of a loaded quantized model, and checks its weights.
+    """Corrects the marks of a loaded quantized model.
 
-    Raises:
-        ValueError: for quantized layers without quantized weights.
+    Raises a `ValueError` for quantized layers without quantized weights.
     """
     if getattr(model, "hf_quantizer", None) is None:
         return
@@ -189,8 +182,8 @@ def check_requantizable(model: PreTrainedModel) -> None:
     """Checks that loading can quantize the text model in the same way, and that nothing else is quantized.
 
     Raises:
-        ValueError: for weights that were quantized by hand, in a vision tower, in a block, or by a quantizer that
-            knows no list of layers to leave alone.
+        ValueError: for weights that were quantized by hand, in a vision tower, in a block, or by a quantizer that knows
+            no list of layers to leave alone.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     body: Any = model.base_model
@@ -244,8 +237,7 @@ def quantization_of_text(quantization_config: Any) -> Any:
 def without_quantizer(model: PreTrainedModel, keeps_config: bool) -> Iterator[None]:
     """Inside, the model is saved like one that is not quantized: transformers writes the weights that it is given.
 
-    Args:
-        keeps_config (`bool`): whether the configuration goes on naming the quantization.
+    `keeps_config`: whether the configuration goes on naming the quantization.
     """
     held: Any = model
     config: Any = model.config

@@ -27,10 +27,9 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 
 def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the configuration of the decoder in a larger model.
+    """The configuration of the decoder in a larger model.
 
-    Raises:
-        ValueError: if transformers has no causal language model for this decoder.
+    Raises a `ValueError` if transformers has no causal language model for it.
     """
     text_config = config.get_text_config(decoder=True)
     if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -42,10 +41,9 @@ def text_half_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Returns the class that loads a checkpoint of a larger model, including the head.
+    """The class that loads a checkpoint of a larger model, with its head.
 
-    Raises:
-        ValueError: if transformers registers no such class.
+    Raises a `ValueError` if transformers registers no such class.
     """
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
@@ -55,9 +53,7 @@ def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def text_half(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a causal language model made of the decoder and the head of a larger model.
-
-    A model that is a causal language model already is returned unchanged.
+    """Makes a causal language model of a larger model's decoder and head. Returns a causal language model unchanged.
 
     Raises:
         ValueError: if the larger model has no head, or no decoder of the class that its `text_config` names.

@@ -20,16 +20,15 @@ from .vocabulary import vocabulary_size
 
 
 def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[], nn.Module]) -> None:
-    """Checks the text arguments of a forward.
+    """Checks the text arguments of a forward: ids or embeddings, mask, positions, `logits_to_keep`.
 
     Args:
-        text (`Mapping`): `input_ids` or `inputs_embeds`, `attention_mask`, `position_ids`, `logits_to_keep`.
         starts (`bool`): there is no cache, so no earlier text that a mask would cover.
         find_embedding (`Callable`): gives the decoder's embedding, where it is needed.
 
     Raises:
         TypeError: for anything but tensors, or a wrong dtype.
-        ValueError: for none or both of the two, an empty text, a wrong rank or size, or ids outside the vocabulary.
+        ValueError: for ids and embeddings together, or neither, an empty text, a wrong rank or size, or unknown ids.
     """
     input_ids, inputs_embeds = text.get("input_ids"), text.get("inputs_embeds")
     if (input_ids is None) == (inputs_embeds is None):
@@ -86,9 +85,7 @@ def check_in_vocabulary(name: str, ids: torch.Tensor, embedding: nn.Module, igno
 
 
 def check_embeds(embeds: Any, embedding: nn.Module) -> tuple[int, int]:
-    """Batch and length of embeddings that are floating point numbers of shape `(batch, text_len, width)`; raises for
-    others.
-    """
+    """Returns batch and length of embeddings `(batch, text_len, width)`. Raises for anything else."""
     check_tensor("inputs_embeds", embeds)
     check_floating("inputs_embeds", embeds)
     width = getattr(embedding, "embedding_dim", None)
@@ -122,9 +119,7 @@ def _check_kept(keep: Any, length: int) -> None:
 
 
 def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> None:
-    """Raises for a mask that is no tensor, or does not cover the text: that of the call if it `starts`, else also the
-    earlier text.
-    """
+    """Raises for a mask that does not cover the text: the call's if it `starts`, else also the earlier text."""
     if isinstance(mask, Mapping) or (not isinstance(mask, torch.Tensor) and isinstance(mask, BlockMask)):
         return  # made by transformers: one for each kind of layer, or for flex attention
     check_tensor("attention_mask", mask)
@@ -141,8 +136,7 @@ def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> Non
 def mask_of_new_text(mask: torch.Tensor, past: int, length: int) -> torch.Tensor:
     """The columns of `length` new tokens after `past` cached ones in an `attention_mask` `(batch, columns)`.
 
-    It covers all text so far, or the new text alone (Mamba). For a static cache some decoders (Bloom) get one as long
-    as the cache.
+    It covers all text so far, or the new text alone (Mamba), or a whole static cache (Bloom).
     """
     first = past if mask.shape[1] >= past + length else mask.shape[1] - length
     return mask[:, first : first + length]
@@ -157,8 +151,9 @@ def check_labels(
     find_embedding: Callable[[], nn.Module],
     ignored: int = -100,
 ) -> None:
-    """Checks `labels` or `shift_labels` against the text, or against the positions whose logits are kept; `ignored`
-    stands for no label.
+    """Checks `labels` or `shift_labels` against the text, or against the positions whose logits are kept.
+
+    `ignored` stands for no label.
 
     Raises:
         TypeError: for anything but integers.

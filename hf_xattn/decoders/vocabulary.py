@@ -46,7 +46,7 @@ def extended_head_class(head_class: type[nn.Linear]) -> type[nn.Linear]:
 
 
 def vocabulary_size(embedding: nn.Module) -> int | None:
-    """Returns the number of rows of an embedding, including `additional`; None for anything but an `nn.Embedding`."""
+    """Number of rows of an embedding, including `additional`; None for anything but an `nn.Embedding`."""
     if not isinstance(embedding, nn.Embedding):
         return None
     additional = getattr(embedding, "additional", None)
@@ -57,8 +57,6 @@ def extend_vocabulary(language_model: PreTrainedModel, size: int, in_head: bool)
     """Adds `size` tokens behind a decoder's vocabulary, in place.
 
     Args:
-        language_model (`PreTrainedModel`): causal language model.
-        size (`int`): number of tokens.
         in_head (`bool`): whether the model can also generate the added tokens. If the decoder ties its head to its
             embedding, the added rows are tied too.
 

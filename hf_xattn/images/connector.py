@@ -23,13 +23,8 @@ class XAttnConnector(PreTrainedModel):
     """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
 
     `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
-    `"perceiver"` is a perceiver resampler, which returns fewer tokens.
-
-    The connector is a `PreTrainedModel`, so that its own `_init_weights` initialises it inside any model (see
-    [`GatedCrossAttentionBlock`]).
-
-    Args:
-        config ([`XAttnConfig`]): `connector_type` and sizes.
+    `"perceiver"` is a perceiver resampler, which returns fewer tokens. As a `PreTrainedModel` the connector is
+    initialised by its own `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
     """
 
     config_class = XAttnConfig
@@ -76,12 +71,7 @@ class XAttnConnector(PreTrainedModel):
                 init.normal_(module.image_positions, mean=0.0, std=1.0)
 
     def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        Args:
-            features (`torch.Tensor`): `(..., tokens, vision_hidden_size)`.
-            positions (`torch.LongTensor`, *optional*): place of each image among the images of its row, for a
-                resampler with `num_image_positions`.
-        """
+        """`positions`: place of each image among the images of its row, for a resampler with `num_image_positions`."""
         first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
         if first is not None:  # trained in float32, beside a frozen tower in half precision
             features = to_dtype_of(first, features)

@@ -1,8 +1,8 @@
 """Compares the image inputs of a call with the cache of the conversation.
 
 A call may pass images that the cache already holds, new images, or none. Its masks may cover all images or only the
-new ones, and the whole text or only the text of the call. This file makes three things of them: the images to encode,
-a layout of all images, and a mask for the text of the call.
+new ones, and the whole text or only the text of the call. The result is: the images to encode, a layout of all images,
+and a mask for the text of the call.
 """
 
 from __future__ import annotations
@@ -28,42 +28,24 @@ from .placement import check_known_mask
 
 
 class TextOfCall(NamedTuple):
-    """The text that the images of a call belong to.
+    """The text that the images of a call belong to."""
 
-    Attributes:
-        rows (`int`, *optional*): batch of the text; None if images are encoded without a text.
-        new (`int`): number of tokens that the cache does not hold.
-        cached (`int`): number of cached tokens that a caller's mask may also cover.
-        packed ([`PackedText`], *optional*): its samples; None if no row is packed.
-    """
-
-    rows: int | None
-    new: int
-    cached: int = 0
-    packed: PackedText | None = None
+    rows: int | None  # batch of the text; None if images are encoded without a text
+    new: int  # tokens that the cache does not hold
+    cached: int = 0  # cached tokens that a caller's mask may also cover
+    packed: PackedText | None = None  # None if no row is packed
 
 
 class ImagesOfCall(NamedTuple):
-    """Images and mask of a call, next to those of the cache.
+    """Images and mask of a call, next to those of the cache."""
 
-    Attributes:
-        new ([`NewImages`], *optional*): images to encode.
-        layout ([`ImageLayout`], *optional*): of all images, the cached ones first; None if there are no images.
-        mask ([`CallersMask`], *optional*): the caller's decision for the text that follows.
-        stored ([`StoredImages`], *optional*): in place of `new`, where a call has a store.
-        rows ([`ImageRows`], *optional*): which image row each text row looks at; None if they are shared in equal
-            numbers, in order.
-        unused (`torch.Tensor`, *optional*): a zero for weights that other processes use (see `learning/stand_in.py`).
-        stands_in (`bool`): whether these are images that no text sees.
-    """
-
-    new: NewImages | None
-    layout: ImageLayout | None
-    mask: CallersMask | None
-    stored: StoredImages | None = None
-    rows: ImageRows | None = None
-    unused: torch.Tensor | None = None
-    stands_in: bool = False
+    new: NewImages | None  # images to encode
+    layout: ImageLayout | None  # of all images, the cached ones first; None if there are no images
+    mask: CallersMask | None  # the caller's decision for the text that follows
+    stored: StoredImages | None = None  # in place of `new`, where a call has a store
+    rows: ImageRows | None = None  # the image row of each text row; None if they are shared in equal numbers, in order
+    unused: torch.Tensor | None = None  # a zero for weights that other processes use (`learning/stand_in.py`)
+    stands_in: bool = False  # these are images that no text sees
 
 
 def read_images(
@@ -74,11 +56,7 @@ def read_images(
     record_content: bool,
     store: StoreReader | None = None,
 ) -> ImagesOfCall:
-    """Encodes the new images of a call, and extends its masks to all images. The cache is not changed.
-
-    Raises:
-        TypeError, ValueError: if images, masks, text and cache do not fit together.
-    """
+    """Encodes the new images of a call, and extends its masks to all images. The cache is not changed."""
     cross = None if cache is None else cache.cross_attention_cache
     cached = None if cross is None else cross.layout
     if inputs.is_empty:
@@ -121,26 +99,16 @@ def _narrowed(config: XAttnConfig, cached: ImageLayout, inputs: ImageInputs, has
 @dataclass_node
 @dataclass(eq=False)
 class PreparedImages:
-    """Images that `generate` has encoded once, for decoding without a cache.
+    """Images that `generate` has encoded once, for decoding without a cache."""
 
-    Attributes:
-        new ([`NewImages`]): the images. Text rows share their rows.
-        mask ([`CallersMask`], *optional*): the caller's decision for the first part of the text.
-    """
-
-    new: NewImages
-    mask: CallersMask | None
+    new: NewImages  # text rows share their rows
+    mask: CallersMask | None  # the caller's decision for the first part of the text
 
 
 def given_images(
     config: XAttnConfig, prepared: PreparedImages | None, **arguments: Any
 ) -> ImageInputs | PreparedImages:
-    """Returns the images of a forward: those of its image arguments, or those that `generate` has prepared.
-
-    Raises:
-        TypeError: as [`ImageInputs.of`], and if `image_inputs` is not [`PreparedImages`].
-        ValueError: as [`ImageInputs.of`], and if both are given.
-    """
+    """Returns the images of a forward: those of its image arguments, or those that `generate` has prepared."""
     given = {name: value for name, value in arguments.items() if value is not None}
     if prepared is None:
         return ImageInputs.of(config, **given) if given else NO_IMAGES

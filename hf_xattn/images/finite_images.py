@@ -1,7 +1,6 @@
 """Finds the images of a call that hold NaN or infinite values, or that the vision tower makes such values of.
 
-A call looks only on request (see `maps/image_checks.py`): the values have to be read, and a GPU has to wait for the
-answer.
+A call looks only on request (see `maps/image_checks.py`): a GPU has to wait until the values are read.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ SHOWN = 8  # images that a message names
 # `fullgraph=True`.
 @torch.compiler.disable
 def check_given(inputs: ImageInputs) -> None:
-    """Checks the pixels or features of a call. Padding is not looked at, because no text sees it.
+    """Raises a `ValueError` with the row and index of each image whose pixels or features are not finite.
 
-    Raises:
-        ValueError: names the row and the index of each image with a value that is not finite.
+    Padding is not looked at, because no text sees it.
     """
     images, real = inputs.images, inputs.real_images
     assert images is not None
@@ -40,17 +38,13 @@ def check_given(inputs: ImageInputs) -> None:
 def check_encoded(
     name: str, from_tower: torch.Tensor, features: torch.Tensor, placement: Placement, tower: str
 ) -> None:
-    """Checks what vision tower and connector have made of finite images.
+    """Raises a `ValueError` with the row and index of each finite image whose features are not finite.
 
     Args:
         name (`str`): the argument with the images: `pixel_values`, or `vision_features`, where the tower did not run.
         from_tower (`torch.Tensor`): the tower's `last_hidden_state`, with `R * n` or `(R, n)` rows.
         features (`torch.Tensor`): `(R, n, tokens, context_size)`, the output of the connector.
-        placement ([`Placement`]): where these images stand among those of the call, and which of them are real.
         tower (`str`): model type of the tower.
-
-    Raises:
-        ValueError: names the row and the index of each image.
     """
     outputs = {f"the vision tower ({tower})": from_tower.reshape(*features.shape[:2], -1), "the connector": features}
     for part, values in outputs.items():
@@ -64,12 +58,9 @@ def check_encoded(
 
 
 def without_padding_images(images: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """Sets padding images to zero. Padding may hold anything, but 0 times NaN is NaN: in the gradient of a projection
-    too.
+    """Sets padding images to zero in `(R, n, ...)`; `real` is `(R, n)`.
 
-    Args:
-        images (`torch.Tensor`): `(R, n, ...)`, pixels or features.
-        real (`torch.BoolTensor`, *optional*): `(R, n)`.
+    Padding may hold anything, but 0 times NaN is NaN: in the gradient of a projection too.
     """
     if real is None:
         return images

@@ -1,7 +1,4 @@
-"""Turns image inputs into image tokens: finds new images, runs vision tower and connector, and makes the layout.
-
-It uses the configuration, the tower and the connector, but not the model around them.
-"""
+"""Turns image inputs into image tokens: finds new images, runs vision tower and connector, and makes the layout."""
 
 from __future__ import annotations
 
@@ -33,46 +30,30 @@ from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token
 @dataclass_node
 @dataclass(eq=False)
 class NewImages:
-    """Images that a cache does not hold yet.
+    """Images that a cache does not hold yet."""
 
-    Attributes:
-        states (`torch.Tensor`): `(R, N, context_size)`.
-        layout ([`ImageLayout`]): describes the N tokens.
-    """
-
-    states: torch.Tensor
-    layout: ImageLayout
+    states: torch.Tensor  # (R, N, context_size)
+    layout: ImageLayout  # describes the N tokens
 
 
 class StoredImages(NamedTuple):
-    """Images that a cache does not hold yet, and whose keys and values come from a store.
-
-    Attributes:
-        grid ([`ImageGrid`]): keys and values of each image.
-        layout ([`ImageLayout`]): what their tokens are.
-    """
+    """Images that a cache does not hold yet, and whose keys and values come from a store."""
 
     grid: ImageGrid
     layout: ImageLayout
 
 
 class Reading(NamedTuple):
-    """The new images of a call, and the axes of its masks.
+    """The new images of a call, and the axes of its masks."""
 
-    Attributes:
-        new ([`NewImages`] or [`StoredImages`], *optional*): None if the cache holds all images.
-        axes (`list[ImageAxis]`): image axes that a caller's mask for each text token may have.
-    """
-
-    new: NewImages | StoredImages | None
-    axes: list[ImageAxis]
+    new: NewImages | StoredImages | None  # None if the cache holds all images
+    axes: list[ImageAxis]  # image axes that a caller's mask for each text token may have
 
 
 class ImageEncoder:
-    """Reads images for one model.
+    """Reads images for one model. It knows the tower and the connector, but not the model around them.
 
     Args:
-        config ([`XAttnConfig`]): the model's configuration.
         vision_tower (`PreTrainedModel`, *optional*), connector ([`XAttnConnector`], *optional*): None if the model
             takes features.
         find_like (`Callable`): gives a weight that keys and values are projected with: their device and dtype. Called
@@ -108,10 +89,9 @@ class ImageEncoder:
         real_tiles: torch.Tensor | None = None,
         **returns: bool | None,
     ) -> tuple[BaseModelOutput, torch.Tensor]:
-        """Runs vision tower and connector.
+        """Runs vision tower and connector on `(R, num_images, ...)` pixels.
 
         Args:
-            pixel_values (`torch.Tensor`), tiles ([`Tiles`], *optional*): `(R, num_images, ...)`.
             positions (`torch.LongTensor`, *optional*): `(R, num_images)`, see [`XAttnConnector`].
             real_tiles (`torch.LongTensor`, *optional*): the tiles that pass the connector, see [`connect`].
             returns (`bool`, *optional*): what the tower's output holds, see [`run_tower`].
@@ -142,8 +122,9 @@ class ImageEncoder:
         return connect(self.connector, features, images, tiled, drop_first, positions, real_tiles)
 
     def _of_tower_outputs(self, images: ImageInputs, real: torch.Tensor | None) -> torch.Tensor:
-        """`vision_features` to `(R, n, tokens an image, context_size)`. The tower does not run, unless other processes
-        wait for it (see `learning/stand_in.py`). `real` `(R, n)` is False for padding images.
+        """`vision_features` to `(R, n, tokens an image, context_size)`; `real` `(R, n)` is False for padding images.
+
+        The tower does not run, unless other processes wait for it (see `learning/stand_in.py`).
         """
         features, tiled = images.images, images.tiles is not None
         assert features is not None and self.vision_tower is not None and self.connector is not None
@@ -185,7 +166,6 @@ class ImageEncoder:
         """Encodes the images of a call that a cache does not hold yet.
 
         Args:
-            inputs ([`ImageInputs`]): the call's.
             cached ([`ImageLayout`], *optional*): of the images in the cache.
             record_content (`bool`): take digests of the new images, so that they are known when they come again.
             store ([`StoreReader`], *optional*): where to look for images that were encoded in earlier calls.
@@ -245,11 +225,7 @@ class ImageEncoder:
         return NewImages(without_padding_tokens(features, token_mask).flatten(1, 2), layout)
 
     def _features_of(self, images: ImageInputs, placement: Placement | None = None) -> torch.Tensor:
-        """`(R, n, tokens, context_size)`: of pixels or of what the tower has returned, or features as they were given.
-
-        Args:
-            placement ([`Placement`], *optional*): of these images, to name them.
-        """
+        """`(R, n, tokens, context_size)` of pixels or tower outputs; features as given. `placement` names images."""
         assert images.images is not None
         if not images.pass_connector:
             return images.images

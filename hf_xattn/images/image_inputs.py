@@ -1,9 +1,7 @@
-"""Checks the image arguments of a call once, and makes one value of them.
+"""Checks the image arguments of a call once, and makes one value of them: [`ImageInputs`].
 
-`forward`, `generate` and `encode_images` take the same image arguments. Each of them first makes an [`ImageInputs`],
-and passes only this value on.
-
-Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens):
+`forward`, `generate` and `encode_images` take these shapes (batch = text rows, T = text tokens, n = images, N = image
+tokens):
 
     pixel_values             (batch, n, channels, height, width), or (batch, channels, height, width): one image a row
                              (batch, n, max_num_tiles, channels, height, width) with a tiled vision tower
@@ -18,8 +16,8 @@ Allowed shapes (batch = text rows, T = text tokens, n = images, N = image tokens
     image_attention_mask     (batch, T, n): which images each text token may see (Idefics)
 
 For masks, n and N count the images of the call, or all images: those of the cache, then those of the call. T is the
-length of the call's text. In `generate` it may also be the length of the whole text, including the cached text, whose
-rows decide nothing: that text has been read.
+length of the call's text. In `generate` it may also be the length of the whole text. Then the rows of the cached text
+decide nothing: that text has been read.
 """
 
 from __future__ import annotations
@@ -50,28 +48,21 @@ IMAGE_ARGUMENTS = (
     "image_rows",
     "vision_features",
 )
-# Those of them that hold images. A call has one of them.
+# The arguments that hold images. A call has one of them.
 IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
 
 
 @dataclass(frozen=True)
 class ImageAxis:
-    """An image axis that a mask of the caller may have.
+    """An image axis that a mask of the caller may have."""
 
-    Attributes:
-        sizes (`tuple[int, ...]`): number of tokens of each image on the axis.
-        first (`int`): number of cached image tokens in front of the axis.
-        places (`torch.LongTensor`, *optional*): `(R, images)`, the position of each image among all images, -1 for
-            padding; None if the order is the same.
-        all_sizes (`tuple[int, ...]`): with `places`, the number of tokens of each of all images.
-        real (`torch.BoolTensor`, *optional*): `(rows, cached images)`, which of the cached images at the front of the
-            axis a mask may show; None if no image is padding, or the call's `image_mask` names those that are.
-    """
-
-    sizes: tuple[int, ...]
-    first: int = 0
+    sizes: tuple[int, ...]  # tokens of each image on the axis
+    first: int = 0  # number of cached image tokens in front of the axis
+    # `(R, images)`, position of each image among all images, -1 for padding; None: same order
     places: torch.Tensor | None = None
-    all_sizes: tuple[int, ...] = ()
+    all_sizes: tuple[int, ...] = ()  # with `places`: tokens of each of all images
+    # `(rows, cached images)`, which of the cached images at the front of the axis a mask may show; None if no image is
+    # padding, or the call's `image_mask` names those that are
     real: torch.Tensor | None = None
 
     def check_shown(self, name: str, mask: torch.Tensor) -> None:
@@ -104,39 +95,23 @@ class ImageAxis:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images and masks of one call.
+    """The images and masks of one call: `R` image rows for `B` text rows."""
 
-    Attributes:
-        name (`str`, *optional*): name of the argument with the images; None if the call has no images.
-        images (`torch.Tensor`, *optional*): `(R, n, ...)`: pixels, what the vision tower has returned, or features
-            `(R, n, tokens, context_size)`.
-        tiles ([`Tiles`], *optional*): with a tiled vision tower.
-        image_mask (`torch.BoolTensor`, *optional*): `(rows, n)`.
-        token_mask (`torch.BoolTensor`, *optional*): `(rows, N)`.
-        text_mask (`torch.BoolTensor`, *optional*): `(B, T, N)` or `(B, T, n, tiles)`.
-        text_mask_name (`str`): name of the argument with `text_mask`.
-        image_rows (`torch.LongTensor`, *optional*): `(B,)`, which of the `R` image rows each text row looks at.
-        positions (`torch.LongTensor`, *optional*): `(R, n)`, place of each image among all images of its row (see
-            `images/image_positions.py`); None for a connector that does not ask.
-    """
-
-    name: str | None = None
+    name: str | None = None  # of the argument with the images; None if the call has no images
+    # `(R, n, ...)`: pixels, what the vision tower has returned, or features `(R, n, tokens, context_size)`
     images: torch.Tensor | None = None
-    tiles: Tiles | None = None
-    image_mask: torch.Tensor | None = None
-    token_mask: torch.Tensor | None = None
-    text_mask: torch.Tensor | None = None
-    text_mask_name: str = "cross_attention_mask"
-    image_rows: torch.Tensor | None = None
+    tiles: Tiles | None = None  # with a tiled vision tower
+    image_mask: torch.Tensor | None = None  # (rows, n)
+    token_mask: torch.Tensor | None = None  # (rows, N)
+    text_mask: torch.Tensor | None = None  # (B, T, N) or (B, T, n, tiles)
+    text_mask_name: str = "cross_attention_mask"  # name of the argument with `text_mask`
+    image_rows: torch.Tensor | None = None  # `(B,)`, which of the `R` image rows each text row looks at
+    # `(R, n)`, place among all images of the row; None for a connector that does not read it
     positions: torch.Tensor | None = None
 
     @classmethod
     def of(cls, config: XAttnConfig, **given: torch.Tensor | None) -> ImageInputs:
-        """Makes the checks that need neither the text nor a cache.
-
-        Args:
-            config ([`XAttnConfig`]): the model's.
-            given (`torch.Tensor`, *optional*): by the names of `IMAGE_ARGUMENTS`.
+        """Makes the checks that need neither the text nor a cache. `given`: by the names of `IMAGE_ARGUMENTS`.
 
         Raises:
             TypeError: for arguments that are not tensors, masks that are not boolean, or images that are not floating
@@ -185,7 +160,6 @@ class ImageInputs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the call has neither images nor masks."""
         given = (self.name, self.image_mask, self.token_mask, self.text_mask, self.image_rows)
         return all(each is None for each in given)
 
@@ -219,7 +193,7 @@ class ImageInputs:
         """Raises a `ValueError` if the batches of text, images, masks and cache do not fit together.
 
         Args:
-            text_rows (`int`, *optional*): batch of the text; None if there is no text yet.
+            text_rows (`int`, *optional*): None if there is no text yet.
             cached_rows (`int`): number of image rows in the cache; 0 if it holds no images.
         """
         images = self.images
@@ -258,15 +232,7 @@ class ImageInputs:
             )
 
     def callers_mask(self, axes: list[ImageAxis], text_lens: tuple[int, ...]) -> CallersMask | None:
-        """Returns the caller's mask for each text token, over image tokens.
-
-        Args:
-            axes (`list[ImageAxis]`): image axes that the mask may have.
-            text_lens (`tuple[int, ...]`): text lengths that the mask may have.
-
-        Raises:
-            ValueError: for another shape.
-        """
+        """The caller's mask for each text token, over image tokens. Raises a `ValueError` for another shape."""
         mask = self.text_mask
         if mask is None:
             return None
@@ -348,9 +314,7 @@ def _check_image_mask(mask: torch.Tensor, images: torch.Tensor | None) -> None:
 def _checked_masks(
     mask: torch.Tensor | None, by_image: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, str]:
-    """Returns `cross_attention_mask` or `image_attention_mask` as a mask of image tokens, or as one for each text
-    token with the name of its argument.
-    """
+    """Returns a mask of image tokens, a mask for each text token, and the name of the argument of the latter."""
     if by_image is not None:
         if mask is not None:
             raise ValueError("Expected `image_attention_mask` or `cross_attention_mask`, not both.")

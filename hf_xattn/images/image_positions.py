@@ -1,8 +1,7 @@
 """Places of images in their rows, for a perceiver resampler with `num_image_positions`.
 
 The place of an image is the number of real images before it in its row, those of the cache included. So padding images
-change nothing, and images of a later turn go on where the earlier ones ended. In a packed row each sample counts from
-0.
+change nothing, and later turns go on counting. In a packed row each sample counts from 0.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ def place_in_row(
     """Adds `positions` to the new images of a call, if the model's resampler reads them.
 
     Args:
-        config ([`XAttnConfig`]): the model's.
         images ([`ImageInputs`]): the new images, `(R, n, ...)`. Those of packed rows have their `positions`.
         real (`torch.BoolTensor`, *optional*): `(R, n)`, False = a padding image; None if all are real.
         cached ([`ImageLayout`], *optional*): of the images in the cache.
@@ -72,12 +70,6 @@ def place_in_row(
 
 def place_in_samples(config: XAttnConfig, images: ImageInputs, text: PackedText, rows: ImageRows | None) -> ImageInputs:
     """Adds `positions` to the images of packed rows, if the model's resampler reads them.
-
-    Args:
-        config ([`XAttnConfig`]): the model's.
-        images ([`ImageInputs`]): the call's.
-        text ([`PackedText`]): its samples.
-        rows ([`ImageRows`], *optional*): which images each text row looks at.
 
     Raises:
         ValueError: if a packed row has not one marker for each image, a sample has more images than positions, or text
@@ -117,12 +109,9 @@ def place_in_samples(config: XAttnConfig, images: ImageInputs, text: PackedText,
 
 
 def check_hides_last(config: XAttnConfig, image_mask: torch.Tensor, cached: ImageLayout) -> None:
-    """Raises a `ValueError` if a mask hides an encoded image in front of a real one, whose place would be another one
-    without it.
+    """Raises a `ValueError` if a mask `(rows, num_images)` hides a cached image in front of a real one.
 
-    Args:
-        image_mask (`torch.BoolTensor`): `(rows, num_images)`, of images that a cache holds.
-        cached ([`ImageLayout`]): of these images.
+    Without the hidden image, the real one would have another place than the one that it was encoded with.
     """
     if config.perceiver_config is None or not config.perceiver_config.num_image_positions:
         return

@@ -1,18 +1,15 @@
 """Stores encoded images by their content, for `generate` and `encode_images` of one model.
 
 A chat client passes every image again at every turn, in a new conversation each time. With a store, the second call
-with the same image runs neither the vision tower nor the K/V projections for it. Each image is stored on its own, as
-its keys and values in every block. A call may combine stored and new images in any order.
+with an image runs neither the vision tower nor the K/V projections for it. Each image is stored on its own, as its
+keys and values in every block. A call may combine stored and new images in any order.
 
 - Images are identified by the SHA-256 of their values, in the dtype that the model computes in. The checksums of
-  `cache/digests.py` are not enough: they compare images of one conversation, but here a collision would show one
-  user's image to another user.
+  `cache/digests.py` are not enough: here a collision would show one user's image to another user.
 - Stored images are valid for one state of the weights and devices (see `checkpoints/model_identity.py`). The first
   call after a change drops all of them.
-- The least recently used images are dropped first, and the bytes of all storages never exceed the budget. An image
-  that is larger than the budget is encoded, but not stored.
-- With `dtype="int8"` images are stored in int8 (see `cache/int8_cache.py`). The call that encodes an image uses it as
-  it is stored, so its answer is the same the first time and later.
+- With `dtype="int8"` images are stored in int8 (see `cache/int8_cache.py`). The call that encodes an image uses the
+  stored values, so its answer is equal to later answers.
 """
 
 from __future__ import annotations
@@ -37,16 +34,11 @@ from .vision import token_mask_of
 
 @dataclass(frozen=True, eq=False)
 class StoredImage:
-    """One encoded image.
+    """One encoded image."""
 
-    Attributes:
-        keys_values (`tuple[KeyValue, ...]`): keys and values of every block, `(1, num_key_value_heads, tokens,
-            head_dim)` each, without a null key; tensors, or [`Int8States`].
-        device (`torch.device`): device of the image features. The layout of a call is computed there.
-    """
-
+    # every block's, `(1, num_key_value_heads, tokens, head_dim)` each, without a null key
     keys_values: tuple[KeyValue, ...]
-    device: torch.device
+    device: torch.device  # of the image features; the layout of a call is computed there
 
     @property
     def tokens(self) -> int:
@@ -58,7 +50,7 @@ class StoredImage:
         return sum(states.nbytes for pair in self.keys_values for states in pair)
 
     def owned(self) -> StoredImage:
-        """Returns the same image in its own storages. A view would keep the memory of its whole batch in use."""
+        """Returns this image in its own storages. A view would keep the memory of its whole batch in use."""
         return replace(
             self,
             keys_values=tuple((map_states(key, _owned), map_states(value, _owned)) for key, value in self.keys_values),
@@ -68,7 +60,8 @@ class StoredImage:
 class ImageStore:
     """Stores encoded images of one model, and drops the least recently used first. Any number of threads may use it.
 
-    A copy (also by pickle) is empty and has the same budget, because it belongs to another model.
+    The bytes of all storages never exceed the budget: an image that is larger is encoded, but not stored. A copy (also
+    by pickle) is empty and has the same budget, because it belongs to another model.
 
     Args:
         max_bytes (`int`): budget for keys and values, in bytes.
@@ -77,9 +70,8 @@ class ImageStore:
     Attributes:
         nbytes (`int`): bytes in use; at most `max_bytes`.
         num_images (`int`): number of stored images.
-        hits (`int`): number of images that were not encoded again. An image that occurs twice in a call is encoded
-            once.
-        misses (`int`): number of images that had to be encoded.
+        hits (`int`): images that were not encoded again. An image that occurs twice in a call is encoded once.
+        misses (`int`): images that had to be encoded.
 
     Raises:
         TypeError: if `max_bytes` is not an integer, or `dtype` not a text.
@@ -168,13 +160,9 @@ class ImageStore:
 
 @dataclass(frozen=True, eq=False)
 class ImageGrid:
-    """The images of a call, from the store or newly encoded.
+    """The images of a call, from the store or newly encoded."""
 
-    Attributes:
-        rows (`list[list[StoredImage | None]]`): R rows with the same number of images. None is a padding image.
-    """
-
-    rows: list[list[StoredImage | None]]
+    rows: list[list[StoredImage | None]]  # R rows with the same number of images; None is a padding image
 
     @property
     def first(self) -> StoredImage:
@@ -182,12 +170,9 @@ class ImageGrid:
         return next(image for row in self.rows for image in row if image is not None)
 
     def keys_values(self, cross: CrossCache, null_key: bool) -> list[KeyValue]:
-        """Returns keys and values of every block for [`CrossCache.fill`]: first those in the cache, then those of
-        these images.
+        """Returns keys and values of every block for [`CrossCache.fill`]: the cached ones, then those of these images.
 
-        Args:
-            cross ([`CrossCache`]): the cache. It is not changed. Keys and values get its `cache_dtype`.
-            null_key (`bool`): put the null key of quiet softmax in front, if the cache is empty.
+        The cache is not changed. `null_key`: put the null key of quiet softmax in front, if the cache is empty.
         """
         result = []
         for index in range(len(self.first.keys_values)):
@@ -197,9 +182,7 @@ class ImageGrid:
         return result
 
     def _joined(self, block: int, part: int, null_key: bool) -> States:
-        """Returns keys (`part` 0) or values (1) of one block. The null key and padding images, which no token sees,
-        are zeros.
-        """
+        """Keys (`part` 0) or values (1) of one block. Null key and padding images, which no token sees, are zeros."""
         like, tokens, null = self.first.keys_values[block][part], self.first.tokens, int(null_key)
         _, heads, _, width = like.shape
         joined = like.new_zeros(len(self.rows), heads, null + len(self.rows[0]) * tokens, width)
@@ -216,9 +199,7 @@ class StoreReader:
     """Gets the images of one call from a store, and encodes the missing ones.
 
     Args:
-        store ([`ImageStore`]): the model's store.
-        find_maker (`Callable`): returns the identity of the model, its weights and devices. Called only if the call
-            has images.
+        find_maker (`Callable`): returns the identity of the model, its weights and devices. Not called without images.
         precision (`str`): settings that change the precision of keys and values with the same weights.
         project (`Callable`): computes every block's keys and values from features `(images, tokens, context_size)` and
             their layout, in the store's dtype.
@@ -252,7 +233,6 @@ class StoreReader:
         """Finds images in the store. Encodes the missing ones in one batch, each once.
 
         Args:
-            images ([`ImageInputs`]): the images to find.
             real (`torch.BoolTensor`, *optional*): `(R, n)`. False is a padding image, which is neither looked up nor
                 encoded.
             dtype (`torch.dtype`): the dtype to which the model converts images.
@@ -287,9 +267,7 @@ class StoreReader:
         )
 
     def _encode(self, images: ImageInputs, encode: Callable[[ImageInputs], torch.Tensor]) -> list[StoredImage]:
-        """Encodes images `(count, 1, ...)` together, and returns one value for each. Its tensors are views into the
-        batch.
-        """
+        """Encodes images `(count, 1, ...)` together, and returns one value for each: views into the batch."""
         features = encode(images)
         tokens, null = features.shape[2], int(self._null_key)
         layout = ImageLayout.of((tokens,), features.device, token_mask_of(images.tiles, None, tokens))
@@ -304,16 +282,14 @@ class StoreReader:
 def content_keys(
     images: ImageInputs, dtype: torch.dtype, places: list[tuple[int, int]], precision: str = ""
 ) -> list[bytes]:
-    """Returns a SHA-256 for each image at `places` (row, image): of its kind, shape, device, tiles, position, and
-    values in `dtype`.
+    """Returns a SHA-256 of each image at `places` (row, image): its kind, shape, device, tiles, position and values.
 
-    Images on a GPU are copied to the host for this, once per call.
+    Values are converted to `dtype` first. Images on a GPU are copied to the host for this, once per call.
     """
     assert images.images is not None
     content = images.images.detach().to(dtype).cpu().contiguous()
     tiles = None if images.tiles is None else [part.cpu().to(torch.float64) for part in images.tiles]
-    # The device is included, so that images on a wrong device raise the same error as without a store, and masks match
-    # the images.
+    # With the device, images on a wrong device raise the error that they raise without a store, and masks match.
     positions = None if images.positions is None else images.positions.tolist()
     facts = f"{images.name} {dtype} {tuple(content.shape[2:])} {images.images.device} {precision}"
     keys = []

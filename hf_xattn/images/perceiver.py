@@ -2,9 +2,8 @@
 
 Learned latents attend to the image tokens and to the latents (Flamingo, Alayrac et al., 2022, appendix A.1.1). Each
 layer is `latents + attention(latents, [tokens; latents])`, then `latents + MLP(latents)`. A LayerNorm follows the last
-layer. As in Perceiver, no projection has a bias. With `num_image_positions`, a learned vector is first added to the
-tokens of each image of a row: that of its place among the row's images (flamingo-pytorch's `media_pos_emb`,
-OpenFlamingo's `media_time_embs`).
+layer. No projection has a bias. With `num_image_positions`, the tokens of each image first get a learned vector for its
+place among the row's images (flamingo-pytorch's `media_pos_emb`, OpenFlamingo's `media_time_embs`).
 """
 
 from __future__ import annotations
@@ -70,11 +69,7 @@ class PerceiverLayer(nn.Module):
 
 
 class PerceiverResampler(nn.Module):
-    """Maps the tokens of each image to `num_latents` tokens.
-
-    Args:
-        config ([`PerceiverConfig`]): sizes and options.
-    """
+    """Maps the tokens of each image to `num_latents` tokens."""
 
     def __init__(self, config: PerceiverConfig):
         super().__init__()
@@ -90,10 +85,8 @@ class PerceiverResampler(nn.Module):
     def forward(self, features: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """`(..., tokens, width)` to `(..., num_latents, width)`.
 
-        Args:
-            features (`torch.Tensor`): tokens of images.
-            positions (`torch.LongTensor`, *optional*): of each image among the images of its row, from 0, with the
-                first axes of `features`. None: each is the first of its row. Read only with `num_image_positions`.
+        `positions`: of each image among the images of its row, from 0, with the first axes of `features`. None: each is
+        the first of its row. Read only with `num_image_positions`.
         """
         if self.image_positions is not None:
             if positions is None:

@@ -1,8 +1,7 @@
 """Finds the positions of a call's images among all images: which images are new, and how masks map to all images.
 
 A cache keeps images in the order of the calls. A call that passes all images again may have them at other positions:
-if rows have different numbers of images, one row has new images where another row has padding. Masks follow the
-positions of the call.
+if rows have different numbers of images, one row has new images where another row has padding.
 """
 
 from __future__ import annotations
@@ -19,25 +18,16 @@ from .image_inputs import ImageAxis, ImageInputs
 
 @dataclass(frozen=True)
 class Placement:
-    """Which images of a call are new, and the positions of the others in the cache.
+    """Which images of a call are new, and the positions of the others in the cache."""
 
-    Attributes:
-        first (`int`): index of the first new image, in every row. Not used if `index` is given.
-        index (`torch.LongTensor`, *optional*): `(R, count)`, indices of the new images of each row, if rows differ.
-        real (`torch.BoolTensor`, *optional*): `(R, count)`, which of the new images are real; None if all are.
-        places (`torch.LongTensor`, *optional*): `(R, n)`, position of each image of the call among all images, -1 for
-            padding; None if the order is the same.
-        covers_cache (`bool`): whether the call passes all images of the cache.
-    """
-
-    first: int = 0
-    index: torch.Tensor | None = None
-    real: torch.Tensor | None = None
-    places: torch.Tensor | None = None
-    covers_cache: bool = False
+    first: int = 0  # index of the first new image, in every row; not used if `index` is given
+    index: torch.Tensor | None = None  # `(R, count)`, the new images of each row, if rows differ
+    real: torch.Tensor | None = None  # `(R, count)`, which of the new images are real; None if all are
+    places: torch.Tensor | None = None  # `(R, n)`, position among all images, -1 for padding; None: same order
+    covers_cache: bool = False  # whether the call passes all images of the cache
 
     def count(self, num_images: int) -> int:
-        """Returns the number of new images in a row. The call passes `num_images` in a row."""
+        """Number of new images in a row. The call passes `num_images` in a row."""
         return num_images - self.first if self.index is None else self.index.shape[1]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,9 +47,7 @@ class Placement:
         return replace(digests, values=values, real=real, sizes=(per_image,) * (values.shape[1] // per_image))
 
     def axes(self, cached: ImageLayout | None, new: tuple[int, ...]) -> list[ImageAxis]:
-        """Returns the image axes that a mask may have: all images, or the images of the call. `new`: number of tokens
-        of each new image.
-        """
+        """The image axes that a mask may have: all images, or the call's. `new`: number of tokens of each new image."""
         if cached is None:
             return [ImageAxis(new)]
         if self.places is not None:
@@ -84,9 +72,7 @@ class Placement:
         return axis.moved(mask[:, None])[:, 0]
 
     def of_new_images(self, mask: torch.Tensor, count: int, cached: ImageLayout | None) -> torch.Tensor:
-        """Returns the part of a mask `(rows, tokens)` for the `count` tokens of new images. The rest must agree with
-        the cache.
-        """
+        """The part of a mask `(rows, tokens)` for the `count` new tokens. The rest must agree with the cache."""
         known = 0 if cached is None else cached.num_tokens
         if cached is not None and self.places is not None:
             mask = self.over_cache(mask, self.places.shape[1], cached, known + count)
@@ -106,14 +92,9 @@ class Placement:
 def place(
     inputs: ImageInputs, digests: Digests | None, cached: ImageLayout
 ) -> tuple[ImageInputs, Digests | None, Placement]:
-    """Finds the images of a call in a cache.
+    """Finds the images of a call in a cache. Raises a `ValueError` if it is not clear which images are new.
 
-    Returns:
-        the inputs and digests, and the [`Placement`]. Features without an image axis lose the tokens that the cache
-        holds.
-
-    Raises:
-        ValueError: if it is not clear which images are new.
+    Features without an image axis lose the tokens that the cache holds.
     """
     assert inputs.images is not None
     real = inputs.real_images
@@ -214,12 +195,10 @@ def _without_tokens(inputs: ImageInputs, digests: Digests, counts: list[int]) ->
 
 
 def check_known_mask(name: str, given: torch.Tensor, cached: ImageLayout, has_text: bool = True) -> None:
-    """Raises a `ValueError` if a mask contradicts the cache about cached images. Tokens of padding images are not
-    compared.
+    """Raises a `ValueError` if a mask contradicts the cache about cached images. Padding tokens are not compared.
 
     Args:
-        name (`"image_mask"` or `"cross_attention_mask"`), given (`torch.BoolTensor`): `(rows, num_images)` or `(rows,
-            N)`.
+        given (`torch.BoolTensor`): `(rows, num_images)` for `image_mask`, `(rows, N)` for `cross_attention_mask`.
         has_text (`bool`): whether text has seen the images. Until then a mask may hide more.
     """
     by_image = name == "image_mask"

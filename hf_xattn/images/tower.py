@@ -1,6 +1,4 @@
-"""Inspects a vision tower: whether a model can be one, which keyword arguments it takes, and which image sizes it
-reads.
-"""
+"""Inspects a vision tower: whether a model can be one, which keywords it takes, and which image sizes it reads."""
 
 from __future__ import annotations
 
@@ -26,15 +24,9 @@ PASS_ITS_BASE = "Pass the `base_model` of a model with a head, and the vision pa
 
 
 def check_tower_class(name: str, tower_class: type[PreTrainedModel]) -> None:
-    """Raises where a model cannot be called with pixels alone.
+    """Raises a `ValueError` for a model that cannot be called with pixels alone, or returns no `last_hidden_state`.
 
-    Args:
-        name (`str`): the argument that names the tower.
-        tower_class (`type`): class of the tower.
-
-    Raises:
-        ValueError: for a language model, a model that needs more than pixels, and a model whose `forward` is annotated
-            with an output without `last_hidden_state`.
+    `name` is the argument that names the tower.
     """
     parameters = inspect.signature(tower_class.forward).parameters
     if "pixel_values" not in parameters:
@@ -66,9 +58,7 @@ def no_hidden_state(tower_class: type) -> str:
 
 
 def _annotated_outputs(tower_class: type[PreTrainedModel]) -> dict[str, set[str]]:
-    """Names and fields of the outputs that the annotation of `forward` allows, without tuples. Empty if it tells
-    nothing.
-    """
+    """Names and fields of the outputs that the annotation of `forward` allows. Empty if it tells nothing."""
     try:
         annotation = typing.get_type_hints(inspect.unwrap(tower_class.forward)).get("return")
     except Exception:  # custom code may be annotated with names that exist for type checkers only
@@ -88,12 +78,7 @@ def takes_keyword(tower_class: type[PreTrainedModel], name: str) -> bool:
 
 
 def check_tower_config(name: str, config: PreTrainedConfig) -> None:
-    """[`check_tower_class`] before a weight is read; of a configuration that transformers has no class for, nothing is
-    known.
-
-    Raises:
-        ValueError: as [`check_tower_class`].
-    """
+    """[`check_tower_class`] before a weight is read. A configuration without a class in transformers is not checked."""
     if config.model_type not in TILED_VISION_TYPES and type(config) in MODEL_MAPPING:
         tower_class: Any = MODEL_MAPPING[type(config)]
         if isinstance(tower_class, type):
@@ -101,9 +86,7 @@ def check_tower_config(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_not_trained(tower: PreTrainedModel) -> None:
-    """Raises a `ValueError` in training if the tower has trainable weights, which learn nothing from outputs that were
-    computed before.
-    """
+    """Raises a `ValueError` in training if the tower has trainable weights: they learn nothing from earlier outputs."""
     if not (tower.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return
     trainable = [name for name, weight in tower.named_parameters() if weight.requires_grad]
@@ -133,7 +116,6 @@ def only_image_size(tower: PreTrainedModel) -> tuple[int, int] | None:
 
 
 def image_size_of(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Height and width that a configuration names."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return size, size

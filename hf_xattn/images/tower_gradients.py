@@ -18,12 +18,7 @@ MASK_TOKEN = "mask_token"
 
 
 def states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.Tensor:
-    """The `last_hidden_state` of a tower. If the tower trains, it depends on all its weights.
-
-    Args:
-        tower (`PreTrainedModel`): the vision tower.
-        output (`BaseModelOutput`): what it has returned.
-    """
+    """The `last_hidden_state` of a tower. If the tower trains, it depends on all its weights."""
     states = output.last_hidden_state
     assert states is not None
     if not (tower.training and torch.is_grad_enabled()):

@@ -24,27 +24,18 @@ from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_s
 
 
 class Tiles(NamedTuple):
-    """What a tiled tower needs in addition to the pixels.
+    """What a tiled tower needs in addition to the pixels."""
 
-    Attributes:
-        aspect_ratio_ids (`torch.LongTensor`): `(batch, num_images)`, 0 = no image.
-        aspect_ratio_mask (`torch.Tensor`): `(batch, num_images, max_num_tiles)`, 1 = a tile, 0 = padding.
-    """
-
-    aspect_ratio_ids: torch.Tensor
-    aspect_ratio_mask: torch.Tensor
+    aspect_ratio_ids: torch.Tensor  # (batch, num_images), 0 = no image
+    aspect_ratio_mask: torch.Tensor  # (batch, num_images, max_num_tiles), 1 = a tile, 0 = padding
 
     def drop(self, count: int) -> Tiles:
-        """Returns the tiles without those of the first `count` images."""
+        """Removes the tiles of the first `count` images."""
         return Tiles(self.aspect_ratio_ids[:, count:], self.aspect_ratio_mask[:, count:])
 
 
 def build_tower(config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds a vision tower with random weights.
-
-    Raises:
-        ValueError: for a model that is not a vision tower.
-    """
+    """Builds a vision tower with random weights. Raises a `ValueError` for a model that is not a vision tower."""
     check_tower_config("vision_config", config)
     if config.model_type in TILED_VISION_TYPES:
         from transformers import MllamaVisionModel
@@ -64,7 +55,7 @@ def check_pixels(
     aspect_ratio_ids: torch.Tensor | None,
     aspect_ratio_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Tiles | None]:
-    """Checks pixels and tiles. Returns the pixels with the images on axis 1, and the tiles.
+    """Returns the pixels with the images on axis 1, and the tiles.
 
     Raises:
         TypeError: for pixels that are not floating point.
@@ -99,13 +90,7 @@ def check_features(
     aspect_ratio_ids: torch.Tensor | None,
     aspect_ratio_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Tiles | None]:
-    """Checks what a tower has returned, its `last_hidden_state`, and tiles. Returns it with the images on axis 1, and
-    the tiles.
-
-    Raises:
-        TypeError: for features that are not floating point.
-        ValueError: for a wrong rank or width, or for aspect ratios that do not fit or are missing.
-    """
+    """[`check_pixels`] for a tower's `last_hidden_state`, which has a width instead of a size."""
     check_floating("vision_features", vision_features)
     shape, width = tuple(vision_features.shape), vision_hidden_size(config)
     if is_tiled(config):
@@ -174,9 +159,7 @@ def run_tower(
 ) -> BaseModelOutput:
     """Runs a tower on `(R, num_images, ...)` pixels. The output of towers without tiles has `R * num_images` rows.
 
-    Args:
-        returns (`bool`, *optional*): `output_hidden_states`, `output_attentions`. None: as in the tower's
-            configuration.
+    `returns`: `output_hidden_states`, `output_attentions`. None: as in the tower's configuration.
 
     Raises:
         ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state`.
@@ -207,11 +190,7 @@ def run_tower(
 def _recording_layers(tower: PreTrainedModel, recorded: dict[str, list[torch.Tensor]]) -> Iterator[None]:
     """Records what the layers of Mllama's tower return: first the local layers, then the global ones.
 
-    The recording of transformers does not work for this tower, because it looks for the classes of Mllama's text
-    layers.
-
-    Args:
-        recorded (`dict`): lists to fill, under `"hidden_states"` and `"attentions"`.
+    The recording of transformers does not work for this tower: it looks for the classes of Mllama's text layers.
     """
     thread = threading.get_ident()
     hidden_states, attentions = recorded.get("hidden_states"), recorded.get("attentions")
@@ -309,12 +288,7 @@ def _read_whole_images(tower: PreTrainedModel, pixel_values: torch.Tensor, taken
 
 
 def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
-    """Returns which image tokens are real, `(batch, num_images * tokens)`, or None if all are.
-
-    Args:
-        tiles ([`Tiles`], *optional*), image_mask (`torch.BoolTensor`, *optional*): padding tiles and padding images.
-        tokens (`int`): number of tokens of an image.
-    """
+    """Which image tokens are real, `(batch, num_images * tokens)`, or None if all are. `tokens`: of one image."""
     if tiles is None:
         return None if image_mask is None else image_mask.repeat_interleave(tokens, dim=1)
     mask = tiles.aspect_ratio_mask != 0
@@ -324,8 +298,7 @@ def token_mask_of(tiles: Tiles | None, image_mask: torch.Tensor | None, tokens: 
 
 
 def real_tiles_of(tiles: Tiles | None) -> torch.Tensor | None:
-    """Numbers of the tiles that are no padding, among those of all images; None if all are, if none is, or without
-    tiles.
+    """Numbers of the tiles that are no padding, among those of all images; None if all or none are, or without tiles.
 
     The tower itself gets padding tiles too. transformers' Mllama lets the patches of real tiles attend to them: without
     them an image would have other features.

@@ -36,8 +36,7 @@ from .row_groups import attend_by_group
 
 
 def zero_init_linear(in_features: int, out_features: int, bias: bool, zero_init: bool) -> nn.Linear:
-    """Makes a linear layer with the attribute `zero_init`, which tells `_init_weights` whether the layer starts at
-    zero.
+    """Makes a linear layer with the attribute `zero_init`, which tells `_init_weights` to start the layer at zero.
 
     transformers initialises weights module by module, and again if a checkpoint lacks them. So the mark is on the
     module.
@@ -166,14 +165,12 @@ class GatedCrossAttention(nn.Module):
 
         Args:
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
-            null_key (`bool`): put the null key of quiet softmax in front. Its score is 0, so the null key adds `exp(0)
-                = 1` to the denominator of the softmax.
+            null_key (`bool`): put the null key of quiet softmax in front. It adds 1 to the softmax's denominator.
             ragged ([`Ragged`], *optional*): tells where the tokens stand, if they are the real ones of a padded batch.
 
         Returns:
-            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, with one token more if there
-            is a null key. With `qk_norm`, the queries are multiplied by the weight of the key norm, not the keys (see
-            [`CrossAttentionKeyNorm`]).
+            two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with a
+            null key. With `qk_norm`, the weight of the key norm goes to the queries (see [`CrossAttentionKeyNorm`]).
         """
         states = to_dtype_of(self.k_proj, cross_attention_states)
         # -1 is the number of heads: under tensor parallelism a rank holds only some of them.
@@ -192,12 +189,9 @@ class GatedCrossAttention(nn.Module):
         """Computes the attention of all text rows over their images.
 
         Args:
-            hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at
-                image row `i`. If `context.slots` is given, text rows of any number and order: their queries go to
-                their slots.
-            key, value (`torch.Tensor` or [`Int8States`]): `(R, num_key_value_heads, N, head_dim)`; with the null key
-                `N + 1` tokens.
-            context ([`CrossAttentionContext`]): masks in the folded layout, positions, and whether to return weights.
+            hidden_states (`torch.Tensor`): `(R * r, T, hidden_size)`; text rows `i * r ... i * r + r - 1` look at image
+                row `i`. With `context.slots`, text rows of any number and order: their queries go to their slots.
+            key, value (`torch.Tensor` or [`Int8States`]): `(R, num_key_value_heads, N or N + 1, head_dim)`.
         """
         text_rows, text_len = hidden_states.shape[:2]
         rows, kv_heads = key.shape[:2]
@@ -242,7 +236,7 @@ class GatedCrossAttention(nn.Module):
         return self.q_norm is None or not is_distributed()
 
     def _queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns the queries `(B, T, num_attention_heads, head_dim)`."""
+        """`(B, T, num_attention_heads, head_dim)`."""
         query = self.q_proj(to_dtype_of(self.q_proj, hidden_states))
         query = query.view(*hidden_states.shape[:2], -1, self.head_dim)
         if self.q_norm is None or self.k_norm is None:
@@ -250,9 +244,7 @@ class GatedCrossAttention(nn.Module):
         return self.k_norm(self.q_norm(query.to(torch.promote_types(query.dtype, torch.float32)))).to(query.dtype)
 
     def _mask_of_rank(self, mask: torch.Tensor, positions: int) -> torch.Tensor:
-        """Takes the entries of this rank's heads from a mask `(R, 1, r * T * G, N)`, which is equal for all heads of a
-        text position.
-        """
+        """This rank's heads of a mask `(R, 1, r * T * G, N)`, which is equal for all heads of a text position."""
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         if group == self.num_groups or mask.shape[2] != positions * group:
             return mask
@@ -283,8 +275,9 @@ class GatedCrossAttention(nn.Module):
 
 
 def _in_cache_layout(states: torch.Tensor, null_key: bool) -> torch.Tensor:
-    """Turns `(rows, tokens, heads, D)` into a contiguous `(rows, heads, tokens, D)`, because every decode step reads
-    all of it. The same copy adds the null token, if there is one.
+    """`(rows, tokens, heads, D)` to a contiguous `(rows, heads, tokens, D)`: every decode step reads all of it.
+
+    The copy also adds the null token, if there is one.
     """
     states = states.transpose(1, 2)
     if not null_key:
@@ -303,15 +296,7 @@ def _of_text(tensor: torch.Tensor, context: CrossAttentionContext) -> torch.Tens
 
 
 def fold_queries(query: torch.Tensor, rows: int, kv_heads: int) -> torch.Tensor:
-    """Folds all queries that share keys and values into one query axis.
-
-    Args:
-        query (`torch.Tensor`): `(R * r, T, K * G, D)`.
-        rows, kv_heads (`int`): R and K.
-
-    Returns:
-        `torch.Tensor`: `(R, K, r * T * G, D)`.
-    """
+    """Folds all queries that share keys and values into one axis: `(R * r, T, K * G, D)` to `(R, K, r * T * G, D)`."""
     text_rows, text_len, _, head_dim = query.shape
     query = query.reshape(rows, text_rows // rows, text_len, kv_heads, -1, head_dim)
     return query.permute(0, 3, 1, 2, 4, 5).reshape(rows, kv_heads, -1, head_dim)

@@ -4,8 +4,7 @@ The block differs from the cross-attention of encoder-decoder models in three wa
 
 - It starts as the identity. In each branch exactly one factor is zero: the last projection (`o_proj`, `down_proj`), or
   the tanh gate.
-- A text position that may see no image keeps its hidden state bit for bit, in the attention branch and in the MLP
-branch.
+- A text position that may see no image keeps its hidden state bit for bit, in both branches.
 - It is a `PreTrainedModel`. transformers initialises each module with the `_init_weights` of the nearest
   `PreTrainedModel` above it. Inside a Llama, a plain module would get Llama's `_init_weights`, which does not know
   gates and fills zero-initialised projections with noise.
@@ -107,8 +106,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         """`PreTrainedModel.from_pretrained`.
 
         Args:
-            allow_missing_weights (`bool`, defaults to `False`): give weights that the checkpoint lacks first values,
-                and warn of them.
+            allow_missing_weights (`bool`, defaults to `False`): give missing weights first values, and warn of them.
 
         Raises:
             TypeError: for an `allow_missing_weights` that is no bool.
@@ -197,7 +195,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
 
 
 def _gated(branch: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `tanh(gate) * branch`, computed in the gate's dtype, in the dtype of the hidden states."""
+    """`tanh(gate) * branch`, computed in the gate's dtype, in the dtype of the hidden states."""
     if gate is None:
         return branch.to(dtype)
     return (torch.tanh(gate) * branch).to(dtype)

@@ -1,9 +1,8 @@
 """What the model passes to its blocks: one keyword argument that goes through the decoder's own layers.
 
-The context is a `ModelOutput` of transformers, that is a mapping and a pytree. So accelerate's device hooks move its
-tensors, FSDP casts them, and activation checkpointing passes the same tensors to the recomputation. Nothing is stored
-on modules, in globals or in hooks: under DDP, deepcopy and recomputation it would be missing, and gradients would
-silently be zero.
+The context is a `ModelOutput`, that is a mapping and a pytree. So accelerate's device hooks move its tensors, FSDP
+casts them, and activation checkpointing passes them to the recomputation. Nothing is stored on modules, in globals or
+in hooks: under DDP, deepcopy and recomputation it would be missing, and gradients would silently be zero.
 """
 
 from __future__ import annotations
@@ -31,28 +30,17 @@ KEYWORD = "cross_attention_context"
 
 
 class Ragged(NamedTuple):
-    """Rows of different lengths, without their padding. A named tuple: device hooks and FSDP move the tensor in it.
+    """Rows of different lengths, without their padding. A named tuple: device hooks and FSDP move the tensor in it."""
 
-    Attributes:
-        real ([`RealTokens`], *optional*): places of the new images' real tokens, which alone are given; None if all
-            tokens are.
-        groups (`tuple[RowGroup, ...]`, *optional*): image rows that share a call of the kernel; None if all do.
-    """
-
-    real: RealTokens | None
-    groups: tuple[RowGroup, ...] | None
+    real: RealTokens | None  # places of the new images' real tokens, which alone are given; None if all tokens are
+    groups: tuple[RowGroup, ...] | None  # image rows that share a call of the kernel; None if all do
 
 
 class Positions(NamedTuple):
-    """For a relative position bias. A named tuple: device hooks and FSDP move the tensors in it.
+    """For a relative position bias. A named tuple: device hooks and FSDP move the tensors in it."""
 
-    Attributes:
-        query (`torch.LongTensor`, *optional*): `(B or 1, T)`; None stands for 0 ... T - 1.
-        key (`torch.LongTensor`, *optional*): `(rows, N)`; None stands for 0 ... N - 1.
-    """
-
-    query: torch.Tensor | None
-    key: torch.Tensor | None
+    query: torch.Tensor | None  # `(B or 1, T)`; None stands for 0 ... T - 1
+    key: torch.Tensor | None  # `(rows, N)`; None stands for 0 ... N - 1
 
 
 class Recorder:
@@ -61,9 +49,6 @@ class Recorder:
     When the forward has succeeded, the keys and values of all blocks go into a cache at once. Device hooks, FSDP and
     export copy the context, but all copies share one recorder: `to` returns the object itself, and as a pytree node it
     has no leaves.
-
-    Args:
-        weights, keys_values (`bool`): what blocks record.
     """
 
     def __init__(self, weights: bool = False, keys_values: bool = False) -> None:
@@ -75,14 +60,12 @@ class Recorder:
         return self
 
     def collected(self) -> list[KeyValue]:
-        """Returns keys and values in the order of the blocks."""
+        """The keys and values in the order of the blocks."""
         return [self.keys_values[index] for index in sorted(self.keys_values)]
 
 
 class _SameRecorder:
-    """Holds a recorder as the context of a pytree node. Instances that want the same are equal, so that input
-    structures are.
-    """
+    """A recorder in a pytree. Instances with equal `wants` are equal, so that input structures are equal."""
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
@@ -114,30 +97,19 @@ class CrossAttentionContext(ModelOutput):
 
     Every default is None: accelerate rebuilds the context from one dict, which `ModelOutput` reads only if all other
     fields are None.
-
-    Attributes:
-        cross_attention_states (`torch.Tensor`, *optional*): the new images: `(R, N, context_size)`, or `(1, M,
-            context_size)`, their real tokens alone (see `ragged`).
-        cache ([`CrossCache`], *optional*): images of earlier forwards. Blocks only read it.
-        mask, visible (`torch.BoolTensor`, *optional*): see [`FoldedMask`].
-        ragged ([`Ragged`], *optional*): what of the images is padding; None if nothing is, or if it is computed and
-            masked.
-        slots ([`Slots`], *optional*): see [`ImageRows`]; None if image rows are shared in equal numbers, in order.
-        positions ([`Positions`], *optional*): for a relative position bias; None for those of 0 ... T - 1 and 0 ... N
-            - 1.
-        recorder ([`Recorder`], *optional*): what blocks record to.
-        unused (`torch.Tensor`, *optional*): a zero, which a block adds to its output. It gives a gradient of zero to
-            weights that other processes use and this call does not (see `learning/stand_in.py`).
     """
 
+    # the new images: `(R, N, context_size)`, or `(1, M, context_size)`, their real tokens alone (see `ragged`)
     cross_attention_states: torch.Tensor | None = None
-    cache: CrossCache | None = None
-    mask: torch.Tensor | None = None
-    visible: torch.Tensor | None = None
-    ragged: Ragged | None = None
-    slots: Slots | None = None
-    positions: Positions | None = None
-    recorder: Recorder | None = None
+    cache: CrossCache | None = None  # images of earlier forwards; blocks only read it
+    mask: torch.Tensor | None = None  # see [`FoldedMask`]
+    visible: torch.Tensor | None = None  # see [`FoldedMask`]
+    ragged: Ragged | None = None  # what of the images is padding; None if nothing is, or if it is computed and masked
+    slots: Slots | None = None  # see [`ImageRows`]; None if image rows are shared in equal numbers, in order
+    positions: Positions | None = None  # for a relative position bias; None for 0 ... T - 1 and 0 ... N - 1
+    recorder: Recorder | None = None  # what blocks record to
+    # a zero that a block adds to its output: a gradient of zero for weights that only other processes use (see
+    # `learning/stand_in.py`)
     unused: torch.Tensor | None = None
 
     @property
@@ -146,7 +118,7 @@ class CrossAttentionContext(ModelOutput):
         return None if self.cache is None else self.cache.cache_dtype
 
     def cached(self, layer_idx: int) -> KeyValue | None:
-        """Returns a block's keys and values of cached images, or None if there are no cached images."""
+        """A block's keys and values of cached images, or None if there are no cached images."""
         if self.cache is None or not self.cache.layers:
             return None
         return self.cache.layers[layer_idx].read()
@@ -169,7 +141,6 @@ def image_fields(
 
 
 def no_context(given: Any) -> TypeError:
-    """The error for anything but a [`CrossAttentionContext`]."""
     return TypeError(
         f"Expected `cross_attention` to be a CrossAttentionContext, which only a model makes, got {type_name(given)}. "
         "Pass `cross_attention_states` and `cross_attention_mask` instead."
@@ -177,13 +148,7 @@ def no_context(given: Any) -> TypeError:
 
 
 def check_cross_attention_mask(mask: torch.Tensor, batch_size: int, text_len: int, num_tokens: int) -> None:
-    """Checks that a layer's `cross_attention_mask` is `(batch, num_image_tokens)` or `(batch, text_len,
-    num_image_tokens)`.
-
-    Raises:
-        TypeError: for a mask that is not boolean.
-        ValueError: for a wrong rank or size.
-    """
+    """Raises if a mask is not boolean, or not `(batch, num_image_tokens)` or `(batch, text_len, num_image_tokens)`."""
     check_tensor("cross_attention_mask", mask)
     check_bool("cross_attention_mask", mask)
     shapes = {2: (batch_size, num_tokens), 3: (batch_size, text_len, num_tokens)}

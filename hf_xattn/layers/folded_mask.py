@@ -1,7 +1,4 @@
-"""The attention mask in the folded layout.
-
-Attention folds all queries that share keys and values into one query axis (see `layers/attention.py`). The mask needs
-the same axis.
+"""The attention mask with the folded query axis of `layers/attention.py`.
 
 Letters: B text rows, R image rows (B = R * r, each image row serves r text rows), T text tokens, N image tokens, G
 query heads that share a K/V head.
@@ -24,16 +21,12 @@ MAX_POSITIONS_PER_HEAD = 256
 class FoldedMask(NamedTuple):
     """Which keys each query may attend to. All blocks of a forward share it.
 
-    Attributes:
-        mask (`torch.BoolTensor`, *optional*): True = attend; no row is all False. `(R, 1, 1, N)` if all queries of an
-            image row see the same, `(R, 1, r * T * G, N)` with an entry for each query, or `(R, 1, r * T, N)` if the
-            heads of a group share an entry. None if every query may attend to every key.
-        visible (`torch.BoolTensor`, *optional*): `(B or 1, T or 1, 1)`, whether a text position sees any image token;
-            None if all do.
+    `mask` is `(R, 1, 1, N)` if all queries of an image row see the same tokens, `(R, 1, r * T * G, N)` with an entry
+    for each query, or `(R, 1, r * T, N)` if the heads of a group share an entry.
     """
 
-    mask: torch.Tensor | None
-    visible: torch.Tensor | None
+    mask: torch.Tensor | None  # True = attend; no row is all False; None if every query may attend to every key
+    visible: torch.Tensor | None  # `(B or 1, T or 1, 1)`, whether a text position sees any image token; None if all do
 
 
 EVERYTHING = FoldedMask(None, None)
@@ -49,8 +42,7 @@ def fold_mask(
 
     Args:
         sees (`torch.BoolTensor`, *optional*): `(rows, T or 1, N)`, with rows that divide B and are a multiple of R.
-        image_rows, text_rows, text_len (`int`): R, B and T.
-        group (`int`): G.
+        image_rows, text_rows, text_len, group (`int`): R, B, T and G.
         null_key (`bool`): whether the keys start with a null key (quiet softmax). A null key is always visible.
     """
     if sees is None:

@@ -40,29 +40,17 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageRows:
-    """Which image row each text row looks at.
+    """Which image row each text row looks at."""
 
-    Attributes:
-        index (`torch.LongTensor`): `(B,)`, -1 for a text row that sees no image.
-        slots (`torch.LongTensor`): `(R * r,)`, the text row in each slot.
-        places (`torch.LongTensor`): `(B,)`, the slot of each text row; 0 for a text row that sees no image.
-        count (`int`): R.
-        some_see_nothing (`bool`): whether `index` holds a -1.
-    """
-
-    index: torch.Tensor
-    slots: torch.Tensor
-    places: torch.Tensor
-    count: int
-    some_see_nothing: bool
+    index: torch.Tensor  # `(B,)`, -1 for a text row that sees no image
+    slots: torch.Tensor  # `(R * r,)`, the text row in each slot
+    places: torch.Tensor  # `(B,)`, the slot of each text row; 0 for a text row that sees no image
+    count: int  # R
+    some_see_nothing: bool  # whether `index` holds a -1
 
     @classmethod
     def of(cls, image_rows: torch.Tensor, count: int) -> ImageRows | None:
-        """Reads the argument. On a GPU this waits for it: the number of slots is a shape.
-
-        Args:
-            image_rows (`torch.LongTensor`): `(B,)`.
-            count (`int`): number of image rows that are given.
+        """Reads `image_rows` `(B,)` of `count` image rows. On a GPU this waits for it: the number of slots is a shape.
 
         Returns:
             [`ImageRows`], or None if all image rows have the same number of text rows, in order, as in a cache.
@@ -120,12 +108,9 @@ class ImageRows:
     def fold(
         self, sees: torch.Tensor | None, *, by_image: bool, text_len: int, group: int, null_key: bool
     ) -> FoldedMask:
-        """Folds a mask into the slots (see `fold_mask`).
+        """Folds a mask `(R, 1, N)` or `(B, T or 1, N)` into the slots (see `fold_mask`).
 
-        Args:
-            sees (`torch.BoolTensor`, *optional*): `(R, 1, N)` or `(B, T or 1, N)`.
-            by_image (`bool`): whether `sees` has the rows of the images, where nothing but padding hides image tokens.
-            text_len, group, null_key: as in `fold_mask`.
+        `by_image`: whether `sees` has the rows of the images, where nothing but padding hides image tokens.
         """
         folded = EVERYTHING
         if sees is not None:
@@ -188,8 +173,9 @@ def refuse_to_cache(what: str) -> None:
 
 
 def refuse_data_parallel(model: nn.Module) -> None:
-    """Raises a `ValueError` in a replica of `DataParallel`, which gives the GPUs as many parts of a batch as its
-    smallest tensor has rows.
+    """Raises a `ValueError` in a replica of `DataParallel`.
+
+    `DataParallel` gives the GPUs as many parts of a batch as its smallest tensor has rows.
     """
     if getattr(model, "_is_replica", False):
         raise ValueError(

@@ -40,12 +40,10 @@ def run_kernel(
     dropout: float = 0.0,
     output_attentions: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attends with the kernel that the configuration names, or with one that computes the same and fits the call
-    better.
+    """Attends with the kernel of the configuration, or with one that computes equal values and fits the call better.
 
     Args:
-        module ([`GatedCrossAttention`]): the layer: its `config` names the kernel, its `scaling` is the factor of the
-            scores.
+        module ([`GatedCrossAttention`]): its `config` names the kernel, its `scaling` is the factor of the scores.
         query (`torch.Tensor`): `(R, K, r * T * G, D)`.
         key, value (`torch.Tensor` or [`Int8States`]): `(R, K, N, D)`.
         mask (`torch.BoolTensor`, *optional*): True = attend; `(R, 1, 1, N)`, `(R, 1, r * T, N)` or `(R, 1, r * T * G,
@@ -89,7 +87,7 @@ def _interface(
     position_bias: torch.Tensor | None,
     output_attentions: bool,
 ) -> tuple[Callable[..., Any], torch.Tensor | None, str]:
-    """Returns the kernel, the mask in the form that the kernel takes, and the kernel's name."""
+    """The kernel, the mask in the form that the kernel takes, and the kernel's name."""
     name = config._attn_implementation or "sdpa"
     if output_attentions or name == "eager":
         return eager_attention_forward, mask, "eager"
@@ -112,9 +110,7 @@ def _interface(
 
 
 def _flex_reads_masks(device: torch.device) -> bool:
-    """Whether flex attention takes a mask tensor. With one, torch's compiled CPU kernel crashes the process (seen in
-    torch 2.13).
-    """
+    """Whether flex attention takes a mask tensor: torch 2.13's compiled CPU kernel crashes the process with one."""
     return device.type != "cpu"
 
 
@@ -129,9 +125,7 @@ def eager_attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention in the folded layout. Takes and returns what transformers' attention interface does, with
-    weights.
-    """
+    """Plain attention in the folded layout, with weights. An attention interface of transformers."""
     scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if position_bias is not None:
@@ -152,9 +146,7 @@ def _attend_with_shared_mask(
     dropout: float,
     scaling: float,
 ) -> torch.Tensor:
-    """SDPA for a mask `(R, 1, r * T, N)` that the heads of a group share. Unfolds the heads, so that the mask need not
-    be repeated.
-    """
+    """SDPA for a mask `(R, 1, r * T, N)` that a group's heads share: unfolds the heads, so no mask is repeated."""
     rows, kv_heads, _, head_dim = query.shape
     query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
     if attends_in_float32(key, dropout):
@@ -168,9 +160,7 @@ def _attend_with_shared_mask(
 
 
 def attends_in_float32(query: torch.Tensor, dropout: float) -> bool:
-    """Whether [`attend_in_float32`] is the way to attend. Training keeps the fused kernel, which saves no copies for
-    backward.
-    """
+    """Whether to use [`attend_in_float32`]. Training keeps the fused kernel, which saves no copies for backward."""
     return (
         query.dtype == torch.float16
         and query.device.type == "cpu"
@@ -188,10 +178,6 @@ def attend_in_float32(
         query (`torch.Tensor`): `(rows, heads, queries, head_dim)`; consecutive heads may share a K/V head.
         key, value (`torch.Tensor`): `(rows, kv_heads, tokens, head_dim)`.
         mask (`torch.BoolTensor`, *optional*): True = attend; `(rows, 1, queries or 1, tokens)`. No row is all False.
-        scaling (`float`): factor of the scores.
-
-    Returns:
-        `torch.Tensor`: shape and dtype of `query`.
     """
     output = torch.empty_like(query)
     group = query.shape[1] // key.shape[1]

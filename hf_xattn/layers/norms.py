@@ -1,7 +1,4 @@
-"""Norms that compute in float32 with float32 weights, in a model of any dtype.
-
-The weights stay float32 because bfloat16 would round their small updates to zero.
-"""
+"""Norms in float32, with float32 weights, in a model of any dtype: bfloat16 would round small updates to zero."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from torch import nn
 
 
 class CrossAttentionRMSNorm(nn.Module):
-    """RMSNorm in float32 for an input of any dtype. The weight stays float32 in half-precision models."""
-
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
@@ -35,18 +30,16 @@ class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
     """
 
     def normalize(self, key: torch.Tensor) -> torch.Tensor:
-        """Returns the normalized keys, not yet multiplied by the weight."""
+        """The normalized keys, not yet multiplied by the weight."""
         dtype = torch.promote_types(key.dtype, torch.float32)
         return nn.functional.rms_norm(key.to(dtype), self.weight.shape, eps=self.eps).to(key.dtype)
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """Returns the queries, multiplied by the weight of the key norm."""
+        """The queries, multiplied by the weight of the key norm."""
         return query * self.weight.to(query.dtype)
 
 
 class CrossAttentionLayerNorm(nn.Module):
-    """LayerNorm in float32 for an input of any dtype. Weight and bias stay float32 in half-precision models."""
-
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
@@ -71,5 +64,5 @@ NORMS: dict[str, type[CrossAttentionRMSNorm] | type[CrossAttentionLayerNorm]] = 
 
 
 def _norm_dtype() -> torch.dtype:
-    """Returns float32, or float64 if that is torch's default dtype (gradient checks)."""
+    """float32, or float64 if that is torch's default dtype (gradient checks)."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)

@@ -12,12 +12,10 @@ from ..cache.xattn_cache import XAttnCache
 
 
 def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: torch.Tensor) -> torch.Tensor:
-    """Returns the positions of the text tokens, `(B or 1, T)`: `position_ids`, or the number of real tokens in front
-    of each.
+    """The positions of the text tokens, `(B or 1, T)`: `position_ids`, or the number of real tokens before each.
 
     Args:
         text (`Mapping`): the decoder's own arguments.
-        cache ([`XAttnCache`], *optional*): of earlier text.
         given (`torch.Tensor`): `(B, T, ...)`, the ids or embeddings.
     """
     positions = text.get("position_ids")
@@ -38,27 +36,20 @@ def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: tor
 
 
 def token_positions(token_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the position of each image token among the real ones of its row, `(rows, N)`; None if all are real.
-
-    Args:
-        token_mask (`torch.BoolTensor`, *optional*): `(rows, N)`, False = padding.
-    """
+    """The place of each image token among the real ones of its row, `(rows, N)`; None if all are real."""
     return None if token_mask is None else token_mask.cumsum(dim=-1) - 1
 
 
 def relative_position_bucket(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
-    """Returns T5's bidirectional buckets. Each direction gets half of them: half of these exact, half logarithmic up
-    to `max_distance`.
+    """Returns T5's bidirectional buckets, ids in `[0, num_buckets)`.
 
-    Formula: Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 2.1.
+    Each direction gets half of them: half of these exact, half logarithmic up to `max_distance`. Formula: Raffel et
+    al., "Exploring the Limits of Transfer Learning", 2020, section 2.1.
 
     Args:
         distance (`torch.LongTensor`): key position minus query position, any shape.
         num_buckets (`int`): even, at least 4.
         max_distance (`int`): all larger distances share the last bucket.
-
-    Returns:
-        `torch.LongTensor`: bucket ids in `[0, num_buckets)`, shape of `distance`.
     """
     half = num_buckets // 2
     exact = half // 2

@@ -1,5 +1,4 @@
-"""Attention over rows with different numbers of image tokens: neighbours with about the same number share a call of
-the kernel.
+"""Attention over rows with different numbers of image tokens: similar neighbours share a call of the kernel.
 
 The keys and values of a batch have the width of its longest row. A kernel reads all that it is given, masked or not,
 so each group of rows is given its own tokens only. Where padding follows the tokens of a row, these are a view.
@@ -26,18 +25,12 @@ from ..cache.real_tokens import RowSpans, Span
 
 
 class RowGroup(NamedTuple):
-    """Neighbouring image rows that share a call.
-
-    Attributes:
-        first, end (`int`): the rows `first ... end - 1`.
-        spans (`tuple`): first and end of each run of keys that they read; empty if they see none.
-        masked (`bool`): whether some text may not see all of these keys.
-    """
+    """The neighbouring image rows `first ... end - 1`, which share a call."""
 
     first: int
     end: int
-    spans: tuple[Span, ...]
-    masked: bool
+    spans: tuple[Span, ...]  # first and end of each run of keys that they read; empty if they see none
+    masked: bool  # whether some text may not see all of these keys
 
     @property
     def is_view(self) -> bool:
@@ -46,20 +39,14 @@ class RowGroup(NamedTuple):
 
     @property
     def length(self) -> int:
-        """End of the last key."""
         return self.spans[-1][1] if self.spans else 0
 
 
 class CallCost(NamedTuple):
-    """What one more call of the kernel costs on a kind of device.
+    """What one more call of the kernel costs on a kind of device."""
 
-    Attributes:
-        numbers (`int`): how many numbers of keys and values the kernel reads in the time that a call costs.
-        queries (`int`): up to this number of queries, a kernel spends its time on reading keys. With twice as many
-            queries it takes as long as two readings, and so on.
-    """
-
-    numbers: int
+    numbers: int  # numbers of keys and values that the kernel reads in the time that a call costs
+    # up to this number, a kernel spends its time on reading keys; twice as many queries take as long as two readings
     queries: int
 
 
@@ -79,7 +66,7 @@ def group_rows(
     only_padding: bool,
     device: torch.device,
 ) -> tuple[RowGroup, ...] | None:
-    """Decides which rows share a call.
+    """Decides which rows share a call; None where one call for all is best.
 
     Args:
         rows ([`RowSpans`], *optional*): of the images; None if every row reads all.
@@ -88,10 +75,6 @@ def group_rows(
         queries (`int`): of an image row, for each K/V head.
         null_key (`bool`): whether the keys start with a null key.
         only_padding (`bool`): whether nothing but padding hides image tokens.
-        device (`torch.device`): of the text.
-
-    Returns:
-        `tuple[RowGroup, ...]`, or None where one call for all is best.
     """
     if rows is None:
         return None
@@ -119,7 +102,7 @@ def group_rows(
 
 
 def _own_group(row: int, spans: tuple[Span, ...], whole: bool, reads: int, call: float) -> RowGroup:
-    """Returns the group of one row. `whole` tells whether all its text sees all its real tokens."""
+    """The group of one row. `whole`: all its text sees all its real tokens."""
     group = RowGroup(row, row + 1, spans, not whole)
     if group.is_view:
         return group
@@ -130,7 +113,7 @@ def _own_group(row: int, spans: tuple[Span, ...], whole: bool, reads: int, call:
 
 
 def _with_null_key(group: RowGroup) -> RowGroup:
-    """Returns the group for keys with a null key in front, which all text sees."""
+    """The group for keys with a null key in front, which all text sees."""
     spans = tuple((first + 1, end + 1) for first, end in group.spans)
     if not spans:
         return group
@@ -149,9 +132,7 @@ def attend_by_group(
     """Calls `attend` for each group of rows.
 
     Args:
-        attend (`Callable`): takes query, key, value, mask and position bias, and returns `(rows, queries, K, D)`, and
-            weights.
-        groups (`tuple[RowGroup, ...]`): from [`group_rows`].
+        attend (`Callable`): takes query, key, value, mask, bias. Returns `(rows, queries, K, D)`, and weights.
         query (`torch.Tensor`): `(R, K, queries, D)`.
         key, value (`torch.Tensor` or [`Int8States`]): `(R, K, N, D)`.
         mask (`torch.BoolTensor`, *optional*): `(R, 1, 1 or more, N)`.
