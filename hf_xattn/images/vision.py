@@ -182,7 +182,7 @@ def run_tower(
     with _recording_layers(tower, recorded):
         output = tower(**arguments)
     for name, values in recorded.items():
-        output[name] = output.get(name) or tuple(values)
+        output[name] = tuple(values) or output.get(name) or ()
     return output
 
 
