@@ -52,7 +52,9 @@ def run(source: Path, text: str, output: Path, options: argparse.Namespace, tiny
         "train", output / "fresh", *data, "--output", output / "model", *(TINY_TRAINING if tiny else training)
     )
     step(score.main, "python score.py", output / "model", output / "rows" / "held_out")
-    print(f"\nNow talk with it: hf-xattn chat {output / 'model'} --image {output / 'rows' / 'held_out' / '00000.png'}")
+    if not tiny:  # whose folder goes away
+        picture = output / "rows" / "held_out" / "00000.png"
+        print(f"\nNow talk with it: hf-xattn chat {output / 'model'} --image {picture}")
 
 
 def make_folder(folder: Path) -> Path:
