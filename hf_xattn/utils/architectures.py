@@ -107,7 +107,7 @@ def causal_model_types() -> list[str]:
 
 
 def markdown_table() -> str:
-    """Returns the table that `hf-xattn inspect --architectures` prints and the README shows."""
+    """Returns the table that `hf-xattn inspect --architectures` prints and the guide to decoders shows."""
     served = [name for name in causal_model_types() if architecture(name).refused is None]
     keyword = [name for name in served if architecture(name).via == "keyword"]
     call = [name for name in served if architecture(name).via == "call"]
