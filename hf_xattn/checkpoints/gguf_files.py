@@ -82,7 +82,7 @@ def gguf_path(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> Pat
         if not path.is_file():
             raise ValueError(
                 f"Expected `{name}` to be a GGUF file, got {str(path)!r}, where there is no file. For a file on the "
-                "Hub pass the repository's id, and the file's name as `gguf_file=`."
+                "Hub pass the repository's id, and the file's name as `gguf_file=` (`--gguf-file`)."
             )
     elif isinstance(source, Path) or os.path.isabs(source):
         raise ValueError(f"Expected `{name}` to be a GGUF file, got one in {str(source)!r}, where there is no folder.")

@@ -28,7 +28,7 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="measure on a model what is promised: base untouched, caches exact, blocks alive, ...",
         epilog=f"Inputs are random and seeded. {EXIT_STATUS}",
     )
-    add_model(parser)
+    add_model(parser, device="cpu")
     parser.add_argument(
         "--base",
         metavar="TEXT",

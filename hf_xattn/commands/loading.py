@@ -34,7 +34,7 @@ def add_images(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_model(parser: argparse.ArgumentParser, device: str = "cpu") -> None:
+def add_model(parser: argparse.ArgumentParser, device: str = "auto") -> None:
     """Adds the options that `load_model_and_images` reads, except the images. `device` is the default."""
     parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
@@ -128,10 +128,10 @@ def check_model(name: str, **hub: Any) -> None:
     from ..checkpoints.gguf_files import is_gguf_path
     from ..utils.checkpoint_files import both_readings, check_source
 
+    retrofit = f"`hf-xattn retrofit {name} --vision VISION_MODEL --output DIR`"
     if is_gguf_path(name):
         raise ValueError(
-            f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run `hf-xattn retrofit {name}` "
-            "first."
+            f"Expected a model with cross-attention blocks, got {name}, a GGUF file. Run {retrofit} first."
         )
     check_source("model", name)
     with both_readings(name):
@@ -139,7 +139,7 @@ def check_model(name: str, **hub: Any) -> None:
     if config.model_type != "xattn":
         raise ValueError(
             f"Expected a model with cross-attention blocks, got {name}, a {config.model_type!r} model without "
-            f"cross-attention blocks. Run `hf-xattn retrofit {name}` first."
+            f"cross-attention blocks. Run {retrofit} first."
         )
 
 

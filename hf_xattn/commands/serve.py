@@ -12,7 +12,7 @@ from .options import add_listening, address_of, bind, check_least
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("serve", help="answer clients of the OpenAI API (needs the extra `serve`)")
-    add_model(parser, device="auto")
+    add_model(parser)
     parser.add_argument("--name", help="name of the model for clients (default: DIR as given)")
     parser.add_argument(
         "--max-image-mib",

@@ -12,7 +12,7 @@ from .options import add_answers, add_listening, address_of, answer_options, bin
 
 def register(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("web", help="a page to draw pictures and chat about them (needs the extra `web`)")
-    add_model(parser, device="auto")
+    add_model(parser)
     parser.add_argument("--name", help="heading of the page (default: the name of DIR)")
     parser.add_argument(
         "--question",
@@ -36,7 +36,10 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.lower().partition("x")
-    return int(width), int(height)  # argparse reports a ValueError with the option and what came
+    try:
+        return int(width), int(height)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected WIDTHxHEIGHT in pixels, got {text!r}") from None
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -49,7 +49,10 @@ def composite_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         if type(config) in mapping:
             found: Any = mapping[type(config)]
             return found
-    raise ValueError(f"transformers has no class that generates text for a {config.model_type!r} checkpoint.")
+    raise ValueError(
+        f"Expected `text` to be a language model, got a {config.model_type!r} checkpoint, for which transformers has "
+        "no class that generates text. A vision model goes into `vision`."
+    )
 
 
 def text_half(model: PreTrainedModel) -> PreTrainedModel:

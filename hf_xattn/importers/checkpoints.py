@@ -100,7 +100,7 @@ def recipe_of(config: PreTrainedConfig) -> Recipe:
     if config.model_type not in RECIPES:
         raise ValueError(
             f"`source` must be a model of type {sorted(RECIPES)}, got a {config.model_type!r} model, which cannot be "
-            "imported. For a text-only model use `retrofit`."
+            "imported. A text-only model needs `retrofit`; an 'xattn' model is one of this package already."
         )
     try:
         return RECIPES[config.model_type](config)
