@@ -131,6 +131,11 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         for each in (features, None)
     )
     longest = check_rows([data, *others], collator, with_pixels)
+    if not data.contents and not options.train_text:
+        raise ValueError(
+            f"Expected a picture in {data.file}, got none: blocks learn from pictures alone, and the text model is "
+            "frozen. Add pictures, or train the text model with `--train-text`."
+        )
     rows, held_out = (data.rows, others[0].rows) if others else _split(data, options)
     say(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
     if num_processes() > 1:

@@ -129,6 +129,16 @@ def test_resumed_after_the_last_step(model, tmp_path, capsys):
     assert all(torch.equal(values, whole[name]) for name, values in weights(tmp_path / "out").items())
 
 
+def test_pictures_are_needed(model, tmp_path, capsys):
+    """A run in which nothing can learn, and which saves a model as it was."""
+    data = write_examples(tmp_path / "data", [{"question": "what is it ?", "answer": "a red circle"}])
+    options = [model, "--data", data, "--output", tmp_path / "out", "--steps", "1", *FAST]
+    status, _, error = run_training(capsys, *options)
+    assert status == 2 and "Expected a picture in" in error and "`--train-text`" in error
+    assert not (tmp_path / "out").exists()
+    assert run_training(capsys, *options, "--train-text")[0] == 0
+
+
 def test_half_precision(model, tmp_path, capsys):
     """Updates lost in half precision, or a model saved in another dtype than it had."""
     loaded = AutoModelForImageTextToText.from_pretrained(model).to(torch.bfloat16)
