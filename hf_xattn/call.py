@@ -117,7 +117,9 @@ def read_call(
     if shares_images and continues:
         refuse_to_cache("`use_cache=True`" if past_key_values is None else "`past_key_values`")
     use_cache = bool(wants_cache) and uncached is None and samples is None and not shares_images
-    cache = _find_cache(config, past_key_values, use_cache, images, rows)
+    cache = None
+    if past_key_values is not None or use_cache:
+        cache = _find_cache(config, past_key_values, images, rows)
     text_cache = past_key_values if cache is None else cache.self_attention_cache
     if cache is not None and uncached is not None:
         text_cache = _to_read(cache, uncached)
@@ -158,16 +160,14 @@ def _why_uncached(model: Any) -> str | None:
     return SKIPS_LAYERS if model.text_model.training and may_skip_layers(model.text_model) else None
 
 
-def _find_cache(
-    config: XAttnConfig, given: Any, use_cache: bool, images: ImageInputs | PreparedImages, rows: int
-) -> XAttnCache | None:
-    """The cache for text and images; None if nothing is cached, or the caller's cache is for text alone."""
+def _find_cache(config: XAttnConfig, given: Any, images: ImageInputs | PreparedImages, rows: int) -> XAttnCache | None:
+    """The caller's cache for text and images, or a new one; None if the caller's is for text alone."""
     if isinstance(given, EncoderDecoderCache):
-        cache = XAttnCache.adopt(given)
+        cache = given if isinstance(given, XAttnCache) else XAttnCache.adopt(given)
         cache.check_usable(rows)
         return cache
     if given is None:
-        return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True))) if use_cache else None
+        return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)))
     if not isinstance(given, Cache):
         raise TypeError(
             f"Expected `past_key_values` to be a cache of transformers, got {type_name(given)}. Pass "
@@ -264,14 +264,15 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
     if images.stands_in:
         assert layout.token_mask is not None
         return Decision(layout.token_mask[:, None], None, False)
-    progress = TextProgress(history=None) if call.cache is None else call.cache.current_progress()
+    progress = TextProgress(history=None) if call.cache is None else call.cache.progress
     decided = mask is not None and mask.decides(call.length, layout.num_tokens)
     samples = None if decided else call.samples
-    masked = mask is not None or progress.held is not None or progress.coming is not None
-    if config.image_visibility == "all" and not masked and samples is None:
+    if config.image_visibility == "all" and mask is None and progress.is_blank and samples is None:
         # Padding alone hides image tokens. Its mask has the rows of the images, and is smaller.
         padding = None if layout.token_mask is None else layout.token_mask[:, None]
-        return Decision(padding, progress.read_on(call.length), True)
+        return Decision(padding, None, True)
+    if call.cache is not None:
+        progress = call.cache.current_progress()
     markers = None
     if config.image_visibility != "all" or samples is not None:
         markers = _markers(config, call, decided, packed=samples is not None)
@@ -326,13 +327,12 @@ def commit(
     context: CrossAttentionContext | None,
     mark: str | None,
 ) -> None:
-    """Updates the cache after a forward. `images`, `decision` and `context` are None for text alone.
+    """Updates the cache of a forward that may write. `images`, `decision` and `context` are None for text alone.
 
     `mark` (`str`, *optional*): of the active set of blocks, see `checkpoints/block_sets.py`.
     """
     cache = call.cache
-    if cache is None or call.uncached is not None:
-        return
+    assert cache is not None
     cross = cache.cross_attention_cache
     if images is not None and not images.stands_in:
         assert images.layout is not None and decision is not None and context is not None

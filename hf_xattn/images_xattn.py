@@ -29,8 +29,7 @@ from .images.image_encoder import ImageEncoder
 from .images.image_inputs import ImageInputs
 from .images.image_positions import place_in_row
 from .images.image_store import ImageStore, StoreReader
-from .layers.active_blocks import cross_attention_blocks
-from .layers.block import GatedCrossAttentionBlock
+from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from .layers.context import KEYWORD, CrossAttentionContext, Recorder, image_fields
 from .learning.stand_in import run_beside, stand_in_images
 from .utils.distributed import fsdp_forward, has_units, is_distributed

@@ -26,11 +26,10 @@ from .checkpoints.removal import leave_out_added, recorded
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
 from .decoders.insertion import check_insertable, insert_blocks
-from .decoders.position_errors import name_wrong_positions
 from .decoders.quantization import adopt_quantizer, share_quantizer
-from .decoders.text_inputs import check_labels, check_text
+from .decoders.text_inputs import check_labels, check_text, name_wrong_positions
 from .decoders.vocabulary import extend_vocabulary
-from .generation_xattn import XAttnGenerationMixin
+from .generation_xattn import XAttnGenerationMixin, XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages, given_images
 from .images.image_inputs import NO_IMAGES, ImageInputs
@@ -42,7 +41,6 @@ from .layers.image_rows import refuse_data_parallel
 from .learning.frozen_modes import keep_frozen_in_eval
 from .learning.gradients import give_gradient
 from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
-from .outputs import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
 
@@ -144,7 +142,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         self._check_inserted()
         check_text(text, past_key_values is None, self.get_input_embeddings)
         call = read_call(self, text, images, past_key_values, use_cache, output_attentions)
-        self._check_cache(call)
+        if images is not NO_IMAGES or call.starts or self._sets is not None:
+            self._check_cache(call)
         try:
             found, decision, context = find_images(self, call), None, None
             if found is not None:
@@ -155,7 +154,8 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 weights = None if context is None else self._weights_of_blocks(context, call)
                 if call.trains and call.uncached == SKIPS_LAYERS:
                     give_gradient(outputs, self.parameters())
-                commit(call, found, decision, context, self._mark)
+                if call.cache is not None and call.uncached is None:
+                    commit(call, found, decision, context, self._mark)
         except (RuntimeError, IndexError) as error:
             decoder = self.config.get_text_config(decoder=True)
             name_wrong_positions(decoder, text, call.length, call.text_cache, error)

@@ -182,8 +182,11 @@ class TextProgress:
 
     @property
     def is_blank(self) -> bool:
-        """Whether the progress is the same at every position, because there were neither markers nor masks."""
-        return self.counts is None and self.held is None
+        """Whether the progress is the same at every position, because there were neither markers nor masks.
+
+        Its history may be shorter than the text: `at` fills it in.
+        """
+        return self.counts is None and self.held is None and self.coming is None
 
     def at(self, length: int) -> TextProgress:
         """The progress for `length` tokens in the text half of the cache, also after a crop."""
@@ -210,11 +213,6 @@ class TextProgress:
     ) -> TextProgress:
         history = None if self.history is None else self.history.add(counted, covered, text_len)
         return TextProgress(counts if counts is not None else self.counts, held, coming, history)
-
-    def read_on(self, text_len: int) -> TextProgress:
-        """The progress after `text_len` more tokens that see all images: no marker and no mask decides."""
-        history = None if self.history is None else self.history.add(None, None, text_len)
-        return TextProgress(self.counts, None, None, history)
 
     def take(self, indices: torch.Tensor, batch_size: int) -> TextProgress:
         return TextProgress(

@@ -19,8 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..cache.cross_cache import CrossAttentionLayer
 from ..cache.int8_cache import dense
-from ..layers.active_blocks import cross_attention_blocks
-from ..layers.block import GatedCrossAttentionBlock
+from ..layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from ..layers.context import KEYWORD, CrossAttentionContext
 
 

@@ -25,7 +25,7 @@ from ..utils.memo import memoized
 from ..utils.tensor_checks import has_values
 from ..utils.transformers_api import HAS_RECORDING, check_recorded, is_before, needs
 from .channel import carrying
-from .packing_decoders import why_not_packed
+from .packed_rows import why_not_packed
 
 
 logger = logging.get_logger(__name__)

@@ -31,6 +31,11 @@ PREFIX = "CrossAttending"
 # Submodules of a layer: the block (or blocks) in front of the layer and, in the last layer only, those after the layer.
 BLOCKS = ("cross_attention_block", "cross_attention_block_after")
 
+# The parts of a model that are frozen and trained separately: keyword arguments of `freeze`, and where they lie. The
+# blocks lie inside the text model, but are a part of their own.
+PARTS = ("text", "vision", "connector", "blocks")
+ROOTS = {"text_model": "text", "vision_tower": "vision", "connector": "connector"}
+
 
 def cross_attending_class(layer_class: type[nn.Module], receives_keywords: bool = True) -> type[nn.Module]:
     """Derives the class of a decoder layer with a block in front. Equal arguments give the same class object.
@@ -157,3 +162,9 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
         layer.__class__ = cross_attending_class(type(layer), receives_keywords)
         names.add(type(layer).__name__)
     return sorted(names)
+
+
+def part_of(name: str) -> str:
+    """The part of a weight, by its name in an [`XAttnModel`], also with PEFT's modules inside."""
+    root, *rest = name.split(".")
+    return "blocks" if any(each in BLOCKS for each in rest) else ROOTS[root]

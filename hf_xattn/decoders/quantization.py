@@ -25,7 +25,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationMethod
 
 from ..configuration_xattn import XAttnConfig
-from ..layers.active_blocks import cross_attention_blocks
+from ..layers.block import cross_attention_blocks
 from ..utils.custom_code import build_part
 from ..utils.quantized_weights import first_quantized, is_quantized
 

@@ -13,6 +13,8 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 from transformers.masking_utils import BlockMask
 
 from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, is_fake
@@ -56,7 +58,8 @@ def check_text(text: Mapping[str, Any], starts: bool, find_embedding: Callable[[
             raise ValueError(
                 f"Expected `position_ids` of shape (batch={rows}, text_len={length}), got {tuple(positions.shape)}."
             )
-    _check_kept(text.get("logits_to_keep"), length)
+    if (kept := text.get("logits_to_keep")) is not None:
+        _check_kept(kept, length)
 
 
 def check_ids(name: str, ids: Any) -> None:
@@ -109,8 +112,6 @@ def _check_kept(keep: Any, length: int) -> None:
                 f"text_len={length}, got shape "
                 f"{tuple(keep.shape)}{' and positions outside of the text' if outside else ''}."
             )
-        return
-    if keep is None:
         return
     if not isinstance(keep, SupportsIndex) or operator.index(keep) < 0:
         raise ValueError(
@@ -175,3 +176,40 @@ def check_labels(
             f"that has no label takes {ignored}."
         )
     check_in_vocabulary(name, labels, find_embedding(), ignored)
+
+
+def name_wrong_positions(
+    config: PreTrainedConfig, text: Mapping[str, Any], length: int, cache: Cache | None, error: Exception
+) -> None:
+    """Raises a `ValueError` if the positions of a failed call are outside the decoder's table, or have a wrong axis.
+
+    Which positions a decoder takes, only its code knows. So nothing is checked before, and a call that works pays
+    nothing.
+
+    Args:
+        text (`Mapping`): the decoder's arguments.
+        length (`int`): text tokens of the call.
+        cache (`Cache`, *optional*): of the text before it.
+        error (`Exception`): the decoder's error, which becomes the cause.
+    """
+    positions, limit = text.get("position_ids"), getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, torch.Tensor):
+        if positions.dim() == 3:
+            raise ValueError(
+                f"Expected `position_ids` of shape (batch, text_len={length}), got {tuple(positions.shape)}, which "
+                f"this decoder ({config.model_type}) does not take."
+            ) from error
+        if not isinstance(error, IndexError) or positions.device.type != "cpu" or not isinstance(limit, int):
+            return
+        first, last = int(positions.min()), int(positions.max())
+        if first < 0 or last >= limit:
+            raise ValueError(
+                f"Expected `position_ids` from 0 to {limit - 1}, the decoder's table of positions, got {first} to "
+                f"{last}."
+            ) from error
+    elif isinstance(error, IndexError) and isinstance(limit, int):
+        total = length + (0 if cache is None else int(cache.get_seq_length()))
+        if total > limit:
+            raise ValueError(
+                f"Expected a text of at most {limit} tokens, the decoder's table of positions, got {total}."
+            ) from error

@@ -22,8 +22,7 @@ from .image_inputs import ImageAxis, ImageInputs
 from .image_positions import place_in_row
 from .image_store import ImageGrid, StoreReader
 from .placement import Placement, check_known_mask, place
-from .tower import check_not_trained
-from .tower_gradients import states_for_all_weights
+from .tower import check_not_trained, states_for_all_weights
 from .vision import Tiles, blank_image, connect, real_tiles_of, run_tower, token_mask_of
 
 

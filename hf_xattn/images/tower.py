@@ -1,4 +1,4 @@
-"""Inspects a vision tower: whether a model can be one, which keywords it takes, and which image sizes it reads."""
+"""Inspects a vision tower: whether a model can be one, its keywords, image sizes, and weights without a gradient."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import typing
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ..utils.architectures import TILED_VISION_TYPES
+from ..utils.distributed import has_units
 from ..utils.memo import memoized
 
 
@@ -20,6 +23,7 @@ FLAG = "interpolate_pos_encoding"
 # Towers with learned position embeddings that cannot resize them.
 FIXED_SIZE_TYPES = ("aimv2_vision_model",)
 POSITION_EMBEDDINGS = ("position_embedding", "position_embeddings")
+MASK_TOKEN = "mask_token"
 PASS_ITS_BASE = "Pass the `base_model` of a model with a head, and the vision part of a model for text and images."
 
 
@@ -125,3 +129,28 @@ def image_size_of(config: PreTrainedConfig) -> tuple[int, int] | None:
 @memoized
 def _has_flag(tower_class: type[PreTrainedModel]) -> bool:
     return FLAG in inspect.signature(tower_class.forward).parameters
+
+
+def states_for_all_weights(tower: nn.Module, output: BaseModelOutput) -> torch.Tensor:
+    """The `last_hidden_state` of a tower. If the tower trains, it depends on all its weights.
+
+    What comes after that state gets no gradient from it: CLIP's last norm, the poolers of ViT and BEiT, the heads of
+    SigLIP and AIMv2. Nor does the mask token of DINOv2. DDP waits for the gradient of every weight that learns.
+    """
+    states = output.last_hidden_state
+    assert states is not None
+    if not (tower.training and torch.is_grad_enabled()):
+        return states
+    unused = [output.get("pooler_output"), *_mask_tokens(tower)]
+    for each in unused:
+        if each is not None and each.requires_grad:
+            # Of no element: a zero also where a value is infinite.
+            states = states + each.flatten()[:0].sum().to(states.dtype)
+    return states
+
+
+def _mask_tokens(tower: nn.Module) -> list[nn.Parameter]:
+    """Embeddings of masked patches, which no call asks for. FSDP does not need them, and may keep a part of each."""
+    if has_units(tower):
+        return []
+    return [weight for name, weight in tower.named_parameters() if name.rpartition(".")[2] == MASK_TOKEN]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..decoders.model_parts import part_of
+from ..decoders.insertion import part_of
 
 
 def only_images_learn(model: nn.Module) -> bool:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.active_blocks import cross_attention_blocks
-from ..layers.block import GatedCrossAttentionBlock
+from ..layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from ..utils.distributed import is_distributed
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..decoders.model_parts import PARTS, part_of
+from ..decoders.insertion import PARTS, part_of
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..utils.quantized_weights import is_quantized, plain_tensors, shape_before, untrainable
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..decoders.activation_wrappers import WRAPPED, unwrapped
-from ..decoders.model_parts import PARTS
+from ..decoders.insertion import PARTS
 from ..learning.lost_updates import HALF, warn_of_lost_updates
 from ..learning.no_split import names_of_units
 from ..utils.quantized_weights import is_quantized

@@ -13,7 +13,7 @@ from training_runs import SCHEDULED_RUN, STAGES, Pairs, arguments, make_schedule
 from transformers import Trainer, TrainerCallback
 
 from hf_xattn import FreezeSchedule, freeze, parameter_groups
-from hf_xattn.decoders.model_parts import PARTS, part_of
+from hf_xattn.decoders.insertion import PARTS, part_of
 
 
 def weights_of(model):

@@ -7,7 +7,7 @@ from tiny_models import TEXT_CONFIGS, make_model, make_text, pixels, token_ids
 from transformers import AutoModel, GPT2Config, MixtralConfig, ResNetConfig
 
 from hf_xattn import XAttnForConditionalGeneration, freeze, freeze_base, parameter_groups, retrofit, training_table
-from hf_xattn.decoders.model_parts import PARTS, part_of
+from hf_xattn.decoders.insertion import PARTS, part_of
 
 
 IDS, PIXELS = token_ids(), pixels()
