@@ -19,11 +19,11 @@ from ..utils.distributed import saved_by_one
 from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
 from ..utils.whole_folder import WholeFolder
 from ..version import __version__
-from .adapter_files import MANIFEST, WEIGHTS, check_target, weight_files_of
-from .adapters import FORMAT, PARTS
+from .adapters import FORMAT, PARTS, digest_of_shapes, fingerprint, weights_of, without_ties
 from .bases import BaseSource, base_of, named_base
-from .model_identity import digest_of_shapes, fingerprint, weights_of, without_ties
-from .peft_adapters import SAVE_OR_MERGE, refuse_adapter_layers
+from .folders import MANIFEST, WEIGHTS, weight_files_of
+from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers
+from .saving import check_target
 
 
 def save_adapter(

@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..cache.digests import mixed_sum, word_weights, words_of
 from ..configuration_xattn import XAttnConfig
-from ..utils.quantized_weights import plain_tensors
-from .peft_adapters import adapter_layers
+from .own_parts import adapter_layers
 
 
 SAMPLES = 4  # number of sample values of each weight
@@ -60,8 +57,8 @@ class ModelIdentity:
             known = self._sums.get(name)
             if known is None or known[0] != key or not counts:
                 known = self._sums[name] = (key, checksum(tensor))
-            sums.append(_line(name, tensor, known[1]))
-        return _sha256(_json(self._facts(parts)), *sums)
+            sums.append(line_of(name, tensor, known[1]))
+        return digest_of(_json(self._facts(parts)), *sums)
 
     def _facts(self, parts: dict[str, nn.Module]) -> dict[str, Any]:
         config, block = self._config, self._config.cross_attention_config
@@ -85,7 +82,7 @@ def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
     assert config.vision_config is not None
     parts = {"vision_tower": tower}
     facts = {"vision_config": _shape_of(config.vision_config.to_dict()), "adapters": _adapters_of(parts)}
-    return _sha256(_json(facts), *(_line(name, tensor, checksum(tensor)) for name, tensor, _ in _tensors(parts)))
+    return digest_of(_json(facts), *(line_of(name, tensor, checksum(tensor)) for name, tensor, _ in _tensors(parts)))
 
 
 def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
@@ -152,34 +149,7 @@ def checksum(tensor: torch.Tensor) -> int:
     return total
 
 
-def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model as they are saved: each tied weight once."""
-    return without_ties(base.state_dict(), base)
-
-
-def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model, each tied weight once. Weights of torchao's classes are never tied."""
-    packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
-    once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
-    return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}
-
-
-def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and sums of weights."""
-    lines = []
-    for name, tensor in sorted(weights.items()):
-        sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))
-        lines.append(_line(name, tensor, sums) + "\n")
-    return _sha256(*lines)
-
-
-def digest_of_shapes(shapes: Mapping[str, Any]) -> str:
-    """SHA-256 over names and shapes of weights, from the weights or their shapes."""
-    found = {name: tuple(getattr(each, "shape", each)) for name, each in shapes.items()}
-    return _sha256("\n".join(f"{name}:{shape}" for name, shape in sorted(found.items())))
-
-
-def _line(name: str, tensor: torch.Tensor, total: object) -> str:
+def line_of(name: str, tensor: torch.Tensor, total: object) -> str:
     return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{total}"
 
 
@@ -187,5 +157,5 @@ def _json(facts: dict[str, Any]) -> str:
     return json.dumps(facts, sort_keys=True, default=str)
 
 
-def _sha256(*texts: str) -> str:
+def digest_of(*texts: str) -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()

@@ -27,10 +27,16 @@ from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import has, needs
-from .adapter_files import find_manifest
-from .loading_checks import check_folder, check_shapes, refuse_other_files, refuse_pickles
-from .own_parts import warn_of_own_parts
-from .peft_adapters import check_adapter_folder, find_peft, warn_of_tower
+from .folders import (
+    check_adapter_folder,
+    check_folder,
+    check_shapes,
+    find_manifest,
+    find_peft,
+    refuse_other_files,
+    refuse_pickles,
+)
+from .own_parts import warn_of_own_parts, warn_of_tower
 from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 

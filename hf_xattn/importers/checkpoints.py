@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..checkpoints.loading_checks import check_config_file
+from ..checkpoints.folders import check_config_file
 from ..checkpoints.model_card import write_model_card
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
