@@ -1,13 +1,10 @@
-"""Identifies the model and the weights that encoded images.
+"""Identifies the model and the weights that encoded images: for any other, their keys and values are noise.
 
-Keys and values of another model, or of this model before further training, may have the right shape, but they are noise
-for this model. So encoded images carry an identity: a hash of the configuration and of the weights between the pixels
-and the keys and values. The weights of the text decoder are not included.
-
-Reading all these weights takes about 0.2 s for a tower of 400 MB on two CPU cores. So the sum of each weight is cached
-while its storage, its version counter and a few sample values stay the same. An optimizer step, a loaded checkpoint or
-a conversion changes at least one of them. Not noticed are hooks on modules, and writes through `.data` or a NumPy view
-that leave the sample values as they are.
+The identity is a hash of the configuration and of the weights between the pixels and the keys and values, without those
+of the text decoder. Reading them takes about 0.2 s for a tower of 400 MB on two CPU cores. So the sum of each weight is
+cached while its storage, its version counter and a few sample values stay the same: an optimizer step, a loaded
+checkpoint or a conversion changes at least one of them. Not noticed are hooks on modules, and writes through `.data` or
+a NumPy view that leave the sample values as they are.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class ModelIdentity:
         self._sums: dict[str, tuple[Any, int]] = {}
 
     def current(self, parts: dict[str, nn.Module]) -> str:
-        """Returns the SHA-256 of configuration and weights. `parts`: the modules from pixels to keys and values."""
+        """SHA-256 of configuration and weights. `parts`: the modules from pixels to keys and values."""
         tensors = list(_tensors(parts))
         samples = _samples([tensor for _, tensor, _ in tensors])
         sums = []
@@ -78,7 +75,7 @@ class ModelIdentity:
 
 
 def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
-    """Returns the SHA-256 of configuration and weights of a vision tower, without connector and blocks."""
+    """SHA-256 of configuration and weights of a vision tower, without connector and blocks."""
     assert config.vision_config is not None
     parts = {"vision_tower": tower}
     facts = {"vision_config": _shape_of(config.vision_config.to_dict()), "adapters": _adapters_of(parts)}
@@ -86,7 +83,7 @@ def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
 
 
 def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
-    """Returns which adapters are active in which layers."""
+    """Which adapters are active in which layers."""
     return {
         f"{name}.{inner}": [
             str(module.active_adapters),
@@ -99,7 +96,7 @@ def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
 
 
 def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yields the name and the values of each weight, and whether accelerate has offloaded it."""
+    """Name and values of each weight, and whether accelerate has offloaded it."""
     for name, part in sorted(parts.items()):
         for inner, tensor in sorted(part.state_dict(keep_vars=True).items()):
             if not isinstance(tensor, torch.Tensor):
@@ -116,12 +113,12 @@ def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without its origin, its dtype and its attention kernel."""
+    """A configuration without its origin, its dtype and its attention kernel."""
     return {name: value for name, value in config.items() if name not in DROPPED and not name.startswith("_attn")}
 
 
 def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
-    """Returns a few values of each tensor, with one copy to the host for each device and dtype."""
+    """A few values of each tensor, with one copy to the host for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel() and tensor.is_contiguous() and not tensor.is_meta:
@@ -140,7 +137,7 @@ def _few(flat: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Returns the sum of the words of a tensor modulo 2^64, mixed as those of images (see `cache/digests.py`)."""
+    """The sum of the words of a tensor modulo 2^64, mixed as those of images (see `cache/digests.py`)."""
     words = words_of(tensor.contiguous().view(-1))
     weights = word_weights(min(CHUNK, words.shape[0]), words.device)
     total = 0

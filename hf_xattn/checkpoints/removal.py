@@ -30,7 +30,7 @@ Attributes = dict[tuple[str, str], dict[str, Any]]
 
 @dataclass
 class Insertion:
-    """What a retrofit has changed in a text model, beside classes and children. The text model keeps it."""
+    """What a retrofit has changed in a text model, beside classes and children."""
 
     was_given: bool  # whether the text model existed before; otherwise the model around it has built it
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # that of the model around the text model
@@ -66,7 +66,7 @@ class AddedTensors(Set):
 
 
 def leave_out_added(model: nn.Module) -> None:
-    """Makes a text model, the models inside it and those around it save no tensors that were added."""
+    """Makes a text model and the models inside it save no tensors that were added."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and not isinstance(part._keys_to_ignore_on_save, AddedTensors):
             added: Any = AddedTensors(part, part._keys_to_ignore_on_save or ())
@@ -94,7 +94,7 @@ def recorded(text_model: PreTrainedModel, was_given: bool = True) -> Iterator[In
 
 
 def take_out(text_model: PreTrainedModel, insertion: Insertion) -> None:
-    """Undoes a retrofit, as far as it has come. Attributes that were set since then stay."""
+    """Undoes a retrofit, as far as it has come. What was set since then stays."""
     for part in list(text_model.modules()):
         for name in (added := added_names(part)):
             part._modules.pop(name, None)
