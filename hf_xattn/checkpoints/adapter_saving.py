@@ -158,9 +158,8 @@ class _Comparison:
         ]
         if changed:
             raise ValueError(
-                f"`adapter_only=True`: quantized weights of the {self.name} differ from those of its base "
-                f"{self.source}, such as {changed[0]}; merging an adapter does that. Save the whole model, without "
-                "`adapter_only`."
+                f"`adapter_only=True`: quantized weights of the {self.name} differ from its base {self.source}: "
+                f"{changed[0]}; merging an adapter does that. Save the whole model."
             )
         return {
             **self.source.record(),

@@ -204,8 +204,8 @@ def vision_config_of(
         config = vision.config
         if getattr(config, "vision_config", None) is not None:
             raise ValueError(
-                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which contains more. Pass its "
-                "vision part, or its folder."
+                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which is more than a vision "
+                "model. Pass its vision part, or its folder."
             )
         if config.model_type not in TILED_VISION_TYPES:
             check_tower_class("vision", type(vision))
