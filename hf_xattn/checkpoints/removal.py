@@ -115,9 +115,10 @@ def take_out(text_model: PreTrainedModel, insertion: Insertion) -> None:
 
 
 def _attributes(text_model: PreTrainedModel, copies: bool = True) -> Attributes:
-    models = [(name, part) for name, part in text_model.named_modules() if isinstance(part, PreTrainedModel)]
-    found = {(name, "model"): vars(part) for name, part in models}
-    found |= {(name, "config"): vars(part.config) for name, part in models}
+    found: Attributes = {}
+    for name, part in text_model.named_modules():
+        if isinstance(part, PreTrainedModel):
+            found[name, "model"], found[name, "config"] = vars(part), vars(part.config)
     return {place: dict(own) for place, own in found.items()} if copies else found
 
 

@@ -282,7 +282,7 @@ class XAttnSavingMixin(Model):
         return getattr(self, "_hf_peft_config_loaded", False)
 
     def _takes_name_of_folder(self) -> bool:
-        """Whether saving names the model: PEFT records the name as the base, and a retrofit has none before."""
+        """Whether saving names the model, which has no name before. PEFT records it as the base."""
         return self.name_or_path in ("", self._saved_as) and not self._saves_peft_adapter()
 
     def _take_name(self, folder: Path) -> None:
@@ -339,7 +339,7 @@ def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
 
 
 def _remove_weights(stale: list[Path]) -> None:
-    """Removes the weights of an earlier save, but for the files that this save by all processes has written again."""
+    """Removes the weights of an earlier save that this save by all processes has not written again."""
     written = torch.distributed.get_world_size() if is_distributed() else 1
     for path in stale:
         of_rank = path.match(SHARDS_OF_RANKS) and int(path.name.split("-")[1]) <= written  # counted from 1
