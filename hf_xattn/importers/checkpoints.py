@@ -158,16 +158,15 @@ def _few(names: list[str]) -> str:
 
 def _import_model(source: PreTrainedModel) -> XAttnForConditionalGeneration:
     recipe = recipe_of(source.config)
-    tied = getattr(source, "all_tied_weights_keys", None) or {}
-    state = {name: tensor for name, tensor in source.state_dict().items() if name not in tied}
-    plan = _plan(recipe, {name: Stored("", tuple(tensor.shape)) for name, tensor in state.items()})
+    state = source.state_dict()
+    plan = _plan(recipe, {name: Stored("", shape) for name, shape in shapes_of(source).items()})
     with no_init_weights():
         model = XAttnForConditionalGeneration._from_config(recipe.config, dtype=source.dtype)
     model.tie_weights()
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
-        for name, tensor in state.items():
-            for target, shape in plan[name]:
-                own[target.name].copy_(tensor[target.rows].reshape(shape))
+        for name, targets in plan.items():
+            for target, shape in targets:
+                own[target.name].copy_(state[name][target.rows].reshape(shape))
     model.generation_config = source.generation_config or GenerationConfig()
     return model.to(source.device).train(source.training)

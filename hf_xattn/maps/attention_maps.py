@@ -23,6 +23,7 @@ from ..configuration_xattn import XAttnConfig
 from ..images.tower import image_size_of
 from ..layers.image_rows import refuse_to_cache
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..training.freezing import body_of
 from ..utils.tensor_checks import check_tensor, type_name
 from .patch_grid import PatchGrid, patch_grid
 
@@ -294,11 +295,7 @@ def attention_maps(
 def _inner(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
     """The model in PEFT's wrapper, or itself."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, (XAttnModel, XAttnForConditionalGeneration)):
-        raise TypeError(
-            f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}. `retrofit` makes such a "
-            "model."
-        )
+    body_of(inner)  # checks its type
     if inner.tp_size not in (None, 1):
         raise ValueError(
             f"Expected `model` to be whole, got one that is split over {inner.tp_size} ranks (tensor parallelism): a "
