@@ -106,7 +106,7 @@ class XAttnSavingMixin(Model):
             if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
                 raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
         if self.base_model.active_cross_attention is None:
-            raise ValueError("There is nothing to save: call `set_cross_attention` first.")
+            raise ValueError("No cross-attention is active: call `set_cross_attention` first.")
         if not self._saves_peft_adapter():
             refuse_own_parts(self)
         is_main_process = self.should_save_on_this_rank(is_main_process)

@@ -298,7 +298,7 @@ def _inner(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
     body_of(inner)  # checks its type
     if inner.tp_size not in (None, 1):
         raise ValueError(
-            f"Expected `model` to be whole, got one that is split over {inner.tp_size} ranks (tensor parallelism): a "
+            f"Expected `model` to be whole, got one that is split over ranks ({inner.tp_size}, tensor parallelism): a "
             "rank knows only the attention of its heads."
         )
     return inner
