@@ -79,14 +79,13 @@ def retrofit(
             connector_hidden_act, connector_bias, vision_feature_select_strategy, perceiver_config: fields of
             [`XAttnConfig`].
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
-            `trust_remote_code`, ... Only allowed if there is a checkpoint to load. `gguf_file` is the name of a GGUF
-            file in the folder or repository `text`. Its weights are unpacked, in float32 unless `dtype` says
-            otherwise. `attn_implementation` may be a `dict` with one entry for each part: `{"text_config": ...,
-            "vision_config": ..., "cross_attention_config": ...}`. A `quantization_config` is for the text model:
-            blocks, connector and vision tower stay in high precision, on the device of the text model.
+            `trust_remote_code`, ... `gguf_file` is the name of a GGUF file in the folder or repository `text`, whose
+            weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with
+            one entry for each part: `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`. A
+            `quantization_config` is for the text model: what is added stays in high precision, on its device.
 
     Raises:
-        ImportError: for a GGUF file, where transformers needs the package `gguf` and does not find it.
+        ImportError: for a GGUF file without the package `gguf`.
         TypeError: for an unknown keyword, or if `text` or `vision` is neither a model nor a checkpoint.
         ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a
             decoder or already has blocks, a wrong layer, or contradictory options; before weights are loaded, if the

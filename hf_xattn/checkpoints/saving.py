@@ -174,8 +174,7 @@ class XAttnSavingMixin(Model):
         refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
         if options.pop("push_to_hub", False):
             raise ValueError(
-                "Instead of `adapter_only=True` with `push_to_hub=True` call `model.push_to_hub(repo_id, "
-                "adapter_only=True)`."
+                "`adapter_only=True` excludes `push_to_hub=True`. Call `model.push_to_hub(repo_id, adapter_only=True)`."
             )
         for name in ("variant", "distributed_checkpoint", "save_original_format"):
             if options.get(name):

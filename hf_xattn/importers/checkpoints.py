@@ -82,8 +82,8 @@ def import_checkpoint(
         output (`str` or `Path`, *optional*): a new or empty folder for the result.
 
     Returns:
-        [`XAttnForConditionalGeneration`]: the model, in the source's dtype. If the model does not fit into memory, use
-        [`convert_checkpoint`] and load the result with a `device_map`.
+        [`XAttnForConditionalGeneration`]: the model, in the source's dtype. For one that does not fit into memory use
+        [`convert_checkpoint`], and a `device_map`.
 
     Raises:
         ValueError: as [`convert_checkpoint`].
