@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from .checkpoints.removal import remove_blocks
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
 from .layers.attention import GatedCrossAttention
 from .layers.block import GatedCrossAttentionBlock
@@ -13,7 +12,7 @@ from .maps.image_checks import check_images
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .processing_xattn import XAttnProcessor
 from .registration import register_classes, register_names
-from .retrofit import retrofit
+from .retrofit import remove_blocks, retrofit
 from .training.collator import XAttnDataCollator
 from .training.complete_checkpoints import last_complete_checkpoint
 from .training.freezing import freeze, freeze_base, training_table

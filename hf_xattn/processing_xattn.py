@@ -14,7 +14,7 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.processing_utils import ImagesKwargs, TextKwargs
 from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
 
-from .checkpoints.adapter_files import MANIFEST, find_manifest
+from .checkpoints.folders import MANIFEST, find_manifest
 from .processing.chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
 from .processing.chat_templates import default_template, to_template
 from .processing.image_limits import check_image_processor

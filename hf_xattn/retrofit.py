@@ -11,21 +11,31 @@ from transformers.utils import logging
 
 from .checkpoints.bases import check_load_kwargs, load_text, load_vision, note_base, text_config_of, vision_config_of
 from .checkpoints.gguf_files import split_gguf
-from .checkpoints.removal import leave_out_added, recorded
-from .configuration_xattn import (
-    CrossAttentionConfig,
-    PerceiverConfig,
-    XAttnConfig,
-    complete_cross_attention_config,
+from .checkpoints.own_parts import refuse_adapter_layers
+from .checkpoints.removal import (
+    INSERTION,
+    Insertion,
+    added_names,
+    leave_out_added,
+    recorded,
+    take_out,
 )
+from .configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
+from .decoders.derived import original_class
+from .decoders.quantization import return_quantizer
 from .decoders.text_half import text_half
-from .modeling_xattn import XAttnForConditionalGeneration
+from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .utils.architectures import text_num_hidden_layers, vision_hidden_size
 from .utils.config_checks import check_parts, every_nth_layer
 from .utils.keywords import ELSEWHERE
 
 
 logger = logging.get_logger(__name__)
+
+PARTS = (
+    ("cross_attention", "the blocks", CrossAttentionConfig),
+    ("perceiver_config", "the perceiver", PerceiverConfig),
+)
 
 
 def retrofit(
@@ -61,7 +71,7 @@ def retrofit(
             whose output has `last_hidden_state`. Without a vision model, the new model takes `cross_attention_states`.
         cross_attention_layers (`list[int]`, *optional*): indices, from 0, of the decoder layers that get a block in
             front. An index that is repeated puts several blocks there, one after the other.
-        layers (`list[int]`, *optional*): a shorter name for `cross_attention_layers`.
+        layers (`list[int]`, *optional*): the same.
         every (`int`, defaults to 4): without `cross_attention_layers`, layers `every - 1`, `2 * every - 1`, ...
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
             `dict` leaves out follow the decoder's.
@@ -69,18 +79,17 @@ def retrofit(
             connector_hidden_act, connector_bias, vision_feature_select_strategy, perceiver_config: fields of
             [`XAttnConfig`].
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
-            `trust_remote_code`, ... Only allowed if there is a checkpoint to load. `gguf_file` is the name of a GGUF
-            file in the folder or repository `text`. Its weights are unpacked, in float32 unless `dtype` says
-            otherwise. `attn_implementation` may be a `dict` with one entry for each part: `{"text_config": ...,
-            "vision_config": ..., "cross_attention_config": ...}`. A `quantization_config` is for the text model:
-            blocks, connector and vision tower stay in high precision, on the device of the text model.
+            `trust_remote_code`, ... `gguf_file` is the name of a GGUF file in the folder or repository `text`, whose
+            weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with
+            one entry for each part: `{"text_config": ..., "vision_config": ..., "cross_attention_config": ...}`. A
+            `quantization_config` is for the text model: what is added stays in high precision, on its device.
 
     Raises:
-        ImportError: for a GGUF file, where transformers needs the package `gguf` and does not find it.
+        ImportError: for a GGUF file without the package `gguf`.
         TypeError: for an unknown keyword, or if `text` or `vision` is neither a model nor a checkpoint.
         ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a
-            decoder or already has blocks, a wrong layer, or contradictory options. If the configuration is enough to
-            find the error, it is raised before weights are loaded.
+            decoder or already has blocks, a wrong layer, or contradictory options; before weights are loaded, if the
+            configuration is enough to find the error.
     """
     _refuse_fields(load_kwargs)
     check_load_kwargs(retrofit, load_kwargs, text, vision)
@@ -89,36 +98,19 @@ def retrofit(
             raise ValueError("Expected `cross_attention_layers` or `layers`, which mean the same, got both.")
         cross_attention_layers = layers
     text, load_kwargs = split_gguf("text", text, load_kwargs)
-    text_source, vision_source = text, vision
+    text_source = text
     attn_implementation = load_kwargs.get("attn_implementation")
     if isinstance(attn_implementation, dict):
         check_parts("attn_implementation", attn_implementation, XAttnConfig.sub_configs)
         del load_kwargs["attn_implementation"]
     if isinstance(text, PreTrainedModel):
-        if "quantization_config" in load_kwargs:
-            raise ValueError(
-                "`quantization_config` quantizes the text model, but `text` is loaded already. Pass "
-                "`quantization_config` to its `from_pretrained`, or pass its folder to `retrofit`."
-            )
-        text = text_half(text)
+        text = _half_of(text, load_kwargs)
     text_config = text_config_of(text, load_kwargs)
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
     vision_config = None if vision is None else vision_config_of(vision, load_kwargs)
-    if not isinstance(cross_attention, CrossAttentionConfig):
-        if cross_attention is not None and not isinstance(cross_attention, dict):
-            raise ValueError(
-                "`cross_attention` must be a CrossAttentionConfig or a dict of its fields, got "
-                f"{type(cross_attention).__name__}."
-            )
-        if vision_config is not None and connector_type in ("identity", "perceiver"):
-            cross_attention = {"context_size": vision_hidden_size(vision_config), **(cross_attention or {})}
-        cross_attention = complete_cross_attention_config(cross_attention, text_config)
-    if not cross_attention.starts_at_identity:
-        logger.warning(
-            "`cross_attention` starts with a non-zero gate and non-zero projections, so the logits of the fresh model "
-            "differ from its base."
-        )
+    if vision_config is not None and connector_type in ("identity", "perceiver"):
+        cross_attention = _with_context_size(cross_attention, vision_hidden_size(vision_config))
     options: dict[str, Any] = {
         "cross_attention_config": cross_attention,
         "cross_attention_layers": cross_attention_layers,
@@ -132,24 +124,23 @@ def retrofit(
         "vision_feature_select_strategy": vision_feature_select_strategy,
         "perceiver_config": perceiver_config,
     }
-    XAttnConfig(
-        text_config=text_config, vision_config=vision_config, **options
-    )  # makes all checks before weights are read
-
+    # Makes all checks before weights are read.
+    checked = XAttnConfig(text_config=text_config, vision_config=vision_config, **options)
+    options["cross_attention_config"] = checked.cross_attention_config
+    if not checked.cross_attention_config.starts_at_identity:
+        logger.warning(
+            "`cross_attention` starts with a non-zero gate and non-zero projections, so the logits of the fresh model "
+            "differ from its base."
+        )
     if not isinstance(text, PreTrainedModel):
         text = load_text(text, **load_kwargs)
     tower: Any = vision
     if vision is not None and not isinstance(vision, PreTrainedModel):
-        tower_kwargs = {
-            name: value for name, value in load_kwargs.items() if name not in ("gguf_file", "quantization_config")
-        }
-        tower = load_vision(vision, **{"dtype": text.dtype, **tower_kwargs})
-        if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
-            tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
+        tower = _load_tower(vision, text, load_kwargs)
     with recorded(text):
         note_base(text.config, text_source, load_kwargs)
-        if tower is not None and vision_source is not None:
-            note_base(tower.config, vision_source, {**load_kwargs, "gguf_file": None})
+        if vision is not None:
+            note_base(tower.config, vision, {**load_kwargs, "gguf_file": None})
         vision_config = None if tower is None else tower.config
         config = XAttnConfig(text_config=text.config, vision_config=vision_config, **options, dtype=text.dtype)
         model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=tower)
@@ -157,19 +148,88 @@ def retrofit(
         leave_out_added(text_source)
     if isinstance(attn_implementation, dict):
         model.set_attn_implementation(attn_implementation)
-    model.train(text.training)
-    return model
+    return model.train(text.training)
+
+
+def remove_blocks(model: Any) -> PreTrainedModel:
+    """Takes the blocks out of a text model. It is then what it was before [`retrofit`], bit for bit.
+
+    Added tokens are taken out, too. What was trained, frozen, cast or moved meanwhile stays so. The model around the
+    text model cannot be called or saved any more.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`], [`XAttnModel`] or `PreTrainedModel`): a model with blocks, or the text
+            model that contains them. Changed in place.
+
+    Returns:
+        `PreTrainedModel`: the text model.
+
+    Raises:
+        TypeError: for anything but a model.
+        ValueError: for a model without blocks, or whose blocks were removed already; for layers that hold adapters
+            (PEFT) or hooks of accelerate, or that FSDP has split. The model is not changed then.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"Expected `model` to be a model with blocks, got {type(model).__name__}. Pass what is inside a wrapper."
+        )
+    body: Any = model.base_model
+    is_outer = isinstance(body, XAttnModel)
+    if is_outer:
+        body._check_inserted()
+    text_model: Any = body.text_model if is_outer else model
+    insertion: Insertion | None = vars(text_model).get(INSERTION)
+    if insertion is None:
+        raise ValueError(
+            "Expected `model` to be a model with blocks, such as `retrofit` returns, or the text model inside it "
+            f"(`model.base_model.text_model`), got a {type(model).__name__}."
+        )
+    remedy = "Merge the adapter first (`merge_and_unload()`), or delete it."
+    refuse_adapter_layers(text_model, "`remove_blocks` cannot take blocks out of", remedy)
+    for name, part in text_model.named_modules():
+        if added_names(part) and ("_hf_hook" in vars(part) or original_class(part) is None):
+            why = "has a hook of accelerate" if "_hf_hook" in vars(part) else f"is a {type(part).__name__}"
+            raise ValueError(
+                f"Expected `model` to be neither dispatched with a device map nor split by FSDP, but its part {name} "
+                f"{why}. Save the model, and load it without."
+            )
+    if is_outer and not insertion.was_given:
+        text_model.generation_config = getattr(model, "generation_config", text_model.generation_config)
+        return_quantizer(body, text_model)
+    take_out(text_model, insertion)
+    del vars(text_model)[INSERTION]
+    return text_model.train(model.training)
+
+
+def _with_context_size(cross_attention: Any, context_size: int) -> Any:
+    """Fields of blocks that read the tower's output, or its perceiver's. Whatever is no `dict` stays as it is."""
+    given = {} if cross_attention is None else cross_attention
+    return {"context_size": context_size, **given} if isinstance(given, dict) else given
+
+
+def _half_of(text: PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedModel:
+    if "quantization_config" in load_kwargs:
+        raise ValueError(
+            "`quantization_config` quantizes the text model, but `text` is loaded already. Pass "
+            "`quantization_config` to its `from_pretrained`, or pass its folder to `retrofit`."
+        )
+    return text_half(text)
+
+
+def _load_tower(vision: str | Path, text: PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedModel:
+    of_text = ("gguf_file", "quantization_config")
+    own = {name: value for name, value in load_kwargs.items() if name not in of_text}
+    tower: Any = load_vision(vision, **{"dtype": text.dtype, **own})
+    if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
+        tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator
+    return tower
 
 
 def _refuse_fields(load_kwargs: dict[str, Any]) -> None:
     """Raises a `TypeError` for a field of a part's configuration, which says where it goes."""
-    parts = {
-        "cross_attention": ("the blocks", CrossAttentionConfig),
-        "perceiver_config": ("the perceiver", PerceiverConfig),
-    }
     of_all = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     for name, value in load_kwargs.items():
-        for argument, (part, config_class) in parts.items():
+        for argument, part, config_class in PARTS:
             known = {field.name for field in dataclasses.fields(config_class)} - of_all
             meant = name if name in known else ELSEWHERE.get(name)
             if meant in known:
@@ -179,4 +239,4 @@ def _refuse_fields(load_kwargs: dict[str, Any]) -> None:
                 )
 
 
-__all__ = ["retrofit"]
+__all__ = ["remove_blocks", "retrofit"]

@@ -1,9 +1,8 @@
-"""Saves what the bases of a model do not hold (`adapter_only=True`), as `checkpoints/adapters.py` describes it."""
+"""Saves what the bases of a model do not hold (`adapter_only=True`), as `adapters.py` describes it."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,11 @@ from ..utils.distributed import saved_by_one
 from ..utils.quantized_weights import first_quantized, is_quantized, plain_tensors
 from ..utils.whole_folder import WholeFolder
 from ..version import __version__
-from .adapter_files import MANIFEST, WEIGHTS, check_target, weight_files_of
-from .adapters import FORMAT, PARTS
+from .adapters import FORMAT, PARTS, digest_of_shapes, fingerprint, weights_of, without_ties
 from .bases import BaseSource, base_of, named_base
-from .model_identity import digest_of_shapes, fingerprint, weights_of, without_ties
-from .peft_adapters import SAVE_OR_MERGE, refuse_adapter_layers
+from .folders import MANIFEST, WEIGHTS, weight_files_of
+from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers
+from .saving import check_target
 
 
 def save_adapter(
@@ -34,7 +33,7 @@ def save_adapter(
     state_dict: dict[str, torch.Tensor] | None,
     options: dict[str, Any],
 ) -> None:
-    """Saves what the bases of a model do not hold. The folder is whole, or it is not taken.
+    """Saves what the bases of a model do not hold.
 
     Args:
         bases (`dict`): `text_base` and `vision_base`, where the caller names them.
@@ -50,11 +49,7 @@ def save_adapter(
     check_target(target)
     sources = check_bases(model, bases)
     for source in sources.values():
-        if (
-            source.gguf_file is None
-            and os.path.isdir(target)
-            and os.path.realpath(source.folder) == os.path.realpath(target)
-        ):
+        if source.gguf_file is None and target.is_dir() and target.resolve() == Path(source.folder).resolve():
             raise ValueError(
                 f"`adapter_only=True`: {target} is the folder of the base, whose configuration would be lost. Choose "
                 "another folder."
@@ -144,7 +139,7 @@ class _Comparison:
             self.theirs = weights_of(source.load(load, device_map={"": self.part.device}, **options))
 
     def take_out_of(self, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Takes the weights that equal the base's out of `state`. Returns what loading must know about the base."""
+        """Takes the weights that equal the base's out of `state`. Returns the manifest's entry of the base."""
         absent = [name for name in self.base if self.prefix + name not in state]
         dtypes: dict[str, str] = {}
         for name, theirs in self.theirs.items():
@@ -163,9 +158,8 @@ class _Comparison:
         ]
         if changed:
             raise ValueError(
-                f"`adapter_only=True`: quantized weights of the {self.name} differ from those of its base "
-                f"{self.source}, such as {changed[0]}; merging an adapter does that. Save the whole model, without "
-                "`adapter_only`."
+                f"`adapter_only=True`: quantized weights of the {self.name} differ from its base {self.source}: "
+                f"{changed[0]}; merging an adapter does that. Save the whole model."
             )
         return {
             **self.source.record(),
@@ -178,7 +172,7 @@ class _Comparison:
         }
 
     def _take_scales_out_of(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes the scales of equal 4-bit weights out of `state`. bitsandbytes rounds them when it runs on a CPU."""
+        """Those of equal 4-bit weights. bitsandbytes rounds them when it runs on a CPU."""
         for name in [name for name in state if name.startswith(self.prefix) and ".weight." in name]:
             weight = name[: name.rindex(".weight.") + len(".weight")].removeprefix(self.prefix)
             if self.prefix + weight in state or not is_quantized(self.theirs.get(weight, torch.empty(0))):
@@ -191,15 +185,11 @@ class _Comparison:
 
 
 def _check_complete(model: Any, state_dict: dict[str, torch.Tensor]) -> None:
-    names = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()}
     for path, part in model.named_modules():
         kept = part._buffers.keys() - part._non_persistent_buffers_set
-        names |= {
-            f"{path}.{name}".replace("_fsdp_wrapped_module.", "").lstrip(".")
-            for name in kept
-            if part._buffers[name] is not None
-        }
-    lacking = sorted(name for name in names if name not in state_dict)
+        names |= {f"{path}.{name}".lstrip(".") for name in kept if part._buffers[name] is not None}
+    lacking = sorted({name.replace("_fsdp_wrapped_module.", "") for name in names}.difference(state_dict))
     if lacking:
         raise ValueError(
             f"`adapter_only=True`: expected all weights of the model in `state_dict`, but {len(lacking)} are missing, "

@@ -1,9 +1,7 @@
-"""Checkpoints that hold only what was added to a base, and loading them. Saving them is in
-`checkpoints/adapter_saving.py`.
+"""Loads checkpoints that hold only what was added to a base (`adapter_saving.py` writes them).
 
-Most weights of a retrofitted model are those of its bases. Such a folder holds the others: blocks, connector, added
-vocabulary, and every weight of the text model or the vision tower that differs from its base. Saving loads the bases
-again and compares every weight, so bases and folder together always give the whole model, bit for bit.
+Such a folder holds blocks, connector, added vocabulary, and every weight of the text model or the vision tower that
+differs from its base. Saving compares every weight, so bases and folder give the whole model, bit for bit.
 
 The manifest names the bases with their commits, a fingerprint of their weights, and the SHA-256 of each file. It is
 written last: a folder without a manifest is not loaded. If the text model was quantized while it was loaded, the
@@ -13,7 +11,7 @@ manifest holds the quantizer's configuration, and loading quantizes the base aga
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from ..configuration_xattn import XAttnConfig
@@ -31,10 +30,10 @@ from ..decoders.insertion import BLOCKS
 from ..images.connector import XAttnConnector, new_connector
 from ..utils.checkpoint_files import check_name, read_headers, read_json, sha256_of, short
 from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_KEYWORDS, given
-from ..utils.quantized_weights import first_quantized, shape_before
-from .adapter_files import MANIFEST, find_file, find_manifest
+from ..utils.quantized_weights import first_quantized, plain_tensors, shape_before
 from .bases import BaseSource, base_of, load_text, load_vision, named_base
-from .model_identity import digest_of_shapes, fingerprint, weights_of, without_ties
+from .folders import MANIFEST, find_file, find_manifest
+from .model_identity import checksum, digest_of, line_of
 
 
 logger = logging.get_logger(__name__)
@@ -128,7 +127,7 @@ class Adapter:
         return None if path is None else cls(os.fspath(name), read_manifest(path), given(FILE_KEYWORDS, load_kwargs))
 
     def file(self, name: str) -> Path:
-        """Returns the path of a file. Raises a `ValueError` for one that is missing, cut off or another one."""
+        """The path of a file. Raises a `ValueError` for one that is missing, cut off or another one."""
         path = find_file(self.name, name, self.hub)
         if path is None:
             raise ValueError(f"{self.name} lacks {name}, which its {MANIFEST} names. Copy the folder again.")
@@ -138,8 +137,8 @@ class Adapter:
             return path
         raise ValueError(
             f"{path} is not the file that was saved: its {MANIFEST} names {expected['bytes']} bytes with SHA-256 "
-            f"{expected['sha256'][:12]}..., got {size} bytes. It was cut off or changed. Copy the folder again; "
-            "settings are changed in the model, which is then saved again."
+            f"{expected['sha256'][:12]}..., got {size} bytes. Copy the folder again; to change settings, "
+            "change them in the model and save it."
         )
 
     def has(self, name: str) -> bool:
@@ -168,10 +167,7 @@ class Adapter:
                 self.file(name)
 
     def load_kwargs(self, config: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained` that load the whole model from its weights.
-
-        `config` is an [`XAttnConfig`] if the caller has read it. `asked` are the caller's keyword arguments.
-        """
+        """Keyword arguments of `from_pretrained` that load the whole model. `asked` are the caller's."""
         self.check_settings()
         bases = {argument: named_base(argument, asked.pop(argument, None)) for _, argument, _ in PARTS}
         apart = {name: asked.pop(name) for name in tuple(asked) if name in LOAD_KEYWORDS | {"output_loading_info"}}
@@ -254,16 +250,11 @@ def load_set(
 ) -> tuple[dict[tuple[int, str], Blocks], XAttnConnector | None, PreTrainedModel | None]:
     """Loads the blocks, the connector and the vision tower of a checkpoint, to stand beside those of a model.
 
-    Args:
-        model ([`XAttnModel`]): not changed.
-        config ([`XAttnConfig`]): the checkpoint's. It gets the configuration of the tower.
-        load_kwargs (`dict`): keyword arguments for the vision tower, where the model has another one.
+    `config` is the checkpoint's, and gets the configuration of the tower. `load_kwargs` are for a vision tower of its
+    own. Raises a `ValueError` for a base of another shape, and for weights of a text model that was trained too.
 
     Returns:
         `tuple`: blocks by the index of their layer and their name in it; connector and tower, None without pixels.
-
-    Raises:
-        ValueError: for a base of another shape, and for weights of a text model that was trained too.
     """
     _check_text(model, adapter, config)
     added = adapter.added()
@@ -289,7 +280,7 @@ def load_set(
     if added:
         raise ValueError(
             f"`folder` ({adapter.name}) changes weights of the text model, which all sets share: {sorted(added)[:3]} "
-            f"and {max(0, len(added) - 3)} more. Load it as a model of its own."
+            f"({len(added)} in all). Load it as a model of its own."
         )
     if tower is not None:
         config.vision_config = tower.config
@@ -298,7 +289,6 @@ def load_set(
 
 
 def _check_text(model: Any, adapter: Adapter, config: XAttnConfig) -> None:
-    """Compares the text model with the base of a set."""
     parts = [part for part in (model.text_model, model.vision_tower) if part is not None]
     if any(weight.is_meta for part in parts for weight in part.parameters()):
         raise ValueError("`load_cross_attention` cannot add blocks to a model with weights offloaded to a disk.")
@@ -349,7 +339,7 @@ def _shapes_before(model: Any, weights: dict[str, torch.Tensor]) -> str:
 def _tower(
     model: Any, adapter: Adapter, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    """Returns this model's tower if the set was trained with its weights, and otherwise a tower of its own."""
+    """This model's tower if the set was trained with its weights, otherwise one of its own."""
     record, mine = adapter.manifest["vision_base"], model.vision_tower
     changed = {name: added.pop(name) for name in tuple(added) if name.startswith("vision_tower.")}
     is_whole = mine is not None and first_quantized(mine) is None
@@ -367,3 +357,30 @@ def _load(module: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> N
     """Loads the weights under a prefix, and removes them from `weights`. Raises an error if one is missing."""
     own = {name.removeprefix(prefix): weights.pop(name) for name in tuple(weights) if name.startswith(prefix)}
     module.load_state_dict(own)
+
+
+def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights of a model as they are saved: each tied weight once."""
+    return without_ties(base.state_dict(), base)
+
+
+def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights of a model, each tied weight once. Weights of torchao's classes are never tied."""
+    packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
+    once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
+    return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}
+
+
+def fingerprint(weights: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and sums of weights."""
+    lines = []
+    for name, tensor in sorted(weights.items()):
+        sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))
+        lines.append(line_of(name, tensor, sums) + "\n")
+    return digest_of(*lines)
+
+
+def digest_of_shapes(shapes: Mapping[str, Any]) -> str:
+    """SHA-256 over names and shapes of weights, from the weights or their shapes."""
+    found = {name: tuple(getattr(each, "shape", each)) for name, each in shapes.items()}
+    return digest_of("\n".join(f"{name}:{shape}" for name, shape in sorted(found.items())))

@@ -1,7 +1,6 @@
 """The checkpoints that a model is made of: a text-only causal language model, and a vision tower.
 
-A model that was made from checkpoints remembers their names, so that it can be saved without their weights (see
-`checkpoints/adapters.py`).
+A model remembers their names, so that it can be saved without their weights (see `adapters.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from ..utils.first_values import incomplete
 from ..utils.keywords import CONFIG_KEYWORDS, LOAD_KEYWORDS, given, refuse_unknown
 from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import resolve_revision
+from .folders import check_config_file, check_folder, check_size, refuse_pickles
 from .gguf_files import KINDS, gguf_config, gguf_file_of, gguf_path, is_gguf_path, load_gguf, split_gguf
-from .loading_checks import check_config_file, check_folder, check_size, refuse_pickles
 
 
+WHERE = ("revision", "subfolder", "gguf_file")  # of a base in its repository or folder
 _unused_told: set[tuple[str, str]] = set()  # checkpoints and classes whose table of unused weights was logged
 
 
@@ -51,7 +51,7 @@ def load_text(text: str | Path, **load_kwargs) -> PreTrainedModel:
 
 
 def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
-    """Loads the vision tower of a checkpoint. Arguments and errors are those of [`retrofit`]."""
+    """Loads the vision tower of a checkpoint. Arguments and errors as for [`retrofit`]."""
     check_load_kwargs(load_vision, load_kwargs, vision)
     if load_kwargs.get("gguf_file") is not None:
         raise ValueError("`gguf_file` is for text models, not for vision models.")
@@ -78,7 +78,7 @@ class BaseSource:
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> BaseSource:
-        """The base that the manifest of a checkpoint of added weights names."""
+        """The base that a manifest names."""
         return cls(record["name_or_path"], record["revision"], record["subfolder"], record.get("gguf_file"))
 
     def record(self) -> dict[str, Any]:
@@ -89,15 +89,14 @@ class BaseSource:
     def note_in(self, config: Any) -> None:
         """Writes the base into the configuration of its part, where [`base_of`] finds it."""
         config.name_or_path = self.name
-        for name in ("revision", "subfolder", "gguf_file"):
+        for name in WHERE:
             vars(config).pop(f"base_{name}", None)
             if getattr(self, name) is not None:
                 setattr(config, f"base_{name}", getattr(self, name))
 
     def load(self, load: Callable[..., PreTrainedModel], **load_kwargs: Any) -> PreTrainedModel:
         """Loads the base with [`load_text`] or [`load_vision`]."""
-        where = {"revision": self.revision, "subfolder": self.subfolder, "gguf_file": self.gguf_file}
-        return load(self.name, **{key: value for key, value in where.items() if value is not None}, **load_kwargs)
+        return load(self.name, **given(WHERE, vars(self)), **load_kwargs)
 
     @property
     def kind(self) -> str:
@@ -123,33 +122,28 @@ class BaseSource:
 
 
 def note_base(config: PreTrainedConfig, source: str | Path | PreTrainedModel, load_kwargs: dict[str, Any]) -> None:
-    """Writes into the configuration of a part which checkpoint it came from.
-
-    Args:
-        source (`str`, `Path` or `PreTrainedModel`): the checkpoint, or the loaded model that is or contains the part.
-        load_kwargs (`dict`): keyword arguments for loading `source`, ignored for a loaded model.
-    """
+    """Writes into the configuration of a part which checkpoint, or loaded model around it, it came from."""
     if isinstance(source, PreTrainedModel):
         name, where = source.config.name_or_path, {"gguf_file": gguf_file_of(source)}
         where |= {key: getattr(config, f"base_{key}", None) for key in ("revision", "subfolder")}
     else:
         name = str(source)
-        where = {key: load_kwargs.get(key) or None for key in ("revision", "subfolder", "gguf_file")}
+        where = {key: load_kwargs.get(key) or None for key in WHERE}
     if name:
         BaseSource(os.path.abspath(name) if os.path.isdir(name) else name, **where).note_in(config)
 
 
 def base_of(config: PreTrainedConfig) -> BaseSource | None:
-    """The checkpoint of a part. None for a part that was built from a configuration."""
+    """The checkpoint of a part. None for a part without one."""
     name = config.name_or_path
     if not name:
         return None
     name = os.path.abspath(name) if os.path.isdir(name) else name
-    return BaseSource(name, *(getattr(config, f"base_{key}", None) for key in ("revision", "subfolder", "gguf_file")))
+    return BaseSource(name, *(getattr(config, f"base_{key}", None) for key in WHERE))
 
 
 def named_base(argument: str, named: Any) -> BaseSource | None:
-    """Checks a base that the caller names, or returns None. Raises an error for anything but a name of a base."""
+    """The base that the caller names, or None. Raises an error for anything but a name."""
     if named is None:
         return None
     if not isinstance(named, (str, os.PathLike)):
@@ -210,8 +204,8 @@ def vision_config_of(
         config = vision.config
         if getattr(config, "vision_config", None) is not None:
             raise ValueError(
-                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which contains more than a "
-                "vision model. Pass its vision part, or its folder."
+                f"Expected `vision` to be a vision model, got a {type(vision).__name__}, which is more than a vision "
+                "model. Pass its vision part, or its folder."
             )
         if config.model_type not in TILED_VISION_TYPES:
             check_tower_class("vision", type(vision))
@@ -248,7 +242,6 @@ def check_load_kwargs(caller: Callable[..., Any], load_kwargs: dict[str, Any], *
 
 
 def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> PreTrainedConfig:
-    """Reads the configuration of a checkpoint. Checks it before transformers builds anything from it."""
     try:
         with both_readings(source):
             check_config_file(source, load_kwargs)
@@ -260,7 +253,6 @@ def _read_config(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> 
 
 
 def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]) -> None:
-    """Raises a `ValueError` for a folder with anything but whole safetensors files."""
     load_kwargs = {key: value for key, value in load_kwargs.items() if key != "gguf_file"}  # the other part's
     try:
         checked = check_folder(source, load_kwargs)
@@ -274,7 +266,7 @@ def _check_checkpoint(name: str, source: str | Path, load_kwargs: dict[str, Any]
 def _load(
     name: str, auto_class: Any, source: str | Path, load_kwargs: dict[str, Any], config: Any = None
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Loads a base whose configuration fits its weights. Returns it, and the names of weights that are missing."""
+    """Loads a base whose configuration fits its weights. Returns it, and the names of missing weights."""
     checked = check_folder(source, load_kwargs)
     if checked is not None and checked.headers and not load_kwargs.get("trust_remote_code"):
         known = config or AutoConfig.from_pretrained(source, **given(CONFIG_KEYWORDS, load_kwargs))
@@ -289,7 +281,7 @@ def _load(
 
 @contextmanager
 def _unused_told_once(source: str | Path) -> Iterator[None]:
-    """Drops transformers' table of unused weights if it was logged for this checkpoint, which saving loads again."""
+    """Drops transformers' table of unused weights where it was logged before: saving loads a base again."""
     where = os.path.abspath(source) if os.path.isdir(source) else str(source)
 
     def is_new(record: logging.LogRecord) -> bool:

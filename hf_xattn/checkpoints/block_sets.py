@@ -4,8 +4,7 @@ A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, conne
 the text model, and the vision tower if they were trained with the same tower weights. The active set is part of the
 model: it is trained and saved. The others are not submodules, and move to the model's device when they are activated.
 
-Switching copies no weights. A set refuses images that another set has encoded, and conversations about them: their
-keys, values and hidden states are noise for it.
+A set refuses images that another set has encoded, and conversations about them: they are noise for it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ..utils.checkpoint_files import check_path, check_source
 from ..utils.config_checks import check_choice
 from ..utils.keywords import CONFIG_KEYWORDS, refuse_unknown
 from ..utils.whole_folder import refuse_unfinished
-from .peft_adapters import refuse_adapter_layers
+from .own_parts import refuse_adapter_layers
 
 
 logger = logging.get_logger(__name__)
@@ -48,8 +47,6 @@ FIELDS = """
 
 @dataclass(eq=False)
 class BlockSet:
-    """One set."""
-
     blocks: dict[tuple[int, str], Blocks]  # by the index of a layer, and the name in it
     connector: XAttnConnector | None
     vision_tower: PreTrainedModel | None
@@ -173,7 +170,6 @@ class XAttnSetsMixin:
         del self._all_sets()[name]
 
     def _check_set(self, cross: CrossCache) -> None:
-        """Raises a `ValueError` if a cache holds images that another set of blocks has encoded."""
         if not cross.layers or torch.compiler.is_compiling():
             return
         if self._active is None or cross.read_by not in (None, self._mark):
@@ -185,20 +181,18 @@ class XAttnSetsMixin:
         cross.read_by = self._mark
 
     def _check_inserted(self) -> None:
-        """Raises a `ValueError` if the blocks of this model were taken out (see `checkpoints/removal.py`)."""
         insertion: Any = getattr(self.text_model, "_insertion", None)
         if insertion is None or insertion.mark != self._inserted:
             raise ValueError(
-                "The text model of this model does not hold its blocks any more, because `remove_blocks` took them "
-                "out. Use the text model alone, or call `retrofit` with it."
+                "`remove_blocks` took the blocks of this model out. Use its text model, or call `retrofit` with that."
             )
 
     def _check_active(self) -> None:
-        """Raises a `ValueError` if no set is active. Called for a call with images."""
+        """Called for a call with images."""
         self._check_inserted()
         if self._active is None:
             raise ValueError(
-                f"No cross-attention is active, so images would change nothing. Call `set_cross_attention` with one of "
+                "No cross-attention is active, so images would change nothing. Call `set_cross_attention` with one of "
                 f"{self.cross_attention_names}."
             )
 
@@ -208,7 +202,7 @@ class XAttnSetsMixin:
         return self._sets
 
     def _taken(self) -> BlockSet:
-        """Returns the blocks that are in the layers now, as a set."""
+        """The blocks that are in the layers now, as a set."""
         _, layers = find_decoder(self.text_model)
         blocks = {
             (index, place): layer._modules[place]

@@ -1,9 +1,7 @@
-"""The model card (`README.md`) of a saved model, as the Hub reads it: what the model is, how it loads, what was added,
-how it was trained.
+"""The model card (`README.md`) of a saved model: what it is, how it loads, what was added, how it was trained.
 
-A card holds only what is known: from the configuration, from the cards of the checkpoints that went in, and from the
-run that trained the model. It names a local checkpoint by its folder's name, without the path. A card that a person
-wrote or changed is never overwritten.
+It holds only what is known: from the configuration, the cards of the checkpoints that went in, and the training run. It
+names a local checkpoint by its folder's name, without the path. A card that a person wrote or changed is kept.
 """
 
 from __future__ import annotations
@@ -65,23 +63,21 @@ def write_model_card(
     base: list[str] | None = None,
     questions: list[str] | None = None,
 ) -> bool:
-    """Writes the model card of a saved model.
+    """Writes the model card of a saved model. `save_pretrained` calls this.
 
-    `save_pretrained` calls this. Call it again to add what only the training run knows. `Trainer.create_model_card`
-    writes a draft of its own, which this function replaces if `trainer` is given.
+    Call it again to add what only the training run knows. `Trainer.create_model_card` writes a draft of its own, which
+    this function replaces if `trainer` is given.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): what was saved.
         folder (`str`): where it was saved.
-        trainer (`Trainer`, *optional*): the trainer of the model, for the facts of the run and its losses.
-        training (`dict`, *optional*): further facts of the training, by name.
-        results (`dict`, *optional*): what was measured, by name.
+        trainer (`Trainer`, *optional*): for the facts of the run and its losses.
+        training, results (`dict`, *optional*): further facts of the training, and what was measured, by name.
         base (`list[str]`, *optional*): checkpoints that the model was made of, if its configuration does not name them.
-        questions (`list[str]`, *optional*): example questions. They become the card's `widget`, which `hf-xattn web`
-            offers.
+        questions (`list[str]`, *optional*): example questions for the card's `widget`, which `hf-xattn web` offers.
 
     Returns:
-        `bool`: whether the card was written. A card that a person wrote or changed is kept.
+        `bool`: whether the card was written. False if a person wrote or changed the one that is there.
 
     Raises:
         TypeError: for arguments of another kind.
@@ -114,7 +110,7 @@ def write_model_card(
 
 
 def _may_be_replaced(text: str, by_trainer: bool) -> bool:
-    """Whether no person wrote or changed a card. The digest in a card of this package tells whether it was changed."""
+    """Whether no person wrote or changed a card. The digest in our own tells."""
     found = re.search(MARK.format("([0-9a-f]{64})"), text)
     if found is None:
         if not by_trainer:
@@ -198,7 +194,7 @@ def _loading(sees: bool) -> str:
 
 
 def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
-    """The figures of [`describe`], from a copy without weights: the model may be sharded or quantized."""
+    """[`describe`] of a copy without weights: the model may be sharded or quantized."""
     try:
         with torch.device("meta"):
             skeleton = model._from_config(copy.deepcopy(config), dtype=model.dtype)
@@ -210,7 +206,6 @@ def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
 
 
 def training_facts(trainer: Trainer) -> dict[str, Any]:
-    """How a `Trainer` has trained its model, by name."""
     args, state = trainer.args, trainer.state
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -229,7 +224,6 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def _losses(trainer: Trainer) -> dict[str, Any]:
-    """The last losses that a `Trainer` has logged: of all steps, and of the evaluation."""
     found: dict[str, Any] = {}
     before = getattr(trainer, "_initial_global_step", 0)  # of the checkpoint that the run was resumed from
     steps = f"the steps {before + 1} to {trainer.state.global_step}" if before else "all steps"
@@ -242,7 +236,6 @@ def _losses(trainer: Trainer) -> dict[str, Any]:
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a name is one of the Hub's. `retrofit` writes local folders with a leading `./`."""
     if REPOSITORY.fullmatch(name) is None or Path(name).is_dir():
         return False
     return "/" in name or isinstance(try_to_load_from_cache(name, "config.json"), str)
@@ -254,7 +247,7 @@ def _shown(name: str) -> str:
 
 
 def _front_matter(name: str | None) -> dict[str, Any]:
-    """The front matter of a checkpoint's card. Empty if there is no card on this machine."""
+    """Of a checkpoint's card. Empty if there is no card on this machine."""
     if not name:
         return {}
     file: Any = Path(name) / CARD if Path(name).is_dir() else None
@@ -273,7 +266,7 @@ def _front_matter(name: str | None) -> dict[str, Any]:
 
 
 def _common_licence(sources: list[str]) -> dict[str, Any]:
-    """The licence of all checkpoints, from their cards. Empty if the licences differ, or one is not known."""
+    """The licence of all checkpoints. Empty if the licences differ, or one is not known."""
     licences = [{key: head[key] for key in LICENCE_KEYS if key in head} for head in map(_front_matter, sources)]
     first = licences[0] if licences else {}
     return first if "license" in first and all(each == first for each in licences) else {}
@@ -285,10 +278,7 @@ def _table(rows: dict[str, Any]) -> str:
 
 
 def tokens_per_image(model: Any) -> int | None:
-    """Returns the number of tokens that the vision tower makes of one image, or None without a tower.
-
-    Runs the tower on a blank image. On the meta device this computes shapes only.
-    """
+    """The number of tokens that the vision tower makes of one image, a blank one. None without a tower."""
     vision, tower = model.config.vision_config, model.base_model.vision_tower
     if vision is None or tower is None:
         return None
@@ -298,14 +288,14 @@ def tokens_per_image(model: Any) -> int | None:
 
 
 def key_value_bytes_per_token(config: CrossAttentionConfig, num_blocks: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of the keys and values of one image token, summed over all blocks."""
+    """Bytes of the keys and values of one image token in all blocks."""
     return 2 * num_blocks * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
 def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_image_tokens: int) -> int:
-    """Returns the floating point operations that the blocks add to one text token.
+    """Floating point operations that the blocks add to one text token, a multiply-add counted as 2.
 
-    A multiply-add counts as 2 operations. The K/V projections are not counted: they run once for each image.
+    The K/V projections are not counted: they run once for each image.
     """
     query_size = config.num_attention_heads * config.head_dim
     projections = 2 * 2 * config.hidden_size * query_size
@@ -316,7 +306,7 @@ def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_imag
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """Returns the figures of a model by name, ready to print."""
+    """The figures of a model by name, ready to print."""
     config, block = model.config, model.config.cross_attention_config
     layers, tower = config.cross_attention_layers, config.vision_config
     added = sum(map(_num_parameters, model.blocks))
@@ -363,7 +353,7 @@ def is_fresh(model: Any) -> bool:
 
 
 def blindness(model: Any) -> str | None:
-    """Returns why a model sees nothing yet: it has no vision tower, or its blocks are fresh. None if it may see."""
+    """Why a model sees nothing yet: it has no vision tower, or its blocks are fresh. None if it may see."""
     fresh = is_fresh(model)
     if model.config.vision_config is None:
         untrained = " They are untrained and see nothing yet." if fresh else ""
@@ -377,5 +367,5 @@ def _num_parameters(module: nn.Module | None) -> int:
 
 
 def block_dtype(model: Any) -> torch.dtype:
-    """Returns the dtype of the keys and values, which is the dtype of the key projection."""
+    """The dtype of the keys and values."""
     return model.blocks[0].attn.k_proj.weight.dtype

@@ -1,33 +1,27 @@
-"""Identifies the model and the weights that encoded images.
+"""Identifies the model and the weights that encoded images: for any other, their keys and values are noise.
 
-Keys and values of another model, or of this model before further training, may have the right shape, but they are noise
-for this model. So encoded images carry an identity: a hash of the configuration and of the weights between the pixels
-and the keys and values. The weights of the text decoder are not included.
-
-Reading all these weights takes about 0.2 s for a tower of 400 MB on two CPU cores. So the sum of each weight is cached
-while its storage, its version counter and a few sample values stay the same. An optimizer step, a loaded checkpoint or
-a conversion changes at least one of them. Not noticed are hooks on modules, and writes through `.data` or a NumPy view
-that leave the sample values as they are.
+The identity is a hash of the configuration and of the weights between the pixels and the keys and values, without those
+of the text decoder. Reading them takes about 0.2 s for a tower of 400 MB on two CPU cores. So the sum of each weight is
+cached while its storage, its version counter and a few sample values stay the same: an optimizer step, a loaded
+checkpoint or a conversion changes at least one of them. Not noticed are hooks on modules, and writes through `.data` or
+a NumPy view that leave the sample values as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ..cache.digests import mixed_sum, word_weights, words_of
 from ..configuration_xattn import XAttnConfig
-from ..utils.quantized_weights import plain_tensors
-from .peft_adapters import adapter_layers
+from .own_parts import adapter_layers
 
 
 SAMPLES = 4  # number of sample values of each weight
@@ -50,7 +44,7 @@ class ModelIdentity:
         self._sums: dict[str, tuple[Any, int]] = {}
 
     def current(self, parts: dict[str, nn.Module]) -> str:
-        """Returns the SHA-256 of configuration and weights. `parts`: the modules from pixels to keys and values."""
+        """SHA-256 of configuration and weights. `parts`: the modules from pixels to keys and values."""
         tensors = list(_tensors(parts))
         samples = _samples([tensor for _, tensor, _ in tensors])
         sums = []
@@ -60,8 +54,8 @@ class ModelIdentity:
             known = self._sums.get(name)
             if known is None or known[0] != key or not counts:
                 known = self._sums[name] = (key, checksum(tensor))
-            sums.append(_line(name, tensor, known[1]))
-        return _sha256(_json(self._facts(parts)), *sums)
+            sums.append(line_of(name, tensor, known[1]))
+        return digest_of(_json(self._facts(parts)), *sums)
 
     def _facts(self, parts: dict[str, nn.Module]) -> dict[str, Any]:
         config, block = self._config, self._config.cross_attention_config
@@ -81,15 +75,15 @@ class ModelIdentity:
 
 
 def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
-    """Returns the SHA-256 of configuration and weights of a vision tower, without connector and blocks."""
+    """SHA-256 of configuration and weights of a vision tower, without connector and blocks."""
     assert config.vision_config is not None
     parts = {"vision_tower": tower}
     facts = {"vision_config": _shape_of(config.vision_config.to_dict()), "adapters": _adapters_of(parts)}
-    return _sha256(_json(facts), *(_line(name, tensor, checksum(tensor)) for name, tensor, _ in _tensors(parts)))
+    return digest_of(_json(facts), *(line_of(name, tensor, checksum(tensor)) for name, tensor, _ in _tensors(parts)))
 
 
 def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
-    """Returns which adapters are active in which layers."""
+    """Which adapters are active in which layers."""
     return {
         f"{name}.{inner}": [
             str(module.active_adapters),
@@ -102,7 +96,7 @@ def _adapters_of(parts: dict[str, nn.Module]) -> dict[str, list[Any]]:
 
 
 def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yields the name and the values of each weight, and whether accelerate has offloaded it."""
+    """Name and values of each weight, and whether accelerate has offloaded it."""
     for name, part in sorted(parts.items()):
         for inner, tensor in sorted(part.state_dict(keep_vars=True).items()):
             if not isinstance(tensor, torch.Tensor):
@@ -119,12 +113,12 @@ def _tensors(parts: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def _shape_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without its origin, its dtype and its attention kernel."""
+    """A configuration without its origin, its dtype and its attention kernel."""
     return {name: value for name, value in config.items() if name not in DROPPED and not name.startswith("_attn")}
 
 
 def _samples(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
-    """Returns a few values of each tensor, with one copy to the host for each device and dtype."""
+    """A few values of each tensor, with one copy to the host for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel() and tensor.is_contiguous() and not tensor.is_meta:
@@ -143,7 +137,7 @@ def _few(flat: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Returns the sum of the words of a tensor modulo 2^64, mixed as those of images (see `cache/digests.py`)."""
+    """The sum of the words of a tensor modulo 2^64, mixed as those of images (see `cache/digests.py`)."""
     words = words_of(tensor.contiguous().view(-1))
     weights = word_weights(min(CHUNK, words.shape[0]), words.device)
     total = 0
@@ -152,34 +146,7 @@ def checksum(tensor: torch.Tensor) -> int:
     return total
 
 
-def weights_of(base: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model as they are saved: each tied weight once."""
-    return without_ties(base.state_dict(), base)
-
-
-def without_ties(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of a model, each tied weight once. Weights of torchao's classes are never tied."""
-    packed = {name for name, tensor in weights.items() if len(plain_tensors(tensor)) > 1}
-    once = remove_tied_weights_from_state_dict({n: t for n, t in weights.items() if n not in packed}, model)
-    return {name: once.get(name, tensor) for name, tensor in weights.items() if name in packed or name in once}
-
-
-def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and sums of weights."""
-    lines = []
-    for name, tensor in sorted(weights.items()):
-        sums = ",".join(str(checksum(plain.detach())) for plain in plain_tensors(tensor))
-        lines.append(_line(name, tensor, sums) + "\n")
-    return _sha256(*lines)
-
-
-def digest_of_shapes(shapes: Mapping[str, Any]) -> str:
-    """SHA-256 over names and shapes of weights, from the weights or their shapes."""
-    found = {name: tuple(getattr(each, "shape", each)) for name, each in shapes.items()}
-    return _sha256("\n".join(f"{name}:{shape}" for name, shape in sorted(found.items())))
-
-
-def _line(name: str, tensor: torch.Tensor, total: object) -> str:
+def line_of(name: str, tensor: torch.Tensor, total: object) -> str:
     return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{total}"
 
 
@@ -187,5 +154,5 @@ def _json(facts: dict[str, Any]) -> str:
     return json.dumps(facts, sort_keys=True, default=str)
 
 
-def _sha256(*texts: str) -> str:
+def digest_of(*texts: str) -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Refuses to save parts of a user's own.
+"""Refuses to save parts for which a saved folder has no names: a user's own, and layers of adapters (PEFT).
 
-A saved folder has no names for such parts. It would load with the parts of this package or of transformers, and answer
-otherwise.
+It would load with the parts of this package or of transformers, and answer otherwise. The layers of an adapter rename
+the weights below them, so what is saved with them loads into no other model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ..images.vision import is_tiled
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.first_values import ValuesComeLater
 from ..utils.stub import PACKAGE
-from .peft_adapters import adapter_layers
 
 
 logger = logging.get_logger(__name__)
@@ -33,16 +32,16 @@ logger = logging.get_logger(__name__)
 # FSDP and activation checkpointing wrap modules, and leave the names of weights as they are. `torch.compile` does not.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 COMPILED = "_orig_mod"
+SAVE_OR_MERGE = (
+    "Save the adapter by itself, with `save_pretrained` of the `PeftModel`, or merge it first: `merge_and_unload()`."
+)
 
 
 def refuse_own_parts(model: Any) -> None:
-    """Raises a `ValueError` for a part that was compiled, or that loading would build of another class.
-
-    Other checks refuse a model with layers of an adapter (PEFT).
-    """
+    """Raises a `ValueError` for a part that was compiled, or that loading would build of another class."""
     body = model.base_model
     if any(adapter_layers(body)):
-        return
+        return  # other checks refuse these
     for path, _ in body.named_modules():
         if path.endswith(COMPILED):
             path = path.removesuffix(COMPILED).rstrip(".")
@@ -54,9 +53,9 @@ def refuse_own_parts(model: Any) -> None:
     if found is not None:
         raise ValueError(
             f"`save_pretrained` cannot save a part of your own: {found}. A folder names no such parts, so it would "
-            "load with the expected one, and answer otherwise. Save the weights of this part by themselves "
-            "(`torch.save(part.state_dict(), file)`), and the model with the expected part in its place. Or make the "
-            "part in `__init__` of a subclass of the model, which then loads what it saves."
+            "load with the expected one. Save the weights of this part by themselves (`torch.save(part.state_dict(), "
+            "file)`), and the model with the expected part in its place. Or make the part in `__init__` of a subclass "
+            "of the model, which then loads what it saves."
         )
 
 
@@ -66,28 +65,27 @@ def warn_of_own_parts(model: Any) -> None:
         logger.warning_once(f"`save_pretrained` will refuse this model, because of a part of your own: {found}.")
 
 
-def class_of(module: nn.Module | None) -> type:
+def _class_of(module: nn.Module | None) -> type:
     """The class of a module, without what FSDP2 derives from it and what wraps it."""
     while module is not None and (inner := next(filter(module._modules.get, WRAPPERS), None)) is not None:
         module = module._modules[inner]
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
 
 
-def is_ours(kind: Any) -> bool:
-    """Whether a class or function is of this package."""
+def _is_ours(kind: Any) -> bool:
     return f"{kind.__module__}.".startswith(f"{PACKAGE}.")
 
 
 def _is_built_by_us(model: Any) -> bool:
     """Whether loading builds the parts. A subclass with an `__init__` of its own may build others."""
-    kind: Any = class_of(model)
-    return is_ours(kind.__init__)
+    kind: Any = _class_of(model)
+    return _is_ours(kind.__init__)
 
 
 def _wrong_parts(model: Any) -> Iterator[str]:
     body, config = model.base_model, model.config
-    if body is not model and not is_ours(class_of(body)):
-        yield _words("model", class_of(body), "XAttnModel")
+    if body is not model and not _is_ours(_class_of(body)):
+        yield _words("model", _class_of(body), "XAttnModel")
     tower: Any = MODEL_MAPPING
     if config.vision_config is not None and is_tiled(config.vision_config):
         from transformers import MllamaVisionModel
@@ -98,7 +96,7 @@ def _wrong_parts(model: Any) -> Iterator[str]:
         ("vision_tower", config.vision_config, tower),
         ("connector", config.vision_config, {type(config.vision_config): XAttnConnector}),
     ):
-        found, expected = class_of(getattr(body, name)), mapping.get(type(part), None)
+        found, expected = _class_of(getattr(body, name)), mapping.get(type(part), None)
         if part is None or expected is None or found.__module__.startswith("peft."):
             continue
         if issubclass(found, PreTrainedModel):
@@ -136,8 +134,45 @@ def _classes(path: str, module: nn.Module | None) -> dict[str, type]:
     """The class of each module in a part, by its path without wrappers."""
     inside = () if module is None else module.named_modules(prefix=path, remove_duplicate=False)
     names = ((".".join(name for name in each.split(".") if name not in WRAPPERS), part) for each, part in inside)
-    return {name: class_of(part) for name, part in names}
+    return {name: _class_of(part) for name, part in names}
 
 
 def _words(path: str, found: type, expected: str) -> str:
     return f"`{path}` is a {found.__module__}.{found.__qualname__}, expected a {expected}"
+
+
+def refuse_adapter_layers(module: nn.Module, what: str, remedy: str) -> None:
+    """Raises a `ValueError` for a module with layers of an adapter. `what` and `remedy` are parts of its message."""
+    for layer, _ in adapter_layers(module):
+        raise ValueError(
+            f"{what} a model that holds LoRA layers or other layers of an adapter (PEFT): {layer} is one. {remedy}"
+        )
+
+
+def adapter_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with an adapter, or of `modules_to_save`, in a module, by name."""
+    for name, part in module.named_modules():
+        if isinstance(getattr(part, "_disable_adapters", None), bool):  # which both have, and no `PreTrainedModel`
+            yield name, part
+
+
+def warn_of_tower(model: Any) -> None:
+    """Warns once of an adapter whose short names, such as `"q_proj"`, mean layers of the vision tower, too.
+
+    PEFT calls nothing of a model when it adds layers. So this is called where training begins.
+    """
+    configs = vars(model).get("peft_config")
+    body = model.base_model
+    if not isinstance(configs, dict) or body.vision_tower is None:
+        return
+    count, others = (
+        sum("base_layer" in part._modules for part in half.modules()) for half in (body.vision_tower, body.text_model)
+    )
+    targets = [getattr(config, "target_modules", None) or () for config in configs.values()]
+    names = {name for target in targets for name in ([target] if isinstance(target, str) else target)}
+    if count and others and not any("vision_tower" in name for name in names):
+        logger.warning_once(
+            f"The adapter trains {count} layers of the vision tower, too: its `target_modules` "
+            f"({', '.join(sorted(names)[:3])}) are ends of names, which layers of the tower have as well. For the text "
+            "model alone pass `target_modules=hf_xattn.lora_targets(model)`."
+        )

@@ -27,10 +27,16 @@ from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import has, needs
-from .adapter_files import find_manifest
-from .loading_checks import check_folder, check_shapes, refuse_other_files, refuse_pickles
-from .own_parts import warn_of_own_parts
-from .peft_adapters import check_adapter_folder, find_peft, warn_of_tower
+from .folders import (
+    check_adapter_folder,
+    check_folder,
+    check_shapes,
+    find_manifest,
+    find_peft,
+    refuse_other_files,
+    refuse_pickles,
+)
+from .own_parts import warn_of_own_parts, warn_of_tower
 from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 
@@ -75,14 +81,14 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         _initialize(self, self)
 
     def post_init(self) -> None:
-        """`PreTrainedModel.post_init`. The list of what stays in float32 then names what the blocks have."""
+        """`PreTrainedModel.post_init`, and a list of what stays in float32 that names what the blocks have."""
         super().post_init()
         others = {kept for kept in self._keep_in_fp32_modules_strict if not kept.startswith(BLOCKS)}
         found = (PRECISE_WEIGHT.search(name) for name, _ in self.named_parameters())
         self._keep_in_fp32_modules_strict = others | {match[1] for match in found if match is not None}
 
     def train(self, mode: bool = True) -> Any:
-        """`nn.Module.train`. Warns of half precision, a tower that an adapter trains, parts that saving refuses."""
+        """`nn.Module.train`. Warns of what training or saving will stumble over."""
         super().train(mode)
         if mode:
             warn_of_tower(self)
@@ -97,7 +103,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             self.train()  # frozen layers that are checkpointed train, see `learning/frozen_modes.py`
 
     def enable_input_require_grads(self) -> None:
-        """As in transformers. The vision tower takes part only while it trains (see `learning/gradients.py`)."""
+        """As in transformers. The vision tower takes part only while it trains."""
         self.disable_input_require_grads()
         body: Any = self.base_model
         self._input_hooks = give_gradient_to_inputs(body.text_model, body.vision_tower)
@@ -109,10 +115,9 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         self._input_hooks = ()
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
-        """transformers' plans, and rows for the blocks in those of tensor parallelism and FSDP."""
+        """transformers' plans, and rows for the blocks. A plan that was given has the last word."""
         blocks = (name for name, module in self.named_modules() if isinstance(module, GatedCrossAttentionBlock))
         places = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in blocks}
-        # A plan that was given has the last word.
         if distributed_config.tp_size > 1:
             rows = block_plan(self.config.cross_attention_config, distributed_config.tp_size)
             added = {f"{place}.{name}": style for place in places for name, style in rows.items()}
@@ -137,8 +142,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     ) -> Any:
         """As in transformers. `trust_remote_code=True` runs the code of a custom decoder or vision tower, too.
 
-        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names. A warning
-        names a base that has changed since. A text model that was quantized is quantized again.
+        A folder of `save_pretrained(folder, adapter_only=True)` is put together with the bases that it names, with a
+        warning of one that has changed since. A text model that was quantized is quantized again.
 
         Args:
             quantization_config (*optional*): quantizes the text model alone. For a folder of `adapter_only=True`, None
@@ -151,8 +156,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         Raises:
             TypeError: for an `allow_missing_weights` that is no bool.
             ValueError: for a folder in which a save was cut off; with a configuration that no model has; with files
-                that are damaged, lie elsewhere or are pickled; with weights missing; or saved by another class than
-                this one and those of this package. For a base that is gone or of another shape.
+                that are damaged, lie elsewhere or are pickled; with weights missing; or saved by another class. For a
+                base that is gone or of another shape.
         """
         _refuse_splitting_of_old(kwargs)
         check_flags(allow_missing_weights=allow_missing_weights)
@@ -208,7 +213,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
-        """transformers' own, which reads the weights. The model has shapes until then, and no values."""
         if expected_keys is None:  # otherwise the weights are an adapter's (PEFT)
             check_shapes(model, state_dict, checkpoint_files, load_config)
         else:
@@ -228,7 +232,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def _from_adapter(
         cls, source: Any, model_args: tuple[Any, ...], config: Any, load_kwargs: dict[str, Any], allowed: bool
     ) -> Any:
-        """Loads bases and added weights. Returns what `from_pretrained` returns."""
         from .adapters import Adapter
 
         adapter: Any = Adapter.find(source, load_kwargs)
@@ -262,7 +265,6 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
 
 
 def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:
-    """Refuses to split the model over ranks where transformers does not ask it for the plans of its blocks."""
     for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
         if load_kwargs.get(name) is not None and not has("_resolve_parallel_plans"):
             raise ValueError(needs("_resolve_parallel_plans", f"`{name}`"))

@@ -1,8 +1,7 @@
 """The names that weights have on disk: those that text model and vision tower have in their own checkpoints.
 
-transformers holds the experts of a layer in one tensor, and renames other weights. It saves a model under the published
-names by reversing what loading does. Here it does so for the parts of a model. The rules are patterns, such as `.mlp.`
-for `.block_sparse_moe.`, which fit the blocks inside the layers too. So they leave blocks alone.
+transformers holds the experts of a layer in one tensor, and renames other weights. Saving reverses what loading does.
+Its rules are patterns, such as `.mlp.` for `.block_sparse_moe.`, which fit blocks too. So they leave blocks alone.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _sparing_blocks(rule: WeightTransform) -> WeightTransform:
 
 
 class _Unsharded:
-    """A model as transformers looks for its rules. It takes the class that FSDP2 derives for code without rules."""
+    """A model in which transformers finds its rules: it knows none for a class that FSDP2 derives."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.base_model_prefix = model, model.base_model_prefix
@@ -73,7 +72,7 @@ class _Unsharded:
 
 
 def rules_of_parts(model: PreTrainedModel) -> list[WeightTransform]:
-    """How loading makes the names that weights have in memory. Saving reverses these rules.
+    """How loading makes the names that weights have in memory.
 
     A rule that removes a prefix is left out: it is for checkpoints of larger models, and its reverse adds the prefix.
     """
@@ -125,10 +124,7 @@ def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def named_as_in_memory(model: PreTrainedModel, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Weights of a model under the names that they have in memory. `from_pretrained` does the same on its own.
-
-    `weights` have these names already, or those of a saved folder. They may be a part of all, such as one shard.
-    """
+    """Weights under the names that they have in memory, from these or those of a saved folder, or one shard of it."""
     rules = _Rules(model)
     own = rules.own
     if not own or weights.keys() <= own.keys():

@@ -26,9 +26,8 @@ from ..utils.stub import PACKAGE, own_code, write_stub
 from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
-from .adapter_files import check_target, files_of_adapter
-from .own_parts import refuse_own_parts
-from .peft_adapters import SAVE_OR_MERGE, refuse_adapter_layers
+from .folders import MANIFEST, PEFT_CONFIG, weight_files_of
+from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts
 from .saved_names import rules_of_parts
 
 
@@ -62,7 +61,7 @@ class XAttnSavingMixin(Model):
 
     @property
     def _weight_conversions(self) -> Any:
-        """The rules that transformers reverses to save the weights (see `checkpoints/saved_names.py`)."""
+        """The rules that transformers reverses to save the weights."""
         return rules_of_parts(self)
 
     @_weight_conversions.setter
@@ -80,39 +79,34 @@ class XAttnSavingMixin(Model):
         with_code: bool = False,
         **kwargs,
     ) -> None:
-        """`PreTrainedModel.save_pretrained`. Text model and vision tower keep the names of their own checkpoints (see
-        `checkpoints/saved_names.py`).
+        """`PreTrainedModel.save_pretrained`. The weights have the names of the parts' own checkpoints.
 
         The code of a custom decoder or vision tower is saved beside them, and the model loads with
-        `trust_remote_code=True`. A model card is written too (see `checkpoints/model_card.py`), unless the folder holds
-        one that a person wrote or changed.
+        `trust_remote_code=True`. A model card is written too, unless a person wrote or changed the one in the folder.
 
         A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers. Where several
         processes hold parts of the weights (FSDP2), all of them must call this.
 
         Args:
             adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added
-                vocabulary, and the weights that differ from those of the bases, which are loaded again to compare
-                them. `from_pretrained` of the folder fetches the bases.
+                vocabulary, and the weights that differ from the bases', which are loaded again to compare them.
+                `from_pretrained` of the folder fetches the bases.
             text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by
                 default where the parts were loaded from.
-            with_code (`bool`): save the code of this package too, so that the folder loads with
-                `trust_remote_code=True` where the package is not installed.
+            with_code (`bool`): save the code of this package too, for machines without it.
 
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
             ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded
-                instead; for a model with layers of a `PeftModel`; for a part of the caller's own class (see
-                `checkpoints/own_parts.py`); and with `adapter_only` for a base without a name or a checkpoint.
+                instead; for a model with layers of a `PeftModel` or with a part of the caller's own class; and with
+                `adapter_only` for a base without a name or a checkpoint.
         """
         check_flags(adapter_only=adapter_only, with_code=with_code)
         for name in kwargs:  # transformers takes any name
             if meant := suggestion(name, ["with_code", "adapter_only"], cutoff=0.8):
                 raise TypeError(f"save_pretrained() got an unexpected keyword argument `{name}`.{meant}")
         if self.base_model.active_cross_attention is None:
-            raise ValueError(
-                "No cross-attention is active, so there is nothing to save: call `set_cross_attention` first."
-            )
+            raise ValueError("No cross-attention is active: call `set_cross_attention` first.")
         if not self._saves_peft_adapter():
             refuse_own_parts(self)
         is_main_process = self.should_save_on_this_rank(is_main_process)
@@ -140,8 +134,7 @@ class XAttnSavingMixin(Model):
     ) -> Any:
         """`PreTrainedModel.push_to_hub`. The named arguments are those of [`save_pretrained`].
 
-        Raises:
-            TypeError, ValueError: as [`save_pretrained`], and for a base that is a folder, which others cannot load.
+        Raises an error as that one, and a `ValueError` for a base that is a folder, which others cannot load.
         """
         check_flags(adapter_only=adapter_only, with_code=with_code)
         if not self._saves_peft_adapter():
@@ -153,9 +146,8 @@ class XAttnSavingMixin(Model):
             for name, source in check_bases(self, {"text_base": text_base, "vision_base": vision_base}).items():
                 if os.path.isdir(source.name):
                     raise ValueError(
-                        f"`push_to_hub(adapter_only=True)`: the base of the {name} is a folder of this machine "
-                        f"({source.name}), where nobody else finds it. Push it first, and pass its Hub id as "
-                        "`text_base` or `vision_base`."
+                        f"`push_to_hub(adapter_only=True)`: nobody else finds the base of the {name}, a folder of this "
+                        f"machine ({source.name}). Push it first, and pass its Hub id as `text_base` or `vision_base`."
                     )
             options.update(adapter_only=True, text_base=text_base, vision_base=vision_base)
         else:
@@ -182,8 +174,7 @@ class XAttnSavingMixin(Model):
         refuse_unknown(self.save_pretrained, options, SAVE_KEYWORDS)
         if options.pop("push_to_hub", False):
             raise ValueError(
-                "`adapter_only=True` does not work together with `push_to_hub=True`. Call `model.push_to_hub(repo_id, "
-                "adapter_only=True)`."
+                "`adapter_only=True` excludes `push_to_hub=True`. Call `model.push_to_hub(repo_id, adapter_only=True)`."
             )
         for name in ("variant", "distributed_checkpoint", "save_original_format"):
             if options.get(name):
@@ -202,8 +193,7 @@ class XAttnSavingMixin(Model):
         if self._saves_peft_adapter():
             if with_code:
                 raise ValueError(
-                    "`with_code=True`: this model has an adapter (PEFT), which is saved alone and needs no code. Save "
-                    "the code with the model below it."
+                    "`with_code=True`: an adapter (PEFT) is saved alone. Save the code with the model below it."
                 )
             if len(names := self.active_adapters()) > 1:
                 raise ValueError(f"Expected one active adapter to save, got {names}. Call `set_adapter` first.")
@@ -212,14 +202,9 @@ class XAttnSavingMixin(Model):
             refuse_adapter_layers(self.base_model, "`save_pretrained` cannot save", SAVE_OR_MERGE)
             check_savable(self)
             if given and first_quantized(self.base_model) is not None:
-                raise ValueError(
-                    "`state_dict` does not work with a quantized model: transformers saves the weights that the model "
-                    "holds. Leave it out."
-                )
-            whole = given is not None or is_sharded_by_transformers(self)
-            gathered = None if whole else gathered_weights(self)
-            if gathered is not None:
-                options = {**options, "state_dict": gathered}
+                raise ValueError("Leave `state_dict` out: of a quantized model, the weights that it holds are saved.")
+            if given is None and not is_sharded_by_transformers(self):
+                options = {**options, "state_dict": gathered_weights(self)}
         if options.get("push_to_hub"):  # the folder that transformers sees has the name of what a link leads to
             options = {"repo_id": Path(os.path.abspath(target)).name, **options}
         is_unnamed = self._takes_name_of_folder()
@@ -253,7 +238,6 @@ class XAttnSavingMixin(Model):
         whole: WholeFolder | None = None,
         small: bool = False,
     ) -> None:
-        """Writes the files of a model, or of its adapter (PEFT), into `target` or a folder that becomes it."""
         if is_main_process and not self._saves_peft_adapter():
             body: Any = self.base_model
             config = self.config
@@ -280,8 +264,7 @@ class XAttnSavingMixin(Model):
             self._renew_card(folder)
 
     def _renew_card(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the model card. The code in a folder cannot write one."""
-        if PACKAGE == "hf_xattn":
+        if PACKAGE == "hf_xattn":  # the code in a folder cannot write one
             from .model_card import write_model_card
 
             write_model_card(self, folder)
@@ -295,11 +278,10 @@ class XAttnSavingMixin(Model):
         return waiting.barrier_after_gathered_checkpoint_save(*args, **kwargs)
 
     def _saves_peft_adapter(self) -> bool:
-        """Whether transformers saves an adapter in place of the model."""
         return getattr(self, "_hf_peft_config_loaded", False)
 
     def _takes_name_of_folder(self) -> bool:
-        """Whether saving names the model: PEFT records the name as the base, and a retrofit has none before."""
+        """Whether saving names the model, which has no name before. PEFT records it as the base."""
         return self.name_or_path in ("", self._saved_as) and not self._saves_peft_adapter()
 
     def _take_name(self, folder: Path) -> None:
@@ -324,6 +306,18 @@ class XAttnSavingMixin(Model):
         return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
 
 
+def check_target(target: Path, adapter_only: bool = True) -> None:
+    """Raises a `ValueError` for a folder with something that would be loaded in place of the save, or on top of it."""
+    if target.is_file():
+        raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file.")
+    if adapter_only and (whole := sorted(path.name for path in target.glob("model*.safetensors"))):
+        raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
+    if (target / PEFT_CONFIG).is_file():
+        raise ValueError(
+            f"{target} holds an adapter of PEFT ({PEFT_CONFIG}), which would be loaded, too. Choose another folder."
+        )
+
+
 def _refuse_bases(text_base: Any, vision_base: Any) -> None:
     for name, base in (("text_base", text_base), ("vision_base", vision_base)):
         if base is not None:
@@ -337,12 +331,14 @@ def _earlier_save(folder: Path, variant: str | None) -> Iterator[Path]:
         yield from folder.glob(f"model{suffix}{shards}.safetensors")
     yield from folder.glob(f"model.safetensors.index{suffix}.json")
     yield from folder.glob(SHARDS_OF_RANKS)
-    yield from files_of_adapter(folder)
+    if (folder / MANIFEST).is_file():
+        yield folder / MANIFEST
+        yield from weight_files_of(folder)
     yield from own_code(folder)
 
 
 def _remove_weights(stale: list[Path]) -> None:
-    """Removes the weights of an earlier save, but for the files that this save by all processes has written again."""
+    """Removes the weights of an earlier save that this save by all processes has not written again."""
     written = torch.distributed.get_world_size() if is_distributed() else 1
     for path in stale:
         of_rank = path.match(SHARDS_OF_RANKS) and int(path.name.split("-")[1]) <= written  # counted from 1

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoints.adapter_saving import equal_bits, scales_are_close
+from ..checkpoints.adapters import weights_of, without_ties
 from ..checkpoints.bases import load_text, text_config_of
 from ..checkpoints.gguf_files import split_gguf
-from ..checkpoints.model_identity import weights_of, without_ties
-from ..checkpoints.peft_adapters import adapter_layers
+from ..checkpoints.own_parts import adapter_layers
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..decoders.quantization import quantization_of_text

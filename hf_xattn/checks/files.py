@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.adapter_saving import equal_bits
-from ..checkpoints.peft_adapters import adapter_layers
+from ..checkpoints.own_parts import adapter_layers
 from .results import BROKEN, HOLDS, NOT_CHECKED, Result, listed
 
 

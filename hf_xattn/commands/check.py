@@ -49,7 +49,7 @@ def register(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     device_of(arguments.device)
-    from ..checkpoints.peft_adapters import find_peft
+    from ..checkpoints.folders import find_peft
     from ..utils.checkpoint_files import check_source
 
     check_source("model", arguments.model)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ..maps.answer_words import Word, words_of
-from ..maps.attention_maps import AttentionMaps, attention_maps
+from ..maps.attention_maps import AttentionMaps, Word, attention_maps, words_of
 from ..processing_xattn import XAttnProcessor
 from .canvases import HEIGHT, PATCH, PROMPT, WIDTH, WORDS, Canvas, picture_of
 from .language_scores import ANSWER_TOKENS, is_right

@@ -1,7 +1,7 @@
 """Converts checkpoints of other vision-language models with cross-attention to this package, and Mllama's back."""
 
 from .checkpoints import convert_checkpoint, import_checkpoint
-from .mllama_export import export_checkpoint
+from .mllama import export_checkpoint
 
 
 __all__ = ["convert_checkpoint", "export_checkpoint", "import_checkpoint"]

@@ -18,11 +18,11 @@ from ..images.connector import XAttnConnector
 from ..layers.block import GatedCrossAttentionBlock
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..utils.checkpoint_files import read_headers, short
-from .recipe import block_name, fits
+from .conversion import block_name, fits
 
 
 def shape_of(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...]:
-    """Returns the shape of a tensor. Raises a `ValueError` if there is none of that name."""
+    """The shape of a tensor. Raises a `ValueError` if there is none of that name."""
     if name not in state:
         raise ValueError(f"`state_dict` holds no {name}.")
     return tuple(state[name].shape)
@@ -42,8 +42,7 @@ def unwrapped(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
     """Reads a state dict from a .safetensors file or a file of `torch.save`. Runs no code from the file.
 
-    Raises:
-        ValueError: if the file holds something else.
+    Raises a `ValueError` if the file holds something else.
     """
     path = Path(file)
     if path.suffix == ".safetensors":
@@ -54,8 +53,8 @@ def read_state_dict(file: str | Path) -> dict[str, torch.Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # the restricted unpickler stumbles over a stranger's file in many ways
         raise ValueError(
-            f"{file} holds no state dict that can be read: expected a complete file of `torch.save` with tensors and "
-            "plain values. Code in a file is not run."
+            f"{file} holds no state dict that can be read: expected a complete file of `torch.save`, with tensors and "
+            "plain values only."
         ) from error
     while isinstance(state, dict):
         inner = next((state[key] for key in ("model_state_dict", "state_dict", "model") if key in state), None)
@@ -92,12 +91,9 @@ def _check_zip(path: Path) -> None:
 def language_weights(
     text: PreTrainedModel, state: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], PreTrainedConfig]:
-    """Returns the weights of a language model in a state dict, and the configuration with the new vocabulary size.
+    """The weights of a language model in a state dict, and its configuration with their number of embeddings.
 
-    The size of the vocabulary is the number of embeddings in the state dict. The model itself does not change.
-
-    Raises:
-        ValueError: for names that the model does not have, or shapes that differ in more than the vocabulary size.
+    Raises a `ValueError` for names that `text` does not have, or shapes that differ in more than the vocabulary size.
     """
     own, everything = dict(text.named_parameters()), text.state_dict()
     # The embedding and the head, whose bias also has one number for each token (GPT-J).
@@ -133,7 +129,7 @@ def language_weights(
 
 
 def block_tensors(text: PreTrainedModel, blocks: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of blocks, by places in the decoder, under their parameter names in the model."""
+    """The tensors of blocks, by places in the decoder, under their parameter names in the model."""
     return {
         f"{place}.{name}": tensor
         for place, block in zip(_block_names(text, list(blocks)), blocks.values())
@@ -144,10 +140,7 @@ def block_tensors(text: PreTrainedModel, blocks: dict[int, dict[str, torch.Tenso
 def check_parts(config: XAttnConfig, text: PreTrainedModel, parts: dict[str, torch.Tensor]) -> None:
     """Checks that tensors, by parameter name, are all blocks and, for a model with a vision tower, the connector.
 
-    Compares names and shapes only, before the model is built.
-
-    Raises:
-        ValueError: for missing tensors, unknown tensors, or tensors of a wrong shape.
+    Raises a `ValueError` for missing or unknown tensors, or tensors of a wrong shape, before the model is built.
     """
     modules: dict[str, torch.nn.Module] = {}
     with torch.device("meta"):

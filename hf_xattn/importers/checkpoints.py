@@ -7,22 +7,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from safetensors import safe_open
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..checkpoints.loading_checks import check_config_file
 from ..checkpoints.model_card import write_model_card
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
-from ..utils.checkpoint_files import INTEGERS, Stored, check_source
-from ..utils.config_sizes import check_layer_count
+from ..utils.checkpoint_files import INTEGERS, Stored
 from ..utils.whole_folder import WholeFolder
 from . import idefics, mllama
-from .recipe import Recipe, fits
-from .streaming import FolderWriter, check_folder, copy_side_files, read_headers, side_files
+from .conversion import (
+    FolderWriter,
+    Recipe,
+    check_folder,
+    config_of,
+    copy_side_files,
+    fits,
+    folder_of,
+    made_recipe,
+    read_headers,
+    shapes_of,
+    side_files,
+)
 
 
 # By `model_type` of the source.
@@ -75,8 +82,8 @@ def import_checkpoint(
         output (`str` or `Path`, *optional*): a new or empty folder for the result.
 
     Returns:
-        [`XAttnForConditionalGeneration`]: the model, in the source's dtype. If the model does not fit into memory, use
-        [`convert_checkpoint`] and load the result with a `device_map`.
+        [`XAttnForConditionalGeneration`]: the model, in the source's dtype. For one that does not fit into memory use
+        [`convert_checkpoint`], and a `device_map`.
 
     Raises:
         ValueError: as [`convert_checkpoint`].
@@ -96,54 +103,12 @@ def import_checkpoint(
 
 
 def recipe_of(config: PreTrainedConfig) -> Recipe:
-    """Returns the recipe of a model type, or raises a `ValueError`."""
     if config.model_type not in RECIPES:
         raise ValueError(
             f"`source` must be a model of type {sorted(RECIPES)}, got a {config.model_type!r} model, which cannot be "
             "imported. A text-only model needs `retrofit`; an 'xattn' model is one of this package already."
         )
-    try:
-        return RECIPES[config.model_type](config)
-    except ValueError:
-        raise
-    except Exception as error:  # sizes of zero, missing parts, lists that are none
-        raise ValueError(
-            f"`source` has a configuration of a {config.model_type!r} model that cannot be one: "
-            f"{type(error).__name__}: {error}."
-        ) from error
-
-
-def config_of(folder: Path, headers: dict[str, Stored]) -> PreTrainedConfig:
-    """Reads the configuration in a folder, after its sizes were checked. Raises a `ValueError` if it cannot be one."""
-    try:
-        fields = check_config_file(folder, {})
-        check_layer_count(fields, len(headers), f"{folder / 'config.json'}")
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ImportError):
-        raise
-    except Exception as error:
-        raise ValueError(f"`source` ({folder}): {error if str(error) else type(error).__name__}") from error
-
-
-def folder_of(source: str | Path) -> Path:
-    """Returns the folder of a source. Downloads a Hub id."""
-    if not isinstance(source, (str, Path)):
-        raise TypeError(f"`source` must be a folder, a Hub id or a loaded model, got {type(source).__name__}.")
-    folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"`source` ({folder}) holds no config.json.")
-        return folder
-    check_source("source", source)
-    if HF_HUB_OFFLINE:
-        raise ValueError(f"`source` ({source}) is not a folder, and the Hub is out of reach (offline mode).")
-    return Path(snapshot_download(str(source), ignore_patterns=["*.bin", "*.pth", "*.pt", "original/*"]))
-
-
-def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of the tensors in a checkpoint of this model."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    return made_recipe(RECIPES[config.model_type], config)
 
 
 def _skeleton(config: XAttnConfig) -> XAttnForConditionalGeneration:
@@ -153,7 +118,7 @@ def _skeleton(config: XAttnConfig) -> XAttnForConditionalGeneration:
 
 
 def _plan(recipe: Recipe, headers: dict[str, Stored]) -> dict[str, list]:
-    """Returns the target parameters and their shapes for each tensor of the source. Refuses sources that do not fit."""
+    """The target parameters and their shapes for each tensor of the source. Refuses sources that do not fit."""
     skeleton = _skeleton(recipe.config)
     expected = shapes_of(skeleton)
     dtypes = {name: tensor.dtype for name, tensor in skeleton.state_dict().items()}
@@ -193,16 +158,15 @@ def _few(names: list[str]) -> str:
 
 def _import_model(source: PreTrainedModel) -> XAttnForConditionalGeneration:
     recipe = recipe_of(source.config)
-    tied = getattr(source, "all_tied_weights_keys", None) or {}
-    state = {name: tensor for name, tensor in source.state_dict().items() if name not in tied}
-    plan = _plan(recipe, {name: Stored("", tuple(tensor.shape)) for name, tensor in state.items()})
+    state = source.state_dict()
+    plan = _plan(recipe, {name: Stored("", shape) for name, shape in shapes_of(source).items()})
     with no_init_weights():
         model = XAttnForConditionalGeneration._from_config(recipe.config, dtype=source.dtype)
     model.tie_weights()
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
-        for name, tensor in state.items():
-            for target, shape in plan[name]:
-                own[target.name].copy_(tensor[target.rows].reshape(shape))
+        for name, targets in plan.items():
+            for target, shape in targets:
+                own[target.name].copy_(state[name][target.rows].reshape(shape))
     model.generation_config = source.generation_config or GenerationConfig()
     return model.to(source.device).train(source.training)

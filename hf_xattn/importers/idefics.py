@@ -19,28 +19,20 @@ One difference: at a text position that sees no image, Idefics adds the MLP bran
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 from transformers import CLIPVisionConfig, IdeficsConfig, IdeficsPerceiverConfig, IdeficsVisionConfig, LlamaConfig
 
-from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
-from .recipe import LLAMA_FIELDS, Recipe, Target, renamed
+from ..configuration_xattn import PerceiverConfig, XAttnConfig
+from .conversion import LLAMA_FIELDS, Recipe, Target, block_config, renamed
 
 
-VISION_FIELDS = (
-    "image_size",
-    "intermediate_size",
-    "patch_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_channels",
-    "hidden_act",
-    "layer_norm_eps",
-    "attention_dropout",
-    "initializer_range",
-    "initializer_factor",
-)
+VISION_FIELDS = """
+    image_size intermediate_size patch_size num_hidden_layers num_attention_heads num_channels hidden_act layer_norm_eps
+    attention_dropout initializer_range initializer_factor
+    """.split()
 
 BLOCK_RULES = [
     (r"cross_attn\.((?:q|k|v|o)_proj)\.weight", r"attn.\1.weight"),
@@ -77,68 +69,59 @@ ADDITIONAL_ROWS = {
 
 def recipe(config: IdeficsConfig) -> Recipe:
     """Returns the recipe that converts an Idefics checkpoint."""
-    vision, resampler = config.vision_config, config.perceiver_config
-    assert isinstance(vision, IdeficsVisionConfig) and isinstance(resampler, IdeficsPerceiverConfig)
+    vision = config.vision_config
+    assert isinstance(vision, IdeficsVisionConfig)
     fields: dict[str, Any] = {name: getattr(config, name) for name in (*LLAMA_FIELDS, "num_hidden_layers")}
-    head_dim = config.hidden_size // config.num_attention_heads
-    perceiver = None
-    if config.use_resampler:
-        perceiver = PerceiverConfig(
-            hidden_size=vision.embed_dim,
-            num_latents=resampler.resampler_n_latents,
-            num_hidden_layers=resampler.resampler_depth,
-            num_attention_heads=resampler.resampler_n_heads,
-            head_dim=resampler.resampler_head_dim,
-            hidden_act="relu",
-            qk_norm=resampler.qk_layer_norms_perceiver,
-        )
-    interval = config.cross_layer_interval
+    tower = CLIPVisionConfig(hidden_size=vision.embed_dim, **{name: getattr(vision, name) for name in VISION_FIELDS})
+    interval, has_marker = config.cross_layer_interval, config.additional_vocab_size > 1
     target = XAttnConfig(
-        text_config=LlamaConfig(**fields, head_dim=head_dim),
-        vision_config=CLIPVisionConfig(
-            hidden_size=vision.embed_dim, **{name: getattr(vision, name) for name in VISION_FIELDS}
-        ),
-        cross_attention_config=CrossAttentionConfig(
-            hidden_size=config.hidden_size,
+        text_config=LlamaConfig(**fields, head_dim=config.hidden_size // config.num_attention_heads),
+        vision_config=tower,
+        cross_attention_config=block_config(
+            config,
             context_size=vision.embed_dim,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=head_dim,
-            intermediate_size=config.intermediate_size,
-            hidden_act=config.hidden_act,
-            norm_eps=config.rms_norm_eps,
-            qk_norm_eps=config.rms_norm_eps,
             qk_norm=config.qk_layer_norms,
-            attention_dropout=config.dropout,
             gate_granularity="channel" if config.alpha_type == "vector" else "scalar",
-            gate_init=0.0,
-            zero_init=False,
-            initializer_range=config.initializer_range,
         ),
         cross_attention_layers=[interval * index for index in range(config.num_hidden_layers // interval)],
         # The first two added tokens are <fake_token_around_image> and <image>.
-        image_token_id=config.vocab_size + 1 if config.additional_vocab_size > 1 else None,
-        image_visibility="latest" if config.additional_vocab_size > 1 else "all",
+        image_token_id=config.vocab_size + 1 if has_marker else None,
+        image_visibility="latest" if has_marker else "all",
         connector_type="perceiver" if config.use_resampler else "identity",
-        perceiver_config=perceiver,
+        perceiver_config=_perceiver(config, vision.embed_dim) if config.use_resampler else None,
         additional_vocab_size=config.additional_vocab_size,
         additional_vocab_in_head=config.additional_vocab_size > 0,
         source_config=config.to_dict(),
         dtype=config.dtype,
     )
+    return Recipe(target, functools.partial(_targets, interval))
 
-    def targets(name: str) -> list[Target] | None:
-        if name in ADDITIONAL_ROWS:
-            return [Target(ADDITIONAL_ROWS[name])]
-        if match := re.fullmatch(r"model\.gated_cross_attn_layers\.(\d+)\.(.+)", name):
-            part = renamed(match[2], BLOCK_RULES)
-            place = f"{TEXT}.layers.{int(match[1]) * interval}.cross_attention_block"
-            return None if part is None else [Target(f"{place}.{part}")]
-        if name.startswith("model.perceiver_resampler."):
-            part = renamed(name.removeprefix("model.perceiver_resampler."), PERCEIVER_RULES)
-            return None if part is None else [Target(f"model.connector.layers.0.{part}")]
-        if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
-            return []  # buffers that older releases saved; the model computes them
-        new = renamed(name, RULES)
-        return None if new is None else [Target(new)]
 
-    return Recipe(target, targets)
+def _perceiver(config: IdeficsConfig, width: int) -> PerceiverConfig:
+    resampler = config.perceiver_config
+    assert isinstance(resampler, IdeficsPerceiverConfig)
+    return PerceiverConfig(
+        hidden_size=width,
+        num_latents=resampler.resampler_n_latents,
+        num_hidden_layers=resampler.resampler_depth,
+        num_attention_heads=resampler.resampler_n_heads,
+        head_dim=resampler.resampler_head_dim,
+        hidden_act="relu",
+        qk_norm=resampler.qk_layer_norms_perceiver,
+    )
+
+
+def _targets(interval: int, name: str) -> list[Target] | None:
+    if name in ADDITIONAL_ROWS:
+        return [Target(ADDITIONAL_ROWS[name])]
+    if match := re.fullmatch(r"model\.gated_cross_attn_layers\.(\d+)\.(.+)", name):
+        part = renamed(match[2], BLOCK_RULES)
+        place = f"{TEXT}.layers.{int(match[1]) * interval}.cross_attention_block"
+        return None if part is None else [Target(f"{place}.{part}")]
+    if name.startswith("model.perceiver_resampler."):
+        part = renamed(name.removeprefix("model.perceiver_resampler."), PERCEIVER_RULES)
+        return None if part is None else [Target(f"model.connector.layers.0.{part}")]
+    if name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
+        return []  # buffers that older releases saved; the model computes them
+    new = renamed(name, RULES)
+    return None if new is None else [Target(new)]

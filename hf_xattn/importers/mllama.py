@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision (`MllamaForConditionalGeneration`).
+"""Llama 3.2 Vision (`MllamaForConditionalGeneration`), and back: models of its shape as Mllama checkpoints.
 
 Its text model is one list of layers. Some layers have cross-attention instead of self-attention. The self-attention
 layers alone are a Llama. Each cross-attention layer becomes a block in front of the next self-attention layer. A
@@ -16,18 +16,64 @@ cross-attention layer at the end of the list becomes a block after the last laye
 
 One difference: at a text position that sees no image, Mllama adds the attention branch (an average of all image
 tokens). This package adds nothing.
+
+A model that was imported from Mllama has its shape. A retrofit has it with these options:
+
+    retrofit(llama, mllama_vision_model, connector_type="linear", image_visibility="latest_group", image_token_id=...,
+             cross_attention={"qk_norm": True, "norm_eps": llama.config.rms_norm_eps})
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, MllamaConfig, MllamaTextConfig, MllamaVisionConfig
+import torch
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    LlamaConfig,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    MllamaProcessor,
+    MllamaTextConfig,
+    MllamaVisionConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import PROCESSOR_NAME, logging
 
-from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
-from .recipe import LLAMA_FIELDS, Recipe, Target, block_names, renamed
+from ..configuration_xattn import XAttnConfig
+from ..modeling_xattn import XAttnForConditionalGeneration
+from ..utils.whole_folder import WholeFolder
+from .conversion import (
+    LLAMA_FIELDS,
+    FolderWriter,
+    Recipe,
+    Target,
+    block_config,
+    block_names,
+    check_folder,
+    config_of,
+    copy_side_files,
+    fits,
+    folder_of,
+    made_recipe,
+    read_headers,
+    read_tensor,
+    renamed,
+    shapes_of,
+    side_files,
+)
 
+
+logger = logging.get_logger(__name__)
 
 ADDITIONAL_TOKENS = 8  # fixed in transformers' model
 
@@ -44,8 +90,15 @@ RULES = [
     (r"(?:language_model\.)?lm_head\.weight", r"model.text_model.lm_head.weight"),
     (r"(?:model\.)?language_model\.(?:model\.)?norm\.weight", r"model.text_model.model.norm.weight"),
 ]
-EMBEDDING = r"(?:model\.)?language_model\.(?:model\.)?embed_tokens\.weight"
-LAYER = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
+EMBEDDING_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?embed_tokens\.weight"
+LAYER_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
+
+SHARD_BYTES = 5 * 10**9
+IMAGE_TOKEN = "<|image|>"  # Mllama's, where the tokenizer names no other
+# Of the source's processor; Mllama's writes its own.
+REPLACED = (PROCESSOR_NAME, "preprocessor_config.json", "video_preprocessor_config.json")
+EMBEDDING, LAYERS = "model.text_model.model.embed_tokens", "model.text_model.model.layers"
+HEAD = "model.text_model.lm_head.weight"
 
 
 def places(text_config: MllamaTextConfig) -> dict[int, int]:
@@ -77,29 +130,16 @@ def recipe(config: MllamaConfig) -> Recipe:
     assert isinstance(text, MllamaTextConfig) and isinstance(vision, MllamaVisionConfig)
     where = places(text)
     cross = sorted(set(text.cross_attention_layers or ()))
-    layers, decoder_places = "model.text_model.model.layers", [where[index] for index in cross]
-    fields: dict[str, Any] = {name: getattr(text, name) for name in (*LLAMA_FIELDS, "num_key_value_heads")}
+    decoder_places = [where[index] for index in cross]
     num_layers = text.num_hidden_layers - len(cross)
+    fields: dict[str, Any] = {name: getattr(text, name) for name in (*LLAMA_FIELDS, "num_key_value_heads")}
     fields["head_dim"] = text.hidden_size // text.num_attention_heads
     fields["tie_word_embeddings"] = False  # transformers' Mllama has a head of its own, whatever its configuration says
     target = XAttnConfig(
         text_config=LlamaConfig(**fields, num_hidden_layers=num_layers),
         vision_config=vision,
-        cross_attention_config=CrossAttentionConfig(
-            hidden_size=text.hidden_size,
-            context_size=text.hidden_size,
-            num_attention_heads=text.num_attention_heads,
-            num_key_value_heads=text.num_key_value_heads,
-            head_dim=fields["head_dim"],
-            intermediate_size=text.intermediate_size,
-            hidden_act=text.hidden_act,
-            norm_eps=text.rms_norm_eps,
-            qk_norm_eps=text.rms_norm_eps,
-            qk_norm=True,
-            attention_dropout=text.dropout,
-            gate_init=0.0,
-            zero_init=False,
-            initializer_range=text.initializer_range,
+        cross_attention_config=block_config(
+            text, context_size=text.hidden_size, num_key_value_heads=text.num_key_value_heads, qk_norm=True
         ),
         cross_attention_layers=decoder_places,
         image_token_id=config.image_token_id,
@@ -110,36 +150,254 @@ def recipe(config: MllamaConfig) -> Recipe:
         source_config=config.to_dict(),
         dtype=config.dtype,
     )
+    blocks = dict(zip(cross, block_names(LAYERS, decoder_places, num_layers)))
+    return Recipe(target, functools.partial(_targets, text.vocab_size, where, blocks))
 
-    blocks = dict(zip(cross, block_names(layers, decoder_places, num_layers)))
 
-    def targets(name: str) -> list[Target] | None:
-        if re.fullmatch(EMBEDDING, name):
-            embedding = "model.text_model.model.embed_tokens"
-            return [
-                Target(f"{embedding}.weight", slice(None, text.vocab_size)),
-                Target(f"{embedding}.additional.weight", slice(text.vocab_size, None)),
-            ]
-        layer = re.fullmatch(LAYER, name)
-        if layer is None:
-            new = renamed(name, RULES)
-        elif (index := int(layer[1])) not in where:
-            return None
-        elif index in blocks:
-            part = renamed(layer[2], BLOCK_RULES)
-            new = None if part is None else f"{blocks[index]}.{part}"
-        else:
-            new = f"{layers}.{where[index]}.{layer[2]}"
-        return None if new is None else [Target(new)]
-
-    return Recipe(target, targets)
+def _targets(vocab_size: int, where: dict[int, int], blocks: dict[int, str], name: str) -> list[Target] | None:
+    if re.fullmatch(EMBEDDING_OF_MLLAMA, name):
+        return [
+            Target(f"{EMBEDDING}.weight", slice(None, vocab_size)),
+            Target(f"{EMBEDDING}.additional.weight", slice(vocab_size, None)),
+        ]
+    layer = re.fullmatch(LAYER_OF_MLLAMA, name)
+    if layer is None:
+        new = renamed(name, RULES)
+    elif (index := int(layer[1])) not in where:
+        return None
+    elif index in blocks:
+        part = renamed(layer[2], BLOCK_RULES)
+        new = None if part is None else f"{blocks[index]}.{part}"
+    else:
+        new = f"{LAYERS}.{where[index]}.{layer[2]}"
+    return None if new is None else [Target(new)]
 
 
 def original_name(name: str) -> str:
-    """Returns the name that a parameter of transformers' model has in the published checkpoints."""
+    """The name of a parameter of transformers' model in the published checkpoints."""
     rules = [
         (r"model\.language_model\.(.+)", r"language_model.model.\1"),
         (r"model\.((?:vision_model|multi_modal_projector)\..+)", r"\1"),
         (r"lm_head\.weight", r"language_model.lm_head.weight"),
     ]
     return renamed(name, rules) or name
+
+
+def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output: str | Path) -> None:
+    """Writes a model of Llama 3.2 Vision's shape as an Mllama checkpoint, which transformers' own class and other
+    engines load.
+
+    A model that was imported from Mllama goes back bit for bit. A retrofit is taken if it has the same shape (see the
+    options above): a Llama, Mllama's vision tower and blocks of Mllama's kind. The checkpoint gives the model's logits
+    to rounding, but for text that sees no image beside images. Gates and norms, float32 in a retrofit, get the dtype of
+    the model, as Mllama loads them. One file of the result (5 GB at most) has to fit into memory, not the model.
+
+    Args:
+        source (`str`, `Path` or [`XAttnForConditionalGeneration`]): a folder, a Hub id or a loaded model.
+        output (`str` or `Path`): a new or empty folder.
+
+    Raises:
+        ValueError: if the model has another shape (the message lists all differences), if its tensors do not fit its
+            configuration, or if `output` is not empty.
+    """
+    check_folder(output)
+    changed: PreTrainedConfig
+    read: Callable[[str], torch.Tensor]
+    if isinstance(source, PreTrainedModel):
+        state = source.state_dict()
+        folder, changed, read, dtype = None, source.config, state.__getitem__, source.dtype
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    else:
+        folder = folder_of(source)
+        headers = read_headers(folder)
+        side_files(folder)
+        changed, read, dtype = (
+            config_of(folder, headers),
+            functools.partial(read_tensor, folder, headers),
+            torch.float32,
+        )
+        shapes = {name: header.shape for name, header in headers.items()}
+    if isinstance(changed.dtype, torch.dtype):
+        dtype = changed.dtype
+    if not isinstance(changed, XAttnConfig):
+        raise ValueError(f"`source` must be a model with cross-attention blocks, got a {changed.model_type!r} model.")
+    original = changed.source_config or {}
+    imported = original.get("model_type") == "mllama"
+    config: Any = AutoConfig.for_model(**original) if imported else _mllama_config(changed)
+    made = made_recipe(recipe, config)
+    with torch.device("meta"):
+        expected = shapes_of(MllamaForConditionalGeneration._from_config(config))
+    for name, shape in expected.items():
+        _check_parts(name, shape, _parts_of(name, made, changed), shapes, _missing_rows(name, changed))
+    with WholeFolder(output) as target_folder:
+        writer = FolderWriter(target_folder)
+        for number, names in enumerate(_shards(expected, dtype), start=1):
+            tensors = {}
+            for name in names:
+                parts = [read(part) for part in _parts_of(name, made, changed)]
+                if added := _missing_rows(name, changed):
+                    parts.append(parts[0].new_zeros(added, *parts[0].shape[1:]))
+                tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+                tensors[original_name(name)] = tensor.reshape(expected[name]).to(dtype).contiguous()
+            writer.write(f"model-{number:05d}.safetensors", tensors)
+        writer.finish()
+        config.architectures = [MllamaForConditionalGeneration.__name__]
+        config.save_pretrained(target_folder)
+        if folder is not None:
+            copy_side_files(folder, target_folder)
+            _write_processor(folder, target_folder, config.image_token_id)
+        elif isinstance(source, PreTrainedModel) and source.generation_config is not None:
+            source.generation_config.save_pretrained(target_folder)
+
+
+def _check_parts(
+    name: str, shape: tuple[int, ...], parts: list[str], shapes: dict[str, tuple[int, ...]], added: int
+) -> None:
+    """Raises a `ValueError` if parts of an exported tensor are missing, or do not give its shape with `added` rows."""
+    if missing := [part for part in parts if part not in shapes]:
+        raise ValueError(f"`source` is not complete: expected {missing[0]}, which becomes {name}, but it is missing.")
+    made = shapes[parts[0]]
+    if len(parts) > 1:
+        made = (sum(shapes[part][0] for part in parts), *made[1:])
+    if added:
+        made = (made[0] + added, *made[1:])
+    if not fits(made, shape):
+        raise ValueError(
+            f"`source` has another shape than its configuration: expected {shape} for {name}, got {tuple(made)}."
+        )
+
+
+def _shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[list[str]]:
+    """Splits names into files of at most `SHARD_BYTES`, in the given order."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        bytes_ = math.prod(shape) * dtype.itemsize
+        if shards[-1] and size + bytes_ > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += bytes_
+    return shards
+
+
+def _mllama_config(config: XAttnConfig) -> MllamaConfig:
+    """The configuration of the Mllama that a model is equal to. A `ValueError` lists each difference of its shape."""
+    if differences := _differences(config):
+        listed = "".join(f"\n- `{name}`: expected {expected}, found {found}" for name, expected, found in differences)
+        raise ValueError(
+            "`source` cannot be written in Llama 3.2 Vision's format, the only one for exports: its shape differs:"
+            + listed
+        )
+    text: Any = config.text_config
+    cross = [place + number for number, place in enumerate(sorted(config.cross_attention_layers))]
+    fields = {name: getattr(text, name) for name in (*LLAMA_FIELDS, "num_key_value_heads")}
+    text_config = MllamaTextConfig(
+        **{**fields, "tie_word_embeddings": False},  # Mllama's embedding has more rows than its head
+        num_hidden_layers=text.num_hidden_layers + len(cross),
+        cross_attention_layers=cross,
+        dropout=config.cross_attention_config.attention_dropout,
+    )
+    assert [places(text_config)[index] for index in cross] == sorted(config.cross_attention_layers)
+    assert config.vision_config is not None and config.image_token_id is not None
+    return MllamaConfig(
+        text_config=text_config.to_dict(),
+        vision_config=config.vision_config.to_dict(),
+        image_token_index=config.image_token_id,
+        dtype=config.dtype,
+    )
+
+
+def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
+    """Name, expected and found value of each difference from Mllama."""
+    text: Any = config.text_config
+    vision = config.vision_config
+    wanted: list[tuple[str, Any, Any]] = [
+        ("text_config.model_type", "llama", text.model_type),
+        ("vision_config.model_type", "mllama_vision_model", getattr(vision, "model_type", None)),
+        ("connector_type", "linear", config.connector_type),
+        ("connector_bias", True, config.connector_bias),
+        ("image_visibility", "latest_group", config.image_visibility),
+        ("additional_vocab_in_head", False, config.additional_vocab_in_head),
+    ]
+    if text.model_type == "llama":
+        head_dim = text.hidden_size // text.num_attention_heads
+        wanted += [  # Mllama's text model has no option for these
+            ("text_config.attention_bias", False, text.attention_bias),
+            ("text_config.mlp_bias", False, text.mlp_bias),
+            ("text_config.head_dim", head_dim, text.head_dim or head_dim),
+            ("text_config.quantization_config", None, getattr(text, "quantization_config", None)),
+        ]
+        wanted += _of_blocks(config, text)
+    found = [(name, repr(expected), repr(value)) for name, expected, value in wanted if expected != value]
+    if 0 in config.cross_attention_layers:
+        # transformers' Mllama takes the length of the text from its first layer's cache, which would hold an image.
+        found.append(("cross_attention_layers", "no block in front of layer 0", str(config.cross_attention_layers)))
+    if config.image_token_id is None:
+        found.append(("image_token_id", "the id of the image marker", "None"))
+    if (added := config.additional_vocab_size) > ADDITIONAL_TOKENS:
+        found.append(("additional_vocab_size", f"at most {ADDITIONAL_TOKENS}, as in Mllama", str(added)))
+    return found
+
+
+def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
+    """Mllama's cross-attention layers have the sizes of its self-attention layers."""
+    expected = {
+        "context_size": text.hidden_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": text.num_key_value_heads,
+        "head_dim": text.hidden_size // text.num_attention_heads,
+        "intermediate_size": text.intermediate_size,
+        "hidden_act": text.hidden_act,
+        "norm_type": "rmsnorm",
+        "norm_eps": text.rms_norm_eps,
+        "qk_norm_eps": text.rms_norm_eps,
+        "qk_norm": True,
+        "gate": "tanh",
+        "gate_granularity": "scalar",
+        "mlp_type": "gated",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "quiet_softmax": False,
+        "position_bias": False,
+    }
+    block = config.cross_attention_config
+    return [(f"cross_attention_config.{name}", value, getattr(block, name)) for name, value in expected.items()]
+
+
+def _parts_of(name: str, made: Recipe, config: XAttnConfig) -> list[str]:
+    """Names of the parameters that make up a tensor of Mllama, in the order of its rows."""
+    parts = [target.name for target in made.targets(name) or []]
+    if parts == [HEAD] and config.text_config.tie_word_embeddings:
+        return [f"{EMBEDDING}.weight"]
+    if not config.additional_vocab_size:
+        parts = [part for part in parts if part != f"{EMBEDDING}.additional.weight"]
+    return parts
+
+
+def _missing_rows(name: str, config: XAttnConfig) -> int:
+    """Rows of additional tokens that only Mllama's tensor has. They become zeros, which no text uses."""
+    return ADDITIONAL_TOKENS - config.additional_vocab_size if re.fullmatch(EMBEDDING_OF_MLLAMA, name) else 0
+
+
+def _write_processor(source: Path, target: Path, image_token_id: int) -> None:
+    """Replaces a copied `XAttnProcessor` by a `MllamaProcessor` with the same parts. Warns of parts that do not fit."""
+    file = source / PROCESSOR_NAME
+    if not file.is_file() or json.loads(file.read_text()).get("processor_class") != "XAttnProcessor":
+        return
+    processor: Any = AutoProcessor.from_pretrained(source)
+    for name in REPLACED:
+        (target / name).unlink(missing_ok=True)
+    tokenizer, image_processor = processor.tokenizer, processor.image_processor
+    problems = []
+    if not hasattr(image_processor, "max_image_tiles"):
+        problems.append(f"an image processor that makes tiles, found {type(image_processor).__name__}")
+    if tokenizer.bos_token is None:
+        problems.append("a tokenizer with a start token (`bos_token`), found none")
+    if problems:
+        logger.warning(f"No processor was written. Mllama's needs {'; and '.join(problems)}.")
+        return
+    marker = tokenizer.convert_ids_to_tokens(image_token_id)
+    if marker != IMAGE_TOKEN:  # a `MllamaProcessor` reads the attribute `image_token`
+        tokenizer = AutoTokenizer.from_pretrained(source, image_token=marker)
+    MllamaProcessor(image_processor, tokenizer, chat_template=processor.chat_template).save_pretrained(target)

@@ -40,7 +40,7 @@ from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnCo
 from ..decoders.insertion import check_insertable
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .blocks import block_options, block_tensors, check_parts, language_weights, load_parts, shape_of, unwrapped
-from .recipe import renamed
+from .conversion import renamed
 
 
 # Published checkpoints name a block by its layer. A model that was saved whole holds each block under both names.
@@ -85,8 +85,8 @@ def import_open_flamingo(
         state_dict (`dict[str, torch.Tensor]`): an OpenFlamingo checkpoint (`torch.load(..., weights_only=True)`).
         text (`PreTrainedModel`): the causal language model of the checkpoint; changed in place. The vocabulary grows
             to the size of the embeddings in `state_dict`.
-        vision (`PreTrainedModel`, *optional*): the vision tower. Without it, the model has no resampler and takes
-            resampled features as `cross_attention_states`.
+        vision (`PreTrainedModel`, *optional*): the vision tower. Without it, there is no resampler, and the model takes
+            resampled features.
         image_token_id (`int`): id of `<image>`.
         head_dim (`int`, defaults to 64): width of a head in the blocks and the resampler.
 
@@ -143,7 +143,7 @@ def open_flamingo_block(state_dict: dict[str, torch.Tensor], head_dim: int = 64)
 
 
 def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, torch.Tensor]], dict, dict]:
-    """Splits a state dict into the tensors of each block, of the resampler, and of the language model."""
+    """The tensors of each block, of the resampler, and of the language model."""
     blocks: dict[int, dict[str, torch.Tensor]] = {}
     perceiver, language = {}, {}
     for name, tensor in unwrapped(state_dict).items():
@@ -166,24 +166,17 @@ def _split(state_dict: dict[str, torch.Tensor]) -> tuple[dict[int, dict[str, tor
 def open_flamingo_resampler(
     state_dict: dict[str, torch.Tensor], head_dim: int = 64
 ) -> tuple[PerceiverConfig, dict[str, torch.Tensor]]:
-    """Converts the state dict of OpenFlamingo's or flamingo-pytorch's resampler, whose names start at `latents` and
-    `layers.`.
+    """Converts the state dict of OpenFlamingo's or flamingo-pytorch's resampler, whose names start at `latents`.
 
-    Args:
-        state_dict (`dict[str, torch.Tensor]`): its tensors. A position for each image (`media_time_embs`,
-            `media_pos_emb`) becomes `num_image_positions`.
-        head_dim (`int`, defaults to 64): width of a head.
+    A position for each image (`media_time_embs`, `media_pos_emb`) becomes `num_image_positions`. Raises a `ValueError`
+    for missing or unknown tensors, or a resampler of videos, which adds an embedding to each frame.
 
     Returns:
         the configuration and the state dict of a `PerceiverResampler`, the `"perceiver"` connector.
-
-    Raises:
-        ValueError: for missing or unknown tensors, or a resampler of videos, which adds an embedding to each frame.
     """
     if "frame_embs" in state_dict:
         raise ValueError(
-            "`state_dict`: expected a resampler of images, got `frame_embs`, embeddings of a video's frames. They are "
-            "not supported."
+            "`state_dict`: expected a resampler of images, got `frame_embs`, embeddings of a video's frames."
         )
     latents, width = shape_of(state_dict, "latents")
     config = PerceiverConfig(
@@ -206,10 +199,7 @@ def open_flamingo_resampler(
 def _renamed(
     state: dict[str, torch.Tensor], rules: list[tuple[str, str]], both: str, projection: str
 ) -> dict[str, torch.Tensor]:
-    """Renames a state dict to this package's names.
-
-    A matrix whose name matches `both` holds the rows of the keys, then the rows of the values. It is split into two.
-    """
+    """Renames a state dict. A matrix whose name matches `both` holds the rows of the keys, then those of the values."""
     result = {}
     for name, tensor in state.items():
         match = re.fullmatch(both, name)

@@ -1,18 +1,18 @@
 """Attention maps: how the attention of each text token is spread over the image tokens, in every block and head.
 
-Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. With
-`max_new_tokens` the model first generates, and then reads the whole text once more. This gives the weights of the steps
-of `generate`, because what a token sees does not depend on later tokens.
-
-These are attention weights. They tell where a block has looked, not why the model said what it said.
+Fast kernels return no weights, so the blocks compute them with the eager implementation, for this one call. They tell
+where a block has looked, not why the model said what it said.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
@@ -23,6 +23,7 @@ from ..configuration_xattn import XAttnConfig
 from ..images.tower import image_size_of
 from ..layers.image_rows import refuse_to_cache
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..training.freezing import body_of
 from ..utils.tensor_checks import check_tensor, type_name
 from .patch_grid import PatchGrid, patch_grid
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 MEAN = "mean"
 Choice: TypeAlias = "int | str | None"
+COLUMNS, SIDE = 4, 2.6  # panels in a line, width of a panel in inches
 
 
 @dataclass(eq=False, repr=False)
@@ -60,9 +62,9 @@ class AttentionMaps:
     num_given: int
     _config: XAttnConfig
     _sizes: tuple[int, ...]
-    _pixel_values: torch.Tensor | None = None
-    _aspect_ratio_ids: torch.Tensor | None = None
-    _from_pixels: bool = field(default=False)
+    _pixel_values: torch.Tensor | None
+    _aspect_ratio_ids: torch.Tensor | None
+    _from_pixels: bool
 
     def __repr__(self) -> str:
         return f"AttentionMaps(layers={self.layers}, weights={len(self.weights)} x {tuple(self.weights[0].shape)})"
@@ -84,11 +86,9 @@ class AttentionMaps:
     def grid(
         self, image: int = 0, row: int = 0, layer: Choice = None, head: Choice = None, token: int | None = None
     ) -> torch.Tensor:
-        """Arranges the weights of an image as its patches lie in the picture. Tokens without a patch (class tokens,
-        registers) are left out.
+        """Arranges the weights of an image as its patches lie in the picture that the vision tower has read.
 
-        The picture is what the vision tower has read, after the image processor, which may resize or crop it. For a
-        tower with tiles, one grid covers all tiles of the image.
+        Tokens without a patch (class tokens, registers) are left out. One grid covers all tiles of an image.
 
         Args:
             image (`int`), row (`int`): index of the image, and of the row of `tokens`.
@@ -141,11 +141,9 @@ class AttentionMaps:
         return patch_grid(self._config, self._sizes[image], size, ratio)
 
     def pixels(self, image: int = 0, row: int = 0) -> torch.Tensor:
-        """The picture that the vision tower has read, `(height, width, channels)`, scaled to values from 0 to 1. Tiles
-        are put together.
+        """The picture that the vision tower has read, `(height, width, channels)`, scaled to values from 0 to 1.
 
-        Raises:
-            ValueError: for an index that does not exist, or if the inputs held no pixels.
+        Raises a `ValueError` for an index that does not exist, or if the inputs held no pixels.
         """
         self._check_picture(image, row)
         if self._pixel_values is None:
@@ -161,12 +159,7 @@ class AttentionMaps:
         return ((picture - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0)
 
     def covered(self, image: int = 0, row: int = 0) -> tuple[float, float]:
-        """Returns the share of the picture's height and width that the patches cover: a rest smaller than a patch is
-        not read.
-
-        Raises:
-            ValueError: as `grid`.
-        """
+        """The share of the picture's height and width that the patches cover. Raises a `ValueError` as `grid`."""
         self._check_picture(image, row)
         return self._patches(image, row).covered
 
@@ -181,15 +174,14 @@ class AttentionMaps:
         layer: Choice = MEAN,
         head: Choice = MEAN,
     ) -> Figure:
-        """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale. Needs
-        matplotlib.
+        """Draws the weights of some tokens over the picture, with the words. All panels have one colour scale.
 
         Args:
             tokens (`list[int]`, *optional*): positions in the text. By default the generated tokens or, if there are
                 none, the given ones, without padding.
             processor (*optional*): a processor or a tokenizer, to write words. Without it the panels show ids.
-            picture (*optional*): a PIL image or an array to draw on. The grid is spread over the whole picture, so it
-                fits only if the image processor does not crop. By default the pixels that the vision tower has read.
+            picture (*optional*): a PIL image or an array to draw on, which fits if the image processor does not crop.
+                By default the pixels that the vision tower has read.
             image, row (`int`), layer, head (`int` or `"mean"`): as in `grid`.
 
         Returns:
@@ -201,8 +193,6 @@ class AttentionMaps:
             ValueError: as `grid` and `pixels`; for `layer` or `head` None; for `tokens` that are not positions in the
                 text.
         """
-        from .attention_plot import draw
-
         for name, choice in (("layer", layer), ("head", head)):
             if choice is None:
                 raise ValueError(
@@ -219,7 +209,7 @@ class AttentionMaps:
             picture, covered = self.pixels(image, row), self.covered(image, row)
         of_layers = f"mean of {len(self.layers)} layers" if layer == MEAN else f"layer {layer}"
         of_heads = f"mean of {self.weights[0].shape[1]} heads" if head == MEAN else f"head {head}"
-        return draw(grid, positions, words, picture, covered, f"attention of {of_layers}, {of_heads}")
+        return _draw(grid, positions, words, picture, covered, f"attention of {of_layers}, {of_heads}")
 
     def _positions(self, tokens: list[int] | None, row: int) -> list[int]:
         text_len = self.tokens.shape[1]
@@ -264,43 +254,13 @@ def attention_maps(
         ValueError: without `input_ids` or images, for a cache that holds text, or for a model that is split over ranks.
     """
     outer: Any = model
-    inner = outer.get_base_model() if hasattr(outer, "get_base_model") else outer  # PEFT's wrapper
-    if not isinstance(inner, (XAttnModel, XAttnForConditionalGeneration)):
-        raise TypeError(
-            f"Expected `model` to be an XAttnForConditionalGeneration, got {type_name(model)}. `retrofit` makes such a "
-            "model."
-        )
-    if inner.tp_size not in (None, 1):
-        raise ValueError(
-            f"Expected `model` to be whole, got one that is split over ranks (tensor parallelism, {inner.tp_size} "
-            "ranks): a rank knows only the attention of its heads."
-        )
-    if not isinstance(inputs, Mapping):
-        raise TypeError(
-            "Expected `inputs` to be what a processor makes, a mapping with `input_ids` and images, got "
-            f"{type_name(inputs)}."
-        )
-    given = {name: value for name, value in inputs.items() if value is not None and name != "labels"}
-    if "input_ids" not in given:
-        raise ValueError(f"Expected `inputs` with `input_ids`, got {sorted(given)}.")
-    check_tensor('inputs["input_ids"]', given["input_ids"])
-    if "image_rows" in given:
-        refuse_to_cache("`attention_maps`")
+    inner = _inner(outer)
+    given, cache = _given(inputs)
     num_given = given["input_ids"].shape[-1]
-    cache = given.pop("past_key_values", None)
-    if cache is not None and (not isinstance(cache, ImageCache) or cache.text_rows is not None):
-        raise ValueError(
-            "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, because the maps "
-            "cover the whole text, got a "
-            f"{type(cache).__name__}{' with text' if isinstance(cache, ImageCache) else ''}."
-        )
     if max_new_tokens is not None:
         given = _generated(outer, inner, given, cache, max_new_tokens, generate_kwargs)
     elif generate_kwargs:
-        raise TypeError(
-            f"`attention_maps` got `{next(iter(generate_kwargs))}`, an argument of `generate`, without "
-            "`max_new_tokens`."
-        )
+        raise TypeError(f"`{next(iter(generate_kwargs))}` is an argument of `generate`: pass `max_new_tokens`, too.")
     text_mask = given.pop("_text_mask", None)
     tokens = given["input_ids"]
     mask = given.get("attention_mask")
@@ -332,6 +292,37 @@ def attention_maps(
     )
 
 
+def _inner(model: Any) -> XAttnModel | XAttnForConditionalGeneration:
+    """The model in PEFT's wrapper, or itself."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body_of(inner)  # checks its type
+    if inner.tp_size not in (None, 1):
+        raise ValueError(
+            f"Expected `model` to be whole, got one that is split over ranks ({inner.tp_size}, tensor parallelism): a "
+            "rank knows only the attention of its heads."
+        )
+    return inner
+
+
+def _given(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ImageCache | None]:
+    """The inputs that are there, and apart from them the cache of images."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"Expected `inputs` to be a mapping with `input_ids` and images, got {type_name(inputs)}.")
+    given = {name: value for name, value in inputs.items() if value is not None and name != "labels"}
+    if "input_ids" not in given:
+        raise ValueError(f"Expected `inputs` with `input_ids`, got {sorted(given)}.")
+    check_tensor('inputs["input_ids"]', given["input_ids"])
+    if "image_rows" in given:
+        refuse_to_cache("`attention_maps`")
+    cache = given.pop("past_key_values", None)
+    if cache is not None and (not isinstance(cache, ImageCache) or cache.text_rows is not None):
+        raise ValueError(
+            "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, got a "
+            f"{type(cache).__name__}{' with text' if isinstance(cache, ImageCache) else ''}."
+        )
+    return given, cache
+
+
 def _generated(
     model: Any,
     inner: XAttnModel | XAttnForConditionalGeneration,
@@ -340,11 +331,12 @@ def _generated(
     max_new_tokens: int,
     generate_kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Generates, and returns the inputs for the whole text: one row of images and masks for each sequence."""
+    """Generates. Returns the inputs that read the whole text, which gives the weights of the steps of `generate`:
+    what a token sees does not depend on later tokens. There is one row of images and masks for each sequence.
+    """
     if not isinstance(inner, XAttnForConditionalGeneration):
         raise TypeError(
-            "Expected `model` to be an XAttnForConditionalGeneration, which generates, for `max_new_tokens`, got "
-            f"{type_name(model)}."
+            f"Expected `model` to be an XAttnForConditionalGeneration, which generates, got {type_name(model)}."
         )
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"Expected `max_new_tokens` to be an integer of at least 1 or None, got {max_new_tokens!r}.")
@@ -386,7 +378,6 @@ def _ends(model: XAttnForConditionalGeneration, generate_kwargs: dict[str, Any])
 
 
 def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
-    """Number of tokens of each image."""
     cache = given.get("past_key_values")
     if cache is not None:
         return tuple(cache.cross_attention_cache.layout.sizes)
@@ -411,6 +402,74 @@ def _holds_pixels(cache: XAttnCache | None) -> bool:
 def _check_index(name: str, value: Any, first: int, count: int, others: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not first <= value < count:
         raise ValueError(f"Expected `{name}` to be an integer from {first} to {count - 1}{others}, got {value!r}.")
+
+
+def _draw(
+    grid: torch.Tensor, positions: list[int], words: list[str], picture: Any, covered: tuple[float, float], title: str
+) -> Figure:
+    """Draws one panel for each text position, with a word as its title. `grid`: `(text_len, patch rows, columns)`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('`plot` needs matplotlib: pip install "matplotlib>=3.8"') from error
+    shown = np.asarray(picture)
+    if shown.ndim not in (2, 3):
+        described = f"shape {tuple(picture.shape)}" if hasattr(picture, "shape") else repr(picture)
+        raise ValueError(
+            f"Expected `picture` to be a PIL image or an array (height, width[, channels]), got {described}."
+        )
+    if shown.ndim == 3 and shown.shape[2] == 1:
+        shown = shown[..., 0]
+    height, width = shown.shape[:2]
+    extent = (0, width * covered[1], height * covered[0], 0)
+    lines = -(-len(positions) // COLUMNS)
+    columns = min(len(positions), COLUMNS)
+    ratio = min(max(height / width, 0.3), 3.0)
+    figure = Figure(figsize=(columns * SIDE, lines * (SIDE * ratio + 0.4) + 0.5), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    top = max(float(grid[positions].max()), 1e-6)
+    for panel, position, word in zip(axes, positions, words):
+        panel.imshow(shown, cmap="gray", extent=(0, width, height, 0))
+        drawn = panel.imshow(grid[position].numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=top, extent=extent)
+        panel.set_title(word.replace("$", r"\$"), fontsize=9)  # a plain `$` would start a formula
+    for panel in axes:
+        panel.set_axis_off()
+    figure.colorbar(drawn, ax=list(axes), shrink=0.8)
+    figure.suptitle(title)
+    return figure
+
+
+class Word(NamedTuple):
+    """A word of a text."""
+
+    text: str  # with its punctuation
+    start: int  # where it begins in the text, in characters
+    tokens: range
+
+
+def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
+    """Splits a text at white space, and finds the tokens that each word was generated as. Special tokens have no word.
+
+    A token's characters are those that it adds to the text of the tokens before it: some tokenizers write the space
+    into the token, some between tokens, and some need several tokens for one character.
+    """
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    ends: list[int] = []
+    for index in range(len(ids)):
+        # An incomplete character is decoded as a replacement character. The token that completes it adds it.
+        known = tokenizer.decode(ids[: index + 1], skip_special_tokens=True).rstrip("\ufffd")
+        ends.append(max(len(os.path.commonprefix([known, text])), ends[-1] if ends else 0))
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    words = []
+    for match in re.finditer(r"\S+", text):
+        before = max((end for end in ends if end <= match.start()), default=0)
+        # Tokens that add nothing belong to the character that they begin.
+        first = ends.index(before) + 1 if before else 0
+        last = next((index for index, end in enumerate(ends) if end >= match.end()), len(ids) - 1)
+        while first < last and ids[first] in special:
+            first += 1
+        words.append(Word(match.group(), match.start(), range(first, last + 1)))
+    return words
 
 
 __all__ = ["AttentionMaps", "attention_maps"]

@@ -8,8 +8,6 @@ from ..training.freezing import body_of
 
 
 class ImageChecks:
-    """What [`check_images`] has set. Leaving a `with` statement restores what was set before."""
-
     def __init__(self, body: Any, enabled: bool):
         self._body, self._before = body, body.checks_images
         body.checks_images = enabled
@@ -27,17 +25,15 @@ def check_images(model: Any, enabled: bool = True) -> ImageChecks:
         with hf_xattn.check_images(model):
             trainer.train()
 
-    One such image does not reach the logits of other rows, but the gradients of all shared weights become NaN, and the
-    next step destroys these weights. With the check, `forward`, `generate` and `encode_images` raise an error before
-    that. It names the row, the index of the image in the row, and where the value is: in `pixel_values`, in
-    `cross_attention_states`, or in the output of the vision tower (float16 overflows) or of the connector.
+    One such image makes the gradients of all shared weights NaN, and the next step destroys these weights. With the
+    check, `forward`, `generate` and `encode_images` raise an error before that. It names the row, the index of the
+    image in the row, and where the value is: in `pixel_values`, in `cross_attention_states`, or in the output of the
+    vision tower (float16 overflows) or of the connector. Padding, which no text sees, is not looked at: what
+    `image_mask` hides, or a `cross_attention_mask` of shape `(batch, num_image_tokens)`.
 
-    Padding is not looked at, because no text sees it: images that `image_mask` hides, and tokens that a
-    `cross_attention_mask` of shape `(batch, num_image_tokens)` hides.
-
-    Off by default, because it reads all values of the images, and a GPU has to wait for the answer. `torch.compile`
-    breaks its graph for it, and with `fullgraph=True` refuses it. An image store is left aside. In a run of several
-    processes the one with the image raises; `torchrun` and `accelerate launch` then end the others.
+    Off by default: a GPU has to wait for the answer. `torch.compile` breaks its graph for it, and with `fullgraph=True`
+    refuses it. An image store is left aside. In a run of several processes the one with the image raises; `torchrun`
+    and `accelerate launch` then end the others.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper.

@@ -1,8 +1,7 @@
 """Where the tokens of an image lie in the picture.
 
-A vision tower gives one token for each patch, row by row. Tokens that belong to no patch (class token, registers) come
-first. Mllama's tower does this for each tile, and the tiles of an image also lie row by row. Linear and MLP connectors
-keep this order, a perceiver resampler does not.
+A vision tower gives one token for each patch, row by row, behind tokens of no patch (class token, registers). Mllama's
+tower does this for each tile, and the tiles also lie row by row. Linear and MLP connectors keep this order.
 """
 
 from __future__ import annotations
@@ -59,24 +58,17 @@ def patch_grid(
 ) -> PatchGrid:
     """Finds the patches of an image of `num_tokens`, from the height and width of the pixels that the tower has read.
 
-    For a tower with tiles, `aspect_ratio_id` tells how the tiles are arranged.
-
-    Raises:
-        ValueError: for features, a connector that does not keep positions, a tower whose order of tokens is not known,
-            or another number of tokens than the tower makes.
+    Raises a `ValueError` for features, a connector that does not keep positions, a tower whose order of tokens is not
+    known, or another number of tokens than the tower makes.
     """
     tower = config.vision_config
     remedy = "Use `weights`, which have one entry an image token."
     if tower is None or image_size is None:
         raise ValueError(
-            "`grid` needs images that a vision tower has cut into patches, got features (`cross_attention_states`). "
-            f"{remedy}"
+            f"`grid` needs images that a vision tower has read, got features (`cross_attention_states`). {remedy}"
         )
     if config.connector_type == "perceiver":
-        raise ValueError(
-            "`grid` needs a connector that keeps positions, got `connector_type='perceiver'`: each of its tokens is "
-            f"made of the whole image. {remedy}"
-        )
+        raise ValueError(f"`grid` needs a connector that keeps positions, got `connector_type='perceiver'`. {remedy}")
     if tower.model_type not in PREFIX_TOKENS:
         raise ValueError(
             f"`grid` needs a vision tower whose patches are known ({', '.join(PREFIX_TOKENS)}), got "
@@ -105,8 +97,8 @@ def _arrangement(tower: PreTrainedConfig, aspect_ratio_id: int | None) -> tuple[
     """Rows and columns of the tiles. A padding image (id 0) has one tile, which is masked."""
     if aspect_ratio_id is None:
         raise ValueError(
-            "`grid` needs the arrangement of the tiles, which a cache of encoded images does not hold. Pass "
-            "`pixel_values` and `aspect_ratio_ids` in `inputs` instead of the cache."
+            "`grid` needs the arrangement of the tiles. Instead of a cache of images, which does not hold it, pass "
+            "`pixel_values` and `aspect_ratio_ids` in `inputs`."
         )
     ratios: Any = getattr(tower, "supported_aspect_ratios", None) or []
     if not aspect_ratio_id:

@@ -14,7 +14,7 @@ from tiny_models import make_text, randomize
 from transformers import AutoModel, AutoModelForImageTextToText, ResNetConfig
 
 from hf_xattn import retrofit
-from hf_xattn.checkpoints.adapter_files import MANIFEST
+from hf_xattn.checkpoints.folders import MANIFEST
 
 
 def test_base_that_changed(vision, tmp_path, caplog):

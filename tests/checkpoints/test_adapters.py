@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
-from hf_xattn.checkpoints.adapter_files import MANIFEST, WEIGHTS
+from hf_xattn.checkpoints.folders import MANIFEST, WEIGHTS
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
@@ -266,7 +266,7 @@ def test_in_another_process(vision, tmp_path):
 FROM_THE_HUB = """
 import json, sys, torch
 import hf_xattn, transformers
-from hf_xattn.checkpoints.adapter_files import MANIFEST
+from hf_xattn.checkpoints.folders import MANIFEST
 torch.manual_seed(0)
 model = hf_xattn.retrofit("org/text", "org/vision", every=2, revision=sys.argv[2] or None).eval()
 for block in model.blocks:

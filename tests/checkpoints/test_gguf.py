@@ -269,7 +269,7 @@ def test_files_that_are_none(folder, tmp_path, monkeypatch):
         retrofit(folder, gguf_file="missing.gguf")
     with pytest.raises(ValueError, match="where there is no folder"):
         retrofit(tmp_path / "nowhere", gguf_file="tiny.gguf")
-    with pytest.raises(ValueError, match="`text`.*is the path of a GGUF file, and `gguf_file`"):
+    with pytest.raises(ValueError, match="`text`.*and `gguf_file` .* both name a GGUF file"):
         retrofit(folder / "tiny.gguf", gguf_file="tiny.gguf")
     with pytest.raises(TypeError, match="Expected `gguf_file` to be the name of a file, got int"):
         retrofit(folder, gguf_file=3)

@@ -6,7 +6,7 @@ from tiny_models import make_model
 from transformers import AutoModelForImageTextToText
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
-from hf_xattn.importers.streaming import read_headers
+from hf_xattn.importers.conversion import read_headers
 from hf_xattn.utils.whole_folder import MARKER
 
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnModel, retrofit
-from hf_xattn.checkpoints.adapter_files import MANIFEST, WEIGHTS
+from hf_xattn.checkpoints.folders import MANIFEST, WEIGHTS
 from hf_xattn.commands.main import main
 from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
 

@@ -6,7 +6,7 @@ from hostile_inputs import edit_json, setting
 from tiny_models import make_model, token_ids
 
 from hf_xattn import XAttnForConditionalGeneration
-from hf_xattn.checkpoints.peft_adapters import find_peft
+from hf_xattn.checkpoints.folders import find_peft
 
 
 peft = pytest.importorskip("peft")

@@ -15,7 +15,7 @@ from tiny_models import pixels, randomize, token_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_xattn import XAttnForConditionalGeneration, lora_targets, retrofit
-from hf_xattn.checkpoints.adapter_files import MANIFEST
+from hf_xattn.checkpoints.folders import MANIFEST
 
 
 IDS, PIXELS = token_ids(), pixels().bfloat16()
@@ -146,7 +146,7 @@ CASES = {
     "a_file": (a_file, "to be a folder, got", "to be a folder, got"),
 }
 # On a quantized base transformers would save the model's weights in place of those that are given.
-QUANTIZED = {"given_weights": ("`state_dict` does not work with a quantized model", EQUAL)}
+QUANTIZED = {"given_weights": ("Leave `state_dict` out: of a quantized model", EQUAL)}
 
 
 # Methods of quantization differ in these cases alone. A second set of blocks is trained on one checkpoint, the float
@@ -274,7 +274,7 @@ def test_lora_on_an_adapter_only_folder(tmp_path):
     assert named.active_adapters() == ["mine"]
     model.disable_adapters()
     assert torch.equal(logits_of(model), plain)
-    with pytest.raises(ValueError, match="`with_code=True`: this model has an adapter"):
+    with pytest.raises(ValueError, match="`with_code=True`: an adapter"):
         model.save_pretrained(tmp_path / "code", with_code=True)
     assert not (tmp_path / "code").exists()
 

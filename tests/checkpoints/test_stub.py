@@ -419,7 +419,7 @@ def test_transformers_serve(chat_folder, tmp_path):
 
 def test_export_leaves_them_out(tmp_path):
     """Code of this package in a checkpoint of another."""
-    from hf_xattn.importers.streaming import copy_side_files
+    from hf_xattn.importers.conversion import copy_side_files
 
     source, target = tmp_path / "source", tmp_path / "target"
     make_model().save_pretrained(source, with_code=True)

@@ -5,8 +5,8 @@ from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel
 
 from hf_xattn import retrofit
-from hf_xattn.checkpoints.adapter_files import WEIGHTS
 from hf_xattn.checkpoints.adapters import Adapter
+from hf_xattn.checkpoints.folders import WEIGHTS
 
 
 ADDED = f"{WEIGHTS}.safetensors"

@@ -92,7 +92,7 @@ def test_interrupted_import_leaves_nothing(tmp_path, monkeypatch):
             raise OSError("No space left on device")
         return save_file(*args, **kwargs)
 
-    monkeypatch.setattr("hf_xattn.importers.streaming.save_file", full_disk)
+    monkeypatch.setattr("hf_xattn.importers.conversion.save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

@@ -377,7 +377,7 @@ def test_other_models():
     assert all(map(torch.equal, attention_maps(model.model, given).weights, expected))
     with pytest.raises(TypeError, match="which generates"):
         attention_maps(model.model, given, max_new_tokens=2)
-    with pytest.raises(TypeError, match="`num_beams`.*without `max_new_tokens`"):
+    with pytest.raises(TypeError, match="`num_beams`.*`max_new_tokens`"):
         attention_maps(model, given, num_beams=2)
     with pytest.raises(TypeError, match="got .*LlamaForCausalLM"):
         attention_maps(make_text(), given)

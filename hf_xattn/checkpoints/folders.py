@@ -1,0 +1,295 @@
+"""What the folder of a checkpoint holds, and the checks of it before loading takes endless work or memory.
+
+A folder holds a whole model, only what was added to its bases (see `adapters.py`), or an adapter of PEFT.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.utils import find_adapter_config_file, is_peft_available
+from transformers.utils.hub import cached_file
+
+from ..utils.checkpoint_files import (
+    PICKLED,
+    SHARDS,
+    SHARDS_OF_RANKS,
+    SIDE_FILES,
+    Stored,
+    check_inside,
+    check_name,
+    check_weights,
+    read_headers,
+    read_headers_of_ranks,
+    read_json,
+    refuse_pickled,
+    short,
+    weight_files,
+)
+from ..utils.config_sizes import check_against_weights, check_fields, check_layer_count, is_quantized
+from ..utils.first_values import ValuesComeLater, incomplete
+from ..utils.keywords import FILE_KEYWORDS, given
+from ..utils.transformers_api import has, needs
+from ..utils.whole_folder import refuse_unfinished
+from .saved_names import pieces_missing
+
+
+MANIFEST = "cross_attention.json"  # of added weights
+WEIGHTS = "cross_attention"  # in place of the `model` of transformers' names
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class CheckedFolder(NamedTuple):
+    """What was read of a folder."""
+
+    fields: dict[str, Any]  # its config.json; empty if there is none
+    headers: dict[str, Stored]  # its weights; empty if it has none
+
+
+def refuse_pickles(load_kwargs: dict[str, Any]) -> None:
+    """Raises a `ValueError` for a caller who asks for pickled weights."""
+    if load_kwargs.get("use_safetensors") is False:
+        raise ValueError(
+            "`use_safetensors=False` would read pickled weights, which can run code. Only safetensors are supported."
+        )
+
+
+def check_config_file(source: Any, load_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Checks the JSON files in a folder, and returns config.json; empty if there is none, or for a Hub id.
+
+    Raises a `ValueError` for a file that is damaged or leads out of the folder, and for fields that no model has.
+    """
+    if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
+        return {}
+    folder = Path(source) / (load_kwargs.get("subfolder") or "")
+    fields: dict[str, Any] = {}
+    for name in (*SIDE_FILES, "config.json"):
+        if (folder / name).is_file():
+            check_inside(folder, folder / name)
+            fields[name] = read_json(folder / name)
+    config = fields.get("config.json", {})
+    check_fields(config, str(folder / "config.json"))
+    return config
+
+
+def check_folder(source: Any, load_kwargs: dict[str, Any]) -> CheckedFolder | None:
+    """As [`check_config_file`], and refuses a save that was cut off, and damaged or pickled weights.
+
+    None for a Hub id: [`check_shapes`] checks its files when they are fetched.
+    """
+    if not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
+        return None
+    folder = Path(source, load_kwargs.get("subfolder") or "")
+    refuse_unfinished(folder)
+    fields = check_config_file(source, load_kwargs)
+    if load_kwargs.get("state_dict") is not None or load_kwargs.get("gguf_file") is not None:
+        return CheckedFolder(fields, {})
+    files, index = weight_files(folder, load_kwargs.get("variant"), fields.get("transformers_weights"))
+    if not files:
+        is_adapter = (folder / MANIFEST).is_file()  # beside its weights, a trainer's files are no weights
+        if fields and not is_adapter and any(path.is_file() for pattern in PICKLED for path in folder.glob(pattern)):
+            refuse_pickled(folder, str(folder))
+        return CheckedFolder(fields, {})
+    of_ranks = files[0].match(SHARDS_OF_RANKS)
+    if of_ranks and not has("parts of ranks"):
+        raise ValueError(needs("parts of ranks", f"A checkpoint that several ranks wrote together, as {folder},"))
+    headers = read_headers_of_ranks(files, str(folder)) if of_ranks else read_headers(files, index, where=str(folder))
+    check_weights(headers, is_quantized(fields), str(folder))
+    check_layer_count(fields, len(headers), f"{folder / 'config.json'}")
+    return CheckedFolder(fields, headers)
+
+
+def check_size(
+    model_class: Any, config: PreTrainedConfig, headers: dict[str, Stored], quantized: bool, what: str
+) -> None:
+    """[`check_against_weights`] before a model is built. A model that cannot be built passes: loading it says why."""
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    try:
+        with torch.device("meta"), ValuesComeLater():
+            model = build(copy.deepcopy(config))
+    except Exception:
+        return
+    check_against_weights(model, headers, quantized, what)
+
+
+def check_shapes(model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any) -> None:
+    """Checks a model without values against the weights that it is to get.
+
+    Raises a `ValueError` for files that are damaged or no safetensors, a weight of another shape or dtype, a model that
+    is far larger than its weights, and a layer of which some experts are missing.
+    """
+    quantized = getattr(load_config, "hf_quantizer", None) is not None
+    what = str(getattr(load_config, "pretrained_model_name_or_path", None) or "The checkpoint")
+    if isinstance(state_dict, dict):
+        headers = {
+            name: Stored("", tuple(tensor.shape)) for name, tensor in state_dict.items() if hasattr(tensor, "shape")
+        }
+    elif checkpoint_files:
+        refuse_other_files(checkpoint_files)
+        metadata = getattr(load_config, "sharded_metadata", None) or {}
+        index = metadata.get("weight_map") or {}
+        for file in set(index.values()):
+            check_name(file, f"{what}: the index of shards")
+        headers = read_headers([Path(file) for file in checkpoint_files], index, where=what)
+        check_weights(headers, quantized, what)
+    else:
+        return
+    check_against_weights(model, headers, quantized, what)
+    if quantized:
+        return
+    missing, unexpected = pieces_missing(model, headers.keys())
+    if missing:
+        raise ValueError(incomplete(what, missing, unexpected))
+    if not getattr(load_config, "ignore_mismatched_sizes", False):
+        _check_each(model, headers, load_config, what)
+
+
+def refuse_other_files(checkpoint_files: Any) -> None:
+    """Raises a `ValueError` for weights that are no safetensors files, as transformers finds them on the Hub."""
+    for file in checkpoint_files or ():
+        if not str(file).endswith(".safetensors"):
+            raise ValueError(
+                f"Expected weights in safetensors files, got {file}. Pickled weights can run code, and are not read."
+            )
+
+
+def _check_each(model: nn.Module, headers: dict[str, Stored], load_config: Any, what: str) -> None:
+    rules = getattr(load_config, "weight_mapping", None) or ()
+    converted = any(hasattr(rule, "operations") for rule in rules)  # names alone change otherwise
+    own = model.state_dict(keep_vars=True)
+    for name, stored in headers.items():
+        target = own.get(name)
+        if not isinstance(target, torch.Tensor) or tuple(target.shape) == stored.shape:
+            continue
+        if not converted or stored.numel > target.numel():
+            raise ValueError(
+                f"{what} holds {short(name)} of shape {stored.shape}: expected {tuple(target.shape)}, as its "
+                "configuration says. Pass `ignore_mismatched_sizes=True` to start this weight anew."
+            )
+
+
+def weight_files_of(folder: Path) -> list[Path]:
+    """The files of added weights in a folder: one, or shards. A longer name is that of another file."""
+    return sorted(path for shards in ("", SHARDS) for path in folder.glob(f"{WEIGHTS}{shards}.safetensors"))
+
+
+def find_manifest(name: Any, load_kwargs: dict[str, Any]) -> Path | None:
+    """The manifest of added weights, or None. Raises a `ValueError` for a folder that is half written."""
+    if not isinstance(name, (str, os.PathLike)) or load_kwargs.get("state_dict") is not None:
+        return None
+    hub = given(FILE_KEYWORDS, load_kwargs)
+    path = find_file(os.fspath(name), MANIFEST, hub)
+    folder = Path(name) / hub.get("subfolder", "")
+    if path is None and weight_files_of(folder) and not any(folder.glob("model*.safetensors")):
+        raise ValueError(
+            f"{folder} holds weights of blocks, but no {MANIFEST}: it was only half written. Save it again."
+        )
+    return path
+
+
+def find_file(name: str, file: str, hub: dict[str, Any]) -> Path | None:
+    """The path of a file in a folder or repository, downloaded if necessary. None if there is no such file."""
+    if os.path.isdir(name):
+        folder = Path(name) / hub.get("subfolder", "")
+        if not (folder / file).is_file():
+            return None
+        check_inside(folder, folder / file)
+        return folder / file
+    quiet = {f"_raise_exceptions_for_{case}": False for case in ("gated_repo", "missing_entries", "connection_errors")}
+    found = cached_file(name, file, **quiet, **hub)
+    return None if found is None else Path(found)
+
+
+class PeftFolder(NamedTuple):
+    """A checkpoint with an adapter of PEFT."""
+
+    name: str  # its folder or Hub id
+    base: str  # folder or Hub id of the model below it; its own name if it holds both
+    hub: dict[str, Any]  # where the adapter's files are
+    revision: str | None  # of the base
+
+    def base_kwargs(self, load_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The caller's keywords for loading the base: its own revision, and no subfolder."""
+        if self.base == self.name:
+            return load_kwargs
+        apart = ("adapter_name", "adapter_kwargs", "revision", "subfolder")
+        kept = {name: value for name, value in load_kwargs.items() if name not in apart}
+        return kept if self.revision is None else {**kept, "revision": self.revision}
+
+
+def find_peft(checkpoint: Any, load_kwargs: dict[str, Any]) -> PeftFolder | None:
+    """Reads the configuration of an adapter, or returns None. Raises a `ValueError` if it is damaged."""
+    if not isinstance(checkpoint, (str, os.PathLike)) or not is_peft_available():
+        return None
+    hub = given(FILE_KEYWORDS, load_kwargs)
+    of_adapter = dict(load_kwargs.get("adapter_kwargs") or {})
+    known = of_adapter.pop("_adapter_model_path", None)  # from an Auto class, which has replaced `checkpoint`
+    name = os.fspath(checkpoint if known is None else known)
+    if known is not None:
+        hub.pop("subfolder", None)
+    hub.update(given(of_adapter, of_adapter))
+    file = find_adapter_config_file(name, **hub)
+    if file is None:
+        return None
+    fields = read_json(Path(file))
+    if os.path.isdir(name):
+        check_inside(Path(name), Path(file))
+    own = fields.get("revision")
+    if own is not None and not isinstance(own, str):
+        raise ValueError(f"{file}: expected `revision` to be a text, got {short(own)}.")
+    if known is not None:
+        return PeftFolder(name, os.fspath(checkpoint), hub, own or load_kwargs.get("revision"))
+    if Path(name, hub.get("subfolder", ""), "config.json").is_file():
+        return PeftFolder(name, name, hub, None)
+    base = fields.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{file}: expected `base_model_name_or_path` to be a folder or a Hub id, got {short(base)}.")
+    # A folder has no revisions, so the caller's is the base's.
+    asked = load_kwargs.get("revision") if os.path.isdir(name) else None
+    return PeftFolder(name, base, hub, asked or own)
+
+
+def check_adapter_folder(name: Any, hub: dict[str, Any]) -> None:
+    """Checks an adapter before layers are added to a model. `hub` is as in [`PeftFolder`].
+
+    Raises a `ValueError` for a save that was cut off, pickled weights, a file that is not whole or leads out of the
+    folder, a rank that no weight has, and whole modules that the installed transformers would not load.
+    """
+    if not isinstance(name, (str, os.PathLike)):
+        return
+    folder = Path(name) / (hub.get("subfolder") or "")
+    if os.path.isdir(name):
+        refuse_unfinished(folder)
+    if not has("modules_to_save") and (file := find_adapter_config_file(os.fspath(name), **hub)) is not None:
+        fields = read_json(Path(file))
+        for field in ("modules_to_save", "trainable_token_indices"):
+            if fields.get(field):
+                raise ValueError(
+                    f"{needs('modules_to_save', f'`{field}` of the adapter {name}')} "
+                    "`peft.PeftModel.from_pretrained(model, adapter)` loads it with this version, too."
+                )
+    weights, config = folder / PEFT_WEIGHTS, folder / PEFT_CONFIG
+    if weights.is_file():
+        check_inside(folder, weights)
+        headers = read_headers([weights], {}, where=str(folder))
+        if config.is_file():
+            check_inside(folder, config)
+            _check_ranks(config, max((size for stored in headers.values() for size in stored.shape), default=0))
+    elif any(path.stem == "adapter_model" for pattern in PICKLED for path in folder.glob(pattern)):
+        refuse_pickled(folder, str(folder))
+
+
+def _check_ranks(config: Path, most: int) -> None:
+    fields = read_json(config)
+    pattern = fields.get("rank_pattern")
+    for rank in (fields.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())):
+        if rank is not None and (type(rank) is not int or not 0 <= rank <= most):
+            raise ValueError(
+                f"{config}: expected `r` to be the rank of the weights, from 0 to {most}, got {short(rank)}."
+            )

@@ -1,0 +1,244 @@
+"""What conversions of checkpoints share: recipes for names and rows, and folders of safetensors, read and written.
+
+A recipe converts one family of checkpoints: it gives the new configuration and the target of each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ..checkpoints.folders import check_config_file
+from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
+from ..decoders.block_stack import blocks_at
+from ..decoders.insertion import BLOCKS
+from ..utils.checkpoint_files import (
+    INDEX,
+    Stored,
+    check_inside,
+    check_path,
+    check_source,
+    read_index,
+    refuse_pickled,
+    short,
+)
+from ..utils.checkpoint_files import read_headers as checked_headers
+from ..utils.config_sizes import check_layer_count
+from ..utils.stub import is_own_file
+from ..utils.whole_folder import is_free, refuse_unfinished
+
+
+# Fields that are copied to the configuration of a Llama decoder.
+LLAMA_FIELDS = """
+    vocab_size hidden_size hidden_act num_attention_heads intermediate_size rope_parameters rms_norm_eps
+    max_position_embeddings initializer_range use_cache tie_word_embeddings bos_token_id eos_token_id pad_token_id
+    """.split()
+# Files that are written anew (weights, index, configuration), and files that are not needed.
+NOT_COPIED = ("*.safetensors", "*.index.json", "config.json", "*.bin", "*.pt", "*.pth", "*.md", ".*")
+
+
+class Target(NamedTuple):
+    """The parameter of [`XAttnForConditionalGeneration`] that gets a tensor of the source, or some of its rows."""
+
+    name: str
+    rows: slice = slice(None)
+
+
+class Recipe(NamedTuple):
+    """How to convert one checkpoint.
+
+    `targets` maps the name of a source tensor to its targets, in the order of the rows. It returns an empty list for a
+    tensor that is not needed, and None for a name that the family does not have.
+    """
+
+    config: XAttnConfig
+    targets: Callable[[str], list[Target] | None]
+
+
+def made_recipe(make: Callable[[Any], Recipe], config: PreTrainedConfig) -> Recipe:
+    """The recipe for a configuration. Raises a `ValueError` for one that no model of its family has."""
+    try:
+        return make(config)
+    except ValueError:
+        raise
+    except Exception as error:  # sizes of zero, missing parts, lists that are none
+        raise ValueError(
+            f"`source` has a configuration of a {config.model_type!r} model that cannot be one: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+
+
+def block_config(text: Any, **options: Any) -> CrossAttentionConfig:
+    """The configuration of trained blocks that have the sizes of the decoder's own layers, and further fields."""
+    return CrossAttentionConfig(
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        head_dim=text.hidden_size // text.num_attention_heads,
+        intermediate_size=text.intermediate_size,
+        hidden_act=text.hidden_act,
+        norm_eps=text.rms_norm_eps,
+        qk_norm_eps=text.rms_norm_eps,
+        attention_dropout=text.dropout,
+        gate_init=0.0,
+        zero_init=False,
+        initializer_range=text.initializer_range,
+        **options,
+    )
+
+
+def renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
+    """Applies the first rule (pattern, replacement) that matches the whole name. None if no rule matches."""
+    for pattern, replacement in rules:
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return match.expand(replacement)
+    return None
+
+
+def block_name(layers: str, place: int, num_layers: int) -> str:
+    """The name of the only block in front of layer `place`, or after the last layer if there is none."""
+    before, after = BLOCKS
+    return f"{layers}.{place}.{before}" if place < num_layers else f"{layers}.{num_layers - 1}.{after}"
+
+
+def block_names(layers: str, places: list[int], num_layers: int) -> list[str]:
+    """The name of each block. `places` are the `cross_attention_layers` of the configuration."""
+    names = []
+    for index, place in enumerate(places):
+        name, here = block_name(layers, place, num_layers), blocks_at(places, place)
+        names.append(name if len(here) == 1 else f"{name}.{here.index(index)}")
+    return names
+
+
+def fits(source: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether two shapes are equal when axes of size 1 are ignored."""
+    return [size for size in source if size != 1] == [size for size in target if size != 1]
+
+
+def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors in a checkpoint of this model."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def folder_of(source: str | Path) -> Path:
+    """The folder of a source. Downloads a Hub id."""
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"`source` must be a folder, a Hub id or a loaded model, got {type(source).__name__}.")
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"`source` ({folder}) holds no config.json.")
+        return folder
+    check_source("source", source)
+    if HF_HUB_OFFLINE:
+        raise ValueError(f"`source` ({source}) is not a folder, and the Hub is out of reach (offline mode).")
+    return Path(snapshot_download(str(source), ignore_patterns=["*.bin", "*.pth", "*.pt", "original/*"]))
+
+
+def config_of(folder: Path, headers: dict[str, Stored]) -> PreTrainedConfig:
+    """The configuration in a folder, after its sizes were checked. Raises a `ValueError` if it cannot be one."""
+    try:
+        fields = check_config_file(folder, {})
+        check_layer_count(fields, len(headers), f"{folder / 'config.json'}")
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(f"`source` ({folder}): {error if str(error) else type(error).__name__}") from error
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """File, shape and dtype of every tensor in a folder, by name.
+
+    Raises a `ValueError` if a file is missing, truncated or outside the folder, or lacks a tensor of the index.
+    """
+    refuse_unfinished(folder)
+    where, index_file = f"`source` ({folder})", folder / INDEX
+    index: dict[str, str] = {}
+    try:
+        if index_file.is_file():
+            check_inside(folder, index_file)
+            index = read_index(index_file)
+        files = [folder / file for file in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))
+        for file in files:
+            check_inside(folder, file)
+            if file.parent != folder:
+                raise ValueError(
+                    f"{INDEX} names {short(str(file.relative_to(folder)))}, which is not a file in the folder."
+                )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not files:
+        refuse_pickled(folder, where)
+    return checked_headers(files, index, where)
+
+
+def read_tensor(folder: Path, headers: dict[str, Stored], name: str) -> torch.Tensor:
+    with safe_open(folder / headers[name].file, "pt") as opened:
+        return opened.get_tensor(name)
+
+
+def check_folder(output: str | Path) -> None:
+    """Raises a `ValueError` if `output` is a file, a folder that is not empty, or has no parent folder."""
+    check_path("output", output)
+    output = Path(output)
+    if not is_free(output):
+        raise ValueError(f"`output` ({output}) exists and is not an empty folder.")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"`output` ({output}): its parent folder does not exist.")
+
+
+class FolderWriter:
+    """Writes files of weights into a folder, then the index of the files."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: dict[str, list[str]] = {}
+        self.size = 0
+
+    def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, self.folder / file, metadata={"format": "pt"})
+        self.files[file] = list(tensors)
+        self.size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def finish(self) -> None:
+        """Writes the index. A single file needs no index and is renamed to `model.safetensors`."""
+        if len(self.files) == 1:
+            (self.folder / next(iter(self.files))).rename(self.folder / "model.safetensors")
+            return
+        index = {name: file for file, names in self.files.items() for name in names}
+        content = {"metadata": {"total_size": self.size}, "weight_map": index}
+        (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copies the files of the tokenizer, the processor and the generation settings."""
+    for path in side_files(source):
+        shutil.copy(path, target / path.name)
+
+
+def side_files(source: Path) -> list[Path]:
+    """The files that [`copy_side_files`] copies. Refuses links to files elsewhere, which it would publish."""
+    files = []
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or any(path.match(pattern) for pattern in NOT_COPIED):
+            continue
+        try:
+            check_inside(source, path)
+        except ValueError as error:
+            raise ValueError(f"`source` ({source}): {error}") from error
+        if not is_own_file(path):
+            files.append(path)
+    return files
