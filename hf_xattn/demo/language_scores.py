@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from ..processing_xattn import XAttnProcessor
 from .canvases import DigitPool, picture_of
-from .questions import KINDS, Question, ask, ask_about
-from .text_prompts import TEST_PROMPTS
+from .questions import KINDS, TEST_PROMPTS, Question, ask, ask_about, chat
 
 
 AT_ONCE = 50
@@ -184,15 +183,9 @@ def _tokens(
 def _inputs(
     processor: XAttnProcessor, texts: list[str], pictures: list | None, earlier: list[tuple[str, str]] | None = None
 ):
-    chats = []
-    for index, text in enumerate(texts):
-        turns = [] if earlier is None else [*earlier[index]]
-        contents: list[list[dict[str, Any]]] = [[{"type": "text", "text": said}] for said in [*turns, text]]
-        if pictures is not None:
-            contents[0].insert(0, {"type": "image", "image": pictures[index]})
-        chats.append(
-            [{"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(contents)]
-        )
+    before = [()] * len(texts) if earlier is None else earlier
+    seen = [None] * len(texts) if pictures is None else pictures
+    chats = [chat([*turns, text], picture) for turns, text, picture in zip(before, texts, seen)]
     return processor.apply_chat_template(
         chats, tokenize=True, return_dict=True, add_generation_prompt=True, processor_kwargs={"padding": True}
     )
