@@ -125,10 +125,6 @@ class UpperLayers:
         places = [len(beginning) + place - 1 for place, label in enumerate(example.labels) if label != -100]
         return ((mine - whole[places]).abs().max() / whole.abs().max()).item()
 
-    def forget(self) -> None:
-        """Gives the memory back."""
-        self._states.clear()
-
     def _remember(self, texts: list[tuple[int, ...]]) -> None:
         new = sorted({ids for ids in texts if ids not in self._states}, key=len)
         for start in range(0, len(new), TEXTS_AT_ONCE):
