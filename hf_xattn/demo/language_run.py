@@ -49,19 +49,15 @@ def run_language(
 
     Args:
         source (`str` or `Path`): the language model, as `language_model` takes it.
-        output (`str` or `Path`): folder for the checkpoints `text`, `vision`, `model` and `adapter`, the examples and
-            the picture.
-        seed (`int`): seed of the data, the weights and the split.
+        output, seed, quick: as for `run`. The folder also gets `adapter`.
         steps (`int`, *optional*): training steps; more take longer and answer more.
-        quick (`bool`): run only a few steps of each stage, as a test. The accuracy then means nothing.
 
     Returns:
         `dict`: the figures of the printed tables, which are also saved to `results.json`.
 
     Raises:
-        ValueError: if `output` is a file or a folder with files of something else, if `steps` is below 1, or for a
-            language model that does not suit.
-        ImportError: if scikit-learn, or what the language model needs, is not installed.
+        ValueError, ImportError: as `run`; if `steps` is below 1; for a language model that does not suit, or needs what
+            is not installed.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")

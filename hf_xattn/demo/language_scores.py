@@ -34,9 +34,9 @@ def answers(
     see: bool = True,
     earlier: list[tuple[str, str]] | None = None,
 ) -> list[str]:
-    """Generates the answers to questions, greedily. With `see`, the chats begin with the pictures.
+    """Generates the answers to questions, greedily; with `see`, about their pictures.
 
-    `earlier` has a question and its answer that come before, for each question.
+    `earlier` has, for each one, a question and its answer that come before.
     """
     pictures = [picture_of(question.canvas) for question in questions] if see else None
     tokens = _tokens(model, processor, [question.text for question in questions], pictures, ANSWER_TOKENS, earlier)
@@ -145,13 +145,13 @@ def same_logits(model, base: PreTrainedModel, processor: XAttnProcessor) -> bool
 
 
 def own_answers(base: PreTrainedModel, processor: XAttnProcessor, prompts: tuple[str, ...]) -> dict[str, str]:
-    """The text model's own answers, cut at `TEXT_TOKENS`."""
+    """The text model's own answers."""
     tokens = _tokens(base, processor, list(prompts), None, TEXT_TOKENS)
     return dict(zip(prompts, processor.batch_decode(tokens, skip_special_tokens=True)))
 
 
 def images_a_second(model, processor: XAttnProcessor, questions: list[Question]) -> float:
-    """How many pictures the model reads a second, in batches, from pixels to the answer."""
+    """In batches, from pixels to the answer."""
     start = time.perf_counter()
     answers(model, processor, questions)
     return len(questions) / (time.perf_counter() - start)

@@ -1,9 +1,8 @@
 """Trains the blocks and the connector of a real language model on questions about canvases; the rest is frozen.
 
-A block's queries come from text and its keys from the picture, through random projections at first. So it takes long
-until the word `seven` looks at the patch with a seven. It takes fewer steps if both are near each other before the
-projections: the connector starts as a ridge regression from the features of patches to the language model's hidden
-states at the words for them.
+A block's queries come from text and its keys from the picture, through random projections at first. The word `seven`
+finds the patch with a seven in fewer steps if both are near each other before them: so the connector starts as a ridge
+regression from the features of patches to the language model's hidden states at the words for them.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def train(
 ) -> None:
     """Trains what requires gradients, in place. Frozen matrices of decoder layers are rounded to the training's dtype.
 
-    Raises a `RuntimeError` if the upper layers alone do not compute what the whole model computes.
+    Raises a `RuntimeError` for a decoder whose upper layers cannot run apart.
     """
     rows = Rows(processor, pool.canvas(np.random.default_rng(seed)))
     dtype = training_dtype(model.device)
@@ -201,9 +200,8 @@ def _check(upper: UpperLayers, rows: Rows, pool: DigitPool, seed: int) -> None:
         )
     if difference > LARGEST_DIFFERENCE:
         raise RuntimeError(
-            "Expected the layers from the first block on to give the logits of the whole model, got logits that differ "
-            f"by {difference:.3f} of the largest. This decoder's layers cannot run apart: choose another language "
-            "model."
+            "Expected the layers from the first block on to give the logits of the whole model, got a difference of "
+            f"{difference:.3f} of the largest. Choose another language model."
         )
 
 

@@ -1,14 +1,10 @@
 """Questions about a canvas of digits, and their answers: eight kinds, each in several phrasings.
 
-The phrasings for training and the held-out phrasings are separate lists. An answer is one word or a short sentence, so
-it is right or wrong as a whole.
-
-A question about one digit needs the word that was asked for at the position where the answer is decided. Where an
-answer starts, a frozen language model holds next to nothing of that word; it holds it where the word itself stands. So
-the answer to "is there" reads the digits, and says for each one if it is the digit that was asked for: `two no, seven
-yes`. This compares words, which a language model can do; the sum names its digits for the same reason. The answer to
-"where" reads up to the digit that was asked for, and says its place, which the block sees where it looks at that
-moment: `two no, seven top left`.
+An answer is one word or a short sentence, so it is right or wrong as a whole. Where an answer starts, a frozen language
+model holds next to nothing of the word that was asked for; it holds it where the word itself stands. So the answer to
+"is there" reads the digits, and says for each one if it is that digit: `two no, seven yes`. That compares words, which
+a language model can do; the sum names its digits for the same reason. The answer to "where" reads up to the digit, and
+says its place, which the block sees where it looks at that moment: `two no, seven top left`.
 """
 
 from __future__ import annotations

@@ -40,10 +40,8 @@ from .report import (
 
 @one_thread()  # of tensors this small
 def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False) -> dict[str, Any]:
-    """Runs the demo from a text-only model to a model that reads digits.
-
-    Trains a text-only model and a small vision tower, retrofits the text model, trains the added weights, and reads
-    held-out canvases.
+    """Trains a text-only model and a small vision tower, retrofits the text model, trains what was added, and reads
+    held-out canvases of digits.
 
     Args:
         output (`str` or `Path`): folder for the checkpoints `text`, `vision` and `model`, the examples and the picture.

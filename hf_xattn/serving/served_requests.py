@@ -41,7 +41,6 @@ OF_NOTHING = ("transformers_version", "_from_model_config")  # in the JSON of a 
 SET_BY_SERVER = set("max_new_tokens temperature do_sample top_p repetition_penalty sequence_bias stop_strings".split())
 # What the server itself gives a template, and what a processor would read pictures from.
 NO_VARIABLES = set("messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split())
-PICTURES_OF_DECISIONS = ("assets", "images")
 # Items of the Responses API that are no messages, with the fields that transformers' server reads.
 ITEMS: dict[str, tuple[str, ...]] = {
     "function_call": ("call_id", "name", "arguments"),
@@ -113,17 +112,16 @@ def _check_message(index: int, message: dict) -> None:
     """Refuses an unknown role, tool calls in another form, and an item that lacks a field."""
     if "role" in message:
         if message["role"] not in ROLES:
+            known = ", ".join(ROLES)
             raise HTTPException(
-                400,
-                f"Expected the `role` of message {index} to be one of {', '.join(ROLES)}, got "
-                f"{short(message['role'])}.",
+                400, f"Expected the `role` of message {index} to be one of {known}, got {short(message['role'])}."
             )
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise HTTPException(
                 400,
-                f"Expected `tool_calls` of message {index} to be a list of objects with `function`, which has a `name` "
-                f"and `arguments`, got {short(calls)}.",
+                f"Expected `tool_calls` of message {index} to be a list of objects with a `function`, of a `name` and "
+                f"`arguments`, got {short(calls)}.",
             )
         return
     for name in ITEMS.get(str(message.get("type")), ()):
@@ -154,9 +152,8 @@ def check_instructions(body: dict) -> None:
 
 
 def check_template_kwargs(body: dict, processor: Any) -> None:
-    """Raises an `HTTPException` if `chat_template_kwargs` are more than variables of the chat template.
-
-    `apply_chat_template` takes them beside arguments of the processor: images by their paths, sizes, another template.
+    """Raises an `HTTPException` if `chat_template_kwargs` are more than variables of the chat template: images by path,
+    sizes, another template.
     """
     given = body.get("chat_template_kwargs")
     if given is None:
@@ -191,12 +188,10 @@ def check_images_are_read(messages: list[dict]) -> list[dict]:
 
 def check_decision(body: dict) -> None:
     """Raises an `HTTPException` for pictures of `/v1/systemone`: transformers reads paths and any address there."""
-    for name in PICTURES_OF_DECISIONS:
+    for name in ("assets", "images"):
         if body.get(name):
             raise HTTPException(
-                400,
-                f"Expected no `{name}`: decisions are made about text alone. Ask about pictures with "
-                "/v1/chat/completions or /v1/responses.",
+                400, f"Expected no `{name}`: ask about pictures with /v1/chat/completions or /v1/responses."
             )
 
 
@@ -293,11 +288,7 @@ def _body_fields(limits: AnswerLimits, vocab_size: int) -> dict[str, Check]:
 
 
 def check_answer(body: dict, limits: AnswerLimits, model: Any) -> dict:
-    """Returns a request whose fields for `generate` are all within bounds. Does not change `body`.
-
-    Raises:
-        HTTPException: (400) for a field that is not allowed, or a value out of bounds.
-    """
+    """Returns a request whose fields for `generate` are all within bounds, or raises an `HTTPException`."""
     body = {name: value for name, value in body.items() if value is not None}
     _check(body, _body_fields(limits, model.config.get_text_config().vocab_size), "")
     for name in ("stop", "logit_bias"):

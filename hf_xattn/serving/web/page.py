@@ -35,10 +35,9 @@ KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 THUMBNAIL = 240  # pixels
 MAX_REQUEST = MAX_BYTES * 4 // 3 + 2**16  # bytes: a picture in base64, and what is around it
 MAX_QUEUE = 32  # questions and looks that wait for the model
-# A visitor draws on a canvas with the shape of the pictures that the model reads, many times as large: the image
-# processor scales the drawing down. So it has the picture's ratio of width to height, or drawings would be distorted, a
-# whole number of pixels for each of the picture, and a pen about 1.5 pixels of the picture wide: thinner lines fade,
-# thicker ones close the loops of small digits.
+# The image processor scales a drawing down. So the canvas has the picture's ratio of width to height, a whole number of
+# pixels for each of the picture, and a pen about 1.5 of these wide: thinner lines fade, thicker ones close the loops of
+# small digits.
 CANVAS_SIDE = 720  # pixels of the longer side, at least half of it
 SMALL = 64  # pictures of fewer pixels on the shorter side are drawn white on black, like the usual data sets of digits
 MANY_PATCHES = 64  # lines between more patches would be in the way
@@ -66,11 +65,10 @@ def build_page(
     """Builds a page on which visitors draw or drop pictures, ask, and see where the model looked.
 
     Every visitor has a conversation of its own. The model answers one question after another. Call
-    `model.enable_image_store()` first: then a picture is encoded once, however often and by whomever it is asked about.
+    `model.enable_image_store()` first: then a picture is encoded once, whoever asks about it.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): the model.
-        processor: its processor; or its tokenizer, for a page without pictures.
+        processor: the model's processor; or its tokenizer, for a page without pictures.
         title (`str`): the heading of the page.
         questions (`list[str]`, *optional*): questions that visitors can choose with one click. By default those in the
             card of the model's folder (`widget`), if there are any.
@@ -220,7 +218,7 @@ def _add_api(server: Any, error_type: Callable[..., Exception], visitors: Visito
 
 
 def _worded(function: Callable, error_type: Callable[..., Exception]) -> Callable:
-    """Tells the visitor why something has failed. An error that nobody expected is logged, and not shown."""
+    """Tells the visitor why something has failed; an error that nobody expected is logged instead."""
 
     def told(error: Exception) -> Exception:
         if isinstance(error, (ValueError, TypeError)):
@@ -292,11 +290,8 @@ def drawing_for(
 ) -> Drawing:
     """Chooses a canvas.
 
-    Args:
-        canvas (`tuple[int, int]`, *optional*): width and height of the canvas. By default those of the picture that
-            the model reads, times a whole number.
-        ink, paper (`str`, *optional*): colours, as in CSS. By default white on black for pictures of fewer than 64
-            pixels on a side, else black on white. They should be those of the pictures that the model was trained on.
+    Arguments as in [`build_page`]. The colours are by default white on black for pictures of fewer than 64 pixels on a
+    side, else black on white. They should be those of the pictures that the model was trained on.
     """
     reads = _picture_size(config, image_processor)
     height, width = reads

@@ -1,6 +1,4 @@
-"""The conversations of the visitors of a page, and where the model looked while it answered: attention weights, not
-explanations. Each visitor has a random name, which only the visitor's page knows.
-"""
+"""The conversations of the visitors of a page, and where the model looked: attention weights, not explanations."""
 
 from __future__ import annotations
 
