@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import cached_file
 from transformers.utils.import_utils import is_gguf_available
 
-from ..utils.config_sizes import check_fields
+from ..utils.config_checks import check_fields
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.tensor_checks import type_name
 from .loading_checks import check_size

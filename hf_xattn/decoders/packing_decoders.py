@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..utils.memo import memoized
+from ..utils import memoized
 
 
 # Kinds of layers in `config.layer_types` that carry a state over the text.

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from ..utils import memoized
 from ..utils.architectures import TILED_VISION_TYPES
-from ..utils.memo import memoized
 
 
 # The flag of transformers' towers that resize their learned position embeddings only where they are asked to.

@@ -18,7 +18,7 @@ from ..checkpoints.model_card import write_model_card
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..utils.checkpoint_files import INTEGERS, Stored, check_source
-from ..utils.config_sizes import check_layer_count
+from ..utils.config_checks import check_layer_count
 from ..utils.whole_folder import WholeFolder
 from . import idefics, mllama
 from .recipe import Recipe, fits
