@@ -106,7 +106,8 @@ def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str
                 content = Path(file).read_bytes()
                 if written.setdefault(Path(file), content) != content:
                     raise ValueError(
-                        f"Two parts of this model bring a different {Path(file).name}: rename one in its checkpoint."
+                        f"Two parts of this model bring a different file of the name {Path(file).name}: rename one in "
+                        "its checkpoint."
                     )
 
 
