@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from .utils.architectures import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
 from .utils.config_checks import (
+    MAX_VOCABULARY,
     CheckedConfig,
     check_activation,
     check_bool_fields,
@@ -28,7 +29,6 @@ from .utils.config_checks import (
     every_nth_layer,
     refuse_unknown_fields,
 )
-from .utils.config_sizes import MAX_VOCABULARY
 from .utils.custom_code import UnreadConfig, read_config
 from .utils.transformers_api import SubConfigSpec
 

@@ -17,7 +17,6 @@ from peers import VOCABULARY, our_model, small_tower
 from timing import DEVICE
 
 from hf_xattn import freeze
-from hf_xattn.utils.transformers_api import checkpoint_activations
 
 
 TRAINS = {
@@ -33,7 +32,8 @@ def measure(trains: dict[str, bool], way: dict[str, bool] | None, options: argpa
     model = our_model(512, 8, [3, 7], heads=8, kv_heads=4, inner=1024, vision=small_tower())
     freeze(model, **trains).to(DEVICE).train()
     if way is not None:
-        checkpoint_activations(model, way)
+        # until transformers 5.22 the method had another name
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(way)
     ids = torch.randint(3, VOCABULARY, (options.rows, options.text_tokens), device=DEVICE)
     pixels = torch.randn(options.rows, options.images, 3, 560, 560, device=DEVICE)
     return memory_of(lambda: model(ids, pixel_values=pixels, labels=ids, use_cache=False).loss)

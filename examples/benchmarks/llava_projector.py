@@ -35,8 +35,7 @@ from hf_xattn import XAttnProcessor
 from hf_xattn.demo.canvases import DigitPool, picture_of
 from hf_xattn.demo.language_scores import accuracy_by_kind, answers, compare_texts, held_out_questions, own_answers
 from hf_xattn.demo.language_training import Batch, Recipe, Rows, batch_of_step, training_dtype
-from hf_xattn.demo.questions import KINDS, Question
-from hf_xattn.demo.text_prompts import TRAINING_PROMPTS
+from hf_xattn.demo.questions import KINDS, TRAINING_PROMPTS, Question
 
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)

@@ -21,7 +21,7 @@ from ..decoders.text_half import composite_class, is_composite, text_half, text_
 from ..images.tower import check_tower_class, check_tower_config
 from ..utils.architectures import TILED_VISION_TYPES, architecture
 from ..utils.checkpoint_files import both_readings, check_source, refuse_pickled
-from ..utils.config_sizes import is_quantized
+from ..utils.config_checks import is_quantized
 from ..utils.first_values import incomplete
 from ..utils.keywords import CONFIG_KEYWORDS, LOAD_KEYWORDS, given, refuse_unknown
 from ..utils.tensor_checks import type_name

@@ -32,7 +32,7 @@ from ..utils.checkpoint_files import (
     short,
     weight_files,
 )
-from ..utils.config_sizes import check_against_weights, check_fields, check_layer_count, is_quantized
+from ..utils.config_checks import check_against_weights, check_fields, check_layer_count, is_quantized
 from ..utils.first_values import ValuesComeLater, incomplete
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.transformers_api import has, needs

@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 from transformers.utils.import_utils import is_gguf_available
 
 from ..utils.checkpoint_files import Stored, short
-from ..utils.config_sizes import check_fields
+from ..utils.config_checks import check_fields
 from ..utils.keywords import FILE_KEYWORDS, given
 from ..utils.tensor_checks import type_name
 from .folders import check_size

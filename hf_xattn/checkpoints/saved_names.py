@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from ..decoders.insertion import BLOCKS
-from ..utils.memo import memoized
+from ..utils import memoized
 
 
 class _SparesBlocks:

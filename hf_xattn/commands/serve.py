@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if not is_serve_available():
         raise ImportError("`hf-xattn serve` needs transformers' server: run `pip install 'transformers[serving]'`.")
-    from ..serving.answer_limits import AnswerLimits
+    from ..serving.served_requests import AnswerLimits
     from ..serving.serving import SERVED, Server, build_app, check_answers
 
     limits = replace(SERVED, max_bytes=arguments.max_image_mib * 2**20, private_addresses=arguments.private_addresses)

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 from transformers.utils import logging
 
 from ..layers.context import KEYWORD, CrossAttentionContext
+from ..utils import memoized
 from ..utils.architectures import architecture, text_num_hidden_layers
 from ..utils.keywords import LOSS, keywords_of, refuse_unknown
-from ..utils.memo import memoized
 from ..utils.tensor_checks import has_values
 from ..utils.transformers_api import HAS_RECORDING, check_recorded, is_before, needs
 from .channel import carrying

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from ..configuration_xattn import XAttnConfig
 from ..layers.context import KEYWORD, CrossAttentionContext
+from ..utils import memoized
 from ..utils.architectures import architecture
-from ..utils.memo import memoized
 from .block_stack import make_blocks
 from .channel import carried_context
 from .checkpointing import FUNCTION, checkpointing_function

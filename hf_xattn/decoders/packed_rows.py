@@ -28,7 +28,7 @@ from ..configuration_xattn import XAttnConfig
 from ..images.conversation import PreparedImages
 from ..images.image_inputs import ImageInputs
 from ..images.image_positions import counts_images
-from ..utils.memo import memoized
+from ..utils import memoized
 from .text_inputs import mask_of_new_text
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..utils.memo import memoized
+from ..utils import memoized
 from .derived import derive
 
 

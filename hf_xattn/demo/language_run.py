@@ -14,11 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..checkpoints.model_card import write_model_card
 from ..utils.transformers_api import AutoImageProcessor
-from .attention import draw_questions
 from .canvases import DigitPool
-from .checkpoints import make_vision_checkpoint
-from .connector_start import start_connector
-from .language_models import language_model
+from .checkpoints import language_model, make_vision_checkpoint, one_thread
 from .language_scores import (
     accuracy_by_kind,
     answers,
@@ -32,10 +29,9 @@ from .language_scores import (
     second_right,
     verdicts_right,
 )
-from .language_training import Recipe, block_layers, train, training_dtype
-from .questions import KINDS, PHRASINGS
-from .report import example_images, prepared, print_table, save_examples, say
-from .text_prompts import TRAINING_PROMPTS
+from .language_training import Recipe, block_layers, start_connector, train, training_dtype
+from .questions import KINDS, PHRASINGS, TRAINING_PROMPTS, Question
+from .report import draw_questions, example_images, prepared, print_table, save_examples, say
 
 
 IMAGE_TOKEN = "<image>"
@@ -53,19 +49,15 @@ def run_language(
 
     Args:
         source (`str` or `Path`): the language model, as `language_model` takes it.
-        output (`str` or `Path`): folder for the checkpoints `text`, `vision`, `model` and `adapter`, the examples and
-            the picture.
-        seed (`int`): seed of the data, the weights and the split.
+        output, seed, quick: as for `run`. The folder also gets `adapter`.
         steps (`int`, *optional*): training steps; more take longer and answer more.
-        quick (`bool`): run only a few steps of each stage, as a test. The accuracy then means nothing.
 
     Returns:
         `dict`: the figures of the printed tables, which are also saved to `results.json`.
 
     Raises:
-        ValueError: if `output` is a file or a folder with files of something else, if `steps` is below 1, or for a
-            language model that does not suit.
-        ImportError: if scikit-learn, or what the language model needs, is not installed.
+        ValueError, ImportError: as `run`; if `steps` is below 1; for a language model that does not suit, or needs what
+            is not installed.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
@@ -76,16 +68,12 @@ def run_language(
     say(f"1/5 The language model: {source}")
     text = language_model(source, output)
     say("2/5 A small vision tower")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors of the tower are too small for more
-    try:
+    with one_thread():
         make_vision_checkpoint(output / "vision", pools[0], steps=30 if quick else 1000, seed=seed, where=True)
-    finally:
-        torch.set_num_threads(threads)
 
     say("3/5 Retrofit, and training of what was added")
     model, processor = retrofitted(text, output / "vision")
-    base = AutoModelForCausalLM.from_pretrained(text).eval()
+    base: Any = AutoModelForCausalLM.from_pretrained(text).eval()
     start_connector(model, base, processor, pools[0], seed)
     same_before = same_logits(model.eval(), base, processor)
     recipe = Recipe(steps=steps or (4 if quick else Recipe().steps), **({"batch_size": 6} if quick else {}))
@@ -101,26 +89,14 @@ def run_language(
     dtype = training_dtype(torch.device("cpu"))
     model = AutoModelForImageTextToText.from_pretrained(output / "model", dtype=dtype)
     base = AutoModelForCausalLM.from_pretrained(text, dtype=torch.bfloat16)  # rounded, as the saved model is
-    if dtype == torch.float32:
-        base = base.float()
+    base = base.to(dtype)
     processor = AutoProcessor.from_pretrained(output / "model")
     count = 2 if quick else 100
     known, new = (held_out_questions(pools[1], count, new_phrasing, seed) for new_phrasing in (False, True))
-    said = answers(model, processor, known), answers(model, processor, new)
-    blind = known[:: 1 if quick else 5]
-    by_kind = {
-        "known phrasings": accuracy_by_kind(known, said[0]),
-        "new phrasings": accuracy_by_kind(new, said[1]),
-        "blind": accuracy_by_kind(blind, answers(base, processor, blind, see=False)),
-        "most frequent answer": most_frequent_by_kind(known),
-    }
+    scores = _scores(model, base, processor, known, new, blind=known[:: 1 if quick else 5])
     say("5/5 Questions that no picture concerns")
     results = {
-        "accuracy": by_kind,
-        "is there, yes or no alone right, known phrasings": verdicts_right(known, said[0]),
-        "is there, yes or no alone right, new phrasings": verdicts_right(new, said[1]),
-        "where, place alone right, known phrasings": places_right(known, said[0]),
-        "where, place alone right, new phrasings": places_right(new, said[1]),
+        **scores,
         "right as the second question of a chat": second_right(model, processor, known, seed),
         "questions of each kind": count,
         **compare_texts(model, base, processor, pools[1], seed),
@@ -138,13 +114,38 @@ def run_language(
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     save_examples(output, [question.canvas for question in new if question.kind == "read"][:8])
     draw_questions(output / "questions.png", model, processor, new)
-    examples = [phrasings[0].format(digit="seven") for phrasings in PHRASINGS.values()]
-    training = {"data": "questions about canvases of scikit-learn's digits", "steps": recipe.steps}
-    measured = {f"{kind}, new phrasings": f"{value:.1%}" for kind, value in by_kind["new phrasings"].items()}
-    for folder in ("model", "adapter"):
-        write_model_card(model, output / folder, training=training, results=measured, questions=examples)
+    _write_cards(model, results, output)
     _print(results, output)
     return results
+
+
+def _scores(
+    model, base, processor: XAttnProcessor, known: list[Question], new: list[Question], blind: list[Question]
+) -> dict[str, Any]:
+    """The shares of right answers to known and new phrasings. `blind` are asked of the base, without a picture."""
+    said, said_to_new = answers(model, processor, known), answers(model, processor, new)
+    by_kind = {
+        "known phrasings": accuracy_by_kind(known, said),
+        "new phrasings": accuracy_by_kind(new, said_to_new),
+        "blind": accuracy_by_kind(blind, answers(base, processor, blind, see=False)),
+        "most frequent answer": most_frequent_by_kind(known),
+    }
+    return {
+        "accuracy": by_kind,
+        "is there, yes or no alone right, known phrasings": verdicts_right(known, said),
+        "is there, yes or no alone right, new phrasings": verdicts_right(new, said_to_new),
+        "where, place alone right, known phrasings": places_right(known, said),
+        "where, place alone right, new phrasings": places_right(new, said_to_new),
+    }
+
+
+def _write_cards(model, results: dict[str, Any], output: Path) -> None:
+    examples = [phrasings[0].format(digit="seven") for phrasings in PHRASINGS.values()]
+    training = {"data": "questions about canvases of scikit-learn's digits", "steps": results["training steps"]}
+    shares = results["accuracy"]["new phrasings"]
+    measured = {f"{kind}, new phrasings": f"{share:.1%}" for kind, share in shares.items()}
+    for folder in ("model", "adapter"):
+        write_model_card(model, output / folder, training=training, results=measured, questions=examples)
 
 
 def retrofitted(text: Path, vision: Path, layers: list[int] | None = None, block: dict[str, Any] = BLOCK):

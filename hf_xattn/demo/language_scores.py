@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from ..processing_xattn import XAttnProcessor
 from .canvases import DigitPool, picture_of
-from .questions import KINDS, Question, ask, ask_about
-from .text_prompts import TEST_PROMPTS
+from .questions import KINDS, TEST_PROMPTS, Question, ask, ask_about, chat
 
 
 AT_ONCE = 50
@@ -35,9 +34,9 @@ def answers(
     see: bool = True,
     earlier: list[tuple[str, str]] | None = None,
 ) -> list[str]:
-    """Generates the answers to questions, greedily. With `see`, the chats begin with the pictures.
+    """Generates the answers to questions, greedily; with `see`, about their pictures.
 
-    `earlier` has a question and its answer that come before, for each question.
+    `earlier` has, for each one, a question and its answer that come before.
     """
     pictures = [picture_of(question.canvas) for question in questions] if see else None
     tokens = _tokens(model, processor, [question.text for question in questions], pictures, ANSWER_TOKENS, earlier)
@@ -146,13 +145,13 @@ def same_logits(model, base: PreTrainedModel, processor: XAttnProcessor) -> bool
 
 
 def own_answers(base: PreTrainedModel, processor: XAttnProcessor, prompts: tuple[str, ...]) -> dict[str, str]:
-    """The text model's own answers, cut at `TEXT_TOKENS`."""
+    """The text model's own answers."""
     tokens = _tokens(base, processor, list(prompts), None, TEXT_TOKENS)
     return dict(zip(prompts, processor.batch_decode(tokens, skip_special_tokens=True)))
 
 
 def images_a_second(model, processor: XAttnProcessor, questions: list[Question]) -> float:
-    """How many pictures the model reads a second, in batches, from pixels to the answer."""
+    """In batches, from pixels to the answer."""
     start = time.perf_counter()
     answers(model, processor, questions)
     return len(questions) / (time.perf_counter() - start)
@@ -184,15 +183,9 @@ def _tokens(
 def _inputs(
     processor: XAttnProcessor, texts: list[str], pictures: list | None, earlier: list[tuple[str, str]] | None = None
 ):
-    chats = []
-    for index, text in enumerate(texts):
-        turns = [] if earlier is None else [*earlier[index]]
-        contents: list[list[dict[str, Any]]] = [[{"type": "text", "text": said}] for said in [*turns, text]]
-        if pictures is not None:
-            contents[0].insert(0, {"type": "image", "image": pictures[index]})
-        chats.append(
-            [{"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(contents)]
-        )
+    before = [()] * len(texts) if earlier is None else earlier
+    seen = [None] * len(texts) if pictures is None else pictures
+    chats = [chat([*turns, text], picture) for turns, text, picture in zip(before, texts, seen)]
     return processor.apply_chat_template(
         chats, tokenize=True, return_dict=True, add_generation_prompt=True, processor_kwargs={"padding": True}
     )

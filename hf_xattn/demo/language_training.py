@@ -1,21 +1,27 @@
-"""Trains the blocks and the connector of a real language model on questions about canvases; the rest is frozen."""
+"""Trains the blocks and the connector of a real language model on questions about canvases; the rest is frozen.
+
+A block's queries come from text and its keys from the picture, through random projections at first. The word `seven`
+finds the patch with a seven in fewer steps if both are near each other before them: so the connector starts as a ridge
+regression from the features of patches to the language model's hidden states at the words for them.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..training.collator import XAttnDataCollator
 from ..utils.projection import multiplies_natively
-from .canvases import DigitPool, picture_of, to_pixel_values
+from .canvases import HEIGHT, PATCH, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
 from .checkpoints import optimize
-from .questions import ask, ask_about
-from .text_prompts import TRAINING_PROMPTS
+from .questions import COLUMNS, PHRASINGS, ROWS, TRAINING_PROMPTS, ask, ask_about, chat, region
 from .upper_layers import Example, UpperLayers
 
 
@@ -24,9 +30,13 @@ SHARES = {"read": 3, "how many": 2, "leftmost": 2, "largest": 3, "smallest": 3, 
 SECOND = 0.15  # share of the questions that come after another one about the same canvas
 TEXT_EVERY = 10  # one step in so many is on questions that the picture does not concern
 WARMUP_STEPS = 20
-BLOCK_PLACES = (0.67, 0.73, 0.8, 0.87, 0.97)  # as shares of the depth
-TEXT_TOKENS = 24  # of an answer to such a question
 LARGEST_DIFFERENCE = 0.05  # of bfloat16, as a share of the largest logit
+BLOCK_PLACES = (0.67, 0.73, 0.8, 0.87, 0.97)  # as shares of the depth
+# Of the connector's start.
+CANVASES = 1000
+BACKGROUND = 0.2  # share of the patches without a digit that count, as they are the most
+RANDOM = 0.05  # standard deviation of what is added: what no word names must pass too, such as a digit's place
+PENALTY = 1.0
 
 
 class Recipe(NamedTuple):
@@ -69,13 +79,7 @@ class Rows:
         return self._known[key]
 
     def _tokens(self, turns: tuple[tuple[str, str], ...], with_image: bool) -> tuple[list[int], list[int]]:
-        messages: list[dict[str, Any]] = []
-        for question, answer in turns:
-            seen = [{"type": "image", "image": self._picture}] * (with_image and not messages)
-            messages += [
-                {"role": "user", "content": [*seen, {"type": "text", "text": question}]},
-                {"role": "assistant", "content": answer},
-            ]
+        messages = chat([*itertools.chain.from_iterable(turns)], self._picture if with_image else None)
         batch = self._collator([{"messages": messages}])
         return batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
 
@@ -137,7 +141,7 @@ def train(
 ) -> None:
     """Trains what requires gradients, in place. Frozen matrices of decoder layers are rounded to the training's dtype.
 
-    Raises a `RuntimeError` if the upper layers alone do not compute what the whole model computes.
+    Raises a `RuntimeError` for a decoder whose upper layers cannot run apart.
     """
     rows = Rows(processor, pool.canvas(np.random.default_rng(seed)))
     dtype = training_dtype(model.device)
@@ -196,7 +200,66 @@ def _check(upper: UpperLayers, rows: Rows, pool: DigitPool, seed: int) -> None:
         )
     if difference > LARGEST_DIFFERENCE:
         raise RuntimeError(
-            "Expected the layers from the first block on to give the logits of the whole model, got logits that differ "
-            f"by {difference:.3f} of the largest. This decoder's layers cannot run apart: choose another language "
-            "model."
+            "Expected the layers from the first block on to give the logits of the whole model, got a difference of "
+            f"{difference:.3f} of the largest. Choose another language model."
         )
+
+
+@torch.no_grad()
+def start_connector(
+    model: XAttnForConditionalGeneration, base: PreTrainedModel, processor: XAttnProcessor, pool: DigitPool, seed: int
+) -> None:
+    """Sets the weights of a linear connector, in place. `base` is the language model before the retrofit."""
+    rng = np.random.default_rng((seed, 7))
+    canvases = [pool.canvas(rng) for _ in range(CANVASES)]
+    pixel_values = torch.cat([to_pixel_values(canvas) for canvas in canvases]).to(model.device)
+    tower: Any = model.model.vision_tower
+    connector: Any = model.model.connector
+    features = tower(pixel_values=pixel_values).last_hidden_state[:, 1:].flatten(0, 1).cpu()  # without the class token
+    digits = torch.cat([patch_labels(canvas)[0] for canvas in canvases])
+    kept = (digits < len(WORDS)) | torch.from_numpy(rng.random(len(digits)) < BACKGROUND)
+    first = min(model.config.cross_attention_layers)
+    of_digit = word_states(base, processor, first, WORDS)
+    targets = torch.cat([of_digit, torch.zeros_like(of_digit[:1])])[digits]  # zeros for background
+    corners = [(row, column) for row in range(0, HEIGHT, PATCH) for column in range(0, WIDTH, PATCH)]
+    words = [region(*corner).split() for corner in corners]  # `top left`, ... of each patch of a canvas
+    for part, names in enumerate((ROWS, COLUMNS)):
+        place = word_states(base, processor, first, names)[[names.index(each[part]) for each in words]]
+        targets = targets + place.repeat(CANVASES, 1) * (digits < len(WORDS))[:, None]
+    weight, bias = ridge(features[kept], targets[kept])
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * RANDOM
+    connector.layers[0].weight.copy_(weight + noise)
+    connector.layers[0].bias.copy_(bias)
+
+
+@torch.no_grad()
+def word_states(base: PreTrainedModel, processor: XAttnProcessor, layer: int, words: tuple[str, ...]) -> torch.Tensor:
+    """Returns the hidden states of two words or more in front of a layer, `(words, hidden_size)`.
+
+    Their mean is subtracted, and each has a mean square of 1: this tells them apart.
+    """
+    tokenizer: Any = processor.tokenizer
+    states = []
+    for word in words:
+        of_word = []
+        for phrasing in PHRASINGS["read"]:
+            chat = [{"role": "user", "content": phrasing}]
+            asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(asked + word, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            output: Any = base(input_ids=ids.to(base.device), output_hidden_states=True)
+            of_word.append(output.hidden_states[layer][0, -1].float().cpu())
+        states.append(torch.stack(of_word).mean(0))
+    different = torch.stack(states) - torch.stack(states).mean(0)
+    return different / different.square().mean(-1, keepdim=True).sqrt()
+
+
+def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Solves `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`.
+
+    `features` are `(count, inputs)`, `targets` `(count, outputs)`. Returns the weight `(outputs, inputs)` and the bias
+    `(outputs,)` in float32.
+    """
+    inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1).double()
+    penalty = PENALTY * torch.eye(inputs.shape[1], dtype=inputs.dtype)
+    solved = torch.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ targets.double()).float()
+    return solved[:-1].T, solved[-1]

@@ -1,21 +1,19 @@
 """Questions about a canvas of digits, and their answers: eight kinds, each in several phrasings.
 
-The phrasings for training and the held-out phrasings are separate lists. An answer is one word or a short sentence, so
-it is right or wrong as a whole.
-
-A question about one digit needs the word that was asked for at the position where the answer is decided. Where an
-answer starts, a frozen language model holds next to nothing of that word; it holds it where the word itself stands. So
-the answer to "is there" reads the digits, and says for each one if it is the digit that was asked for: `two no, seven
-yes`. This compares words, which a language model can do; the sum names its digits for the same reason. The answer to
-"where" reads up to the digit that was asked for, and says its place, which the block sees where it looks at that
-moment: `two no, seven top left`.
+An answer is one word or a short sentence, so it is right or wrong as a whole. Where an answer starts, a frozen language
+model holds next to nothing of the word that was asked for; it holds it where the word itself stands. So the answer to
+"is there" reads the digits, and says for each one if it is that digit: `two no, seven yes`. That compares words, which
+a language model can do; the sum names its digits for the same reason. The answer to "where" reads up to the digit, and
+says its place, which the block sees where it looks at that moment: `two no, seven top left`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from .canvases import HEIGHT, WIDTH, WORDS, Canvas
 
@@ -234,6 +232,14 @@ def ask_about(canvas: Canvas, rng: np.random.Generator) -> Question:
     return ask(allowed[rng.integers(len(allowed))], None, rng, canvas=canvas)
 
 
+def chat(turns: Sequence[str], picture: Image.Image | None = None) -> list[dict[str, Any]]:
+    """The messages of a user and an assistant, who take turns. The first one begins with the picture."""
+    contents: list[list[dict[str, Any]]] = [[{"type": "text", "text": said}] for said in turns]
+    if picture is not None:
+        contents[0].insert(0, {"type": "image", "image": picture})
+    return [{"role": ("user", "assistant")[place % 2], "content": each} for place, each in enumerate(contents)]
+
+
 def _about(phrasing: str, digit: int) -> str:
     word = WORDS[digit]
     if word == "eight":
@@ -250,3 +256,112 @@ def _suits(kind: str, digits: list[int]) -> bool:
 def region(row: int, column: int) -> str:
     """Names the sixth of the canvas that a digit's upper left corner lies in."""
     return f"{ROWS[len(ROWS) * row // HEIGHT]} {COLUMNS[len(COLUMNS) * column // WIDTH]}"
+
+
+# Questions that no picture concerns: they show what the language model keeps. Those of the test come with a word that
+# a right answer holds; those of the training are others.
+TEST_PROMPTS = (
+    ("What is the capital of France?", "Paris"),
+    ("What is the capital of Italy?", "Rome"),
+    ("What is the capital of Germany?", "Berlin"),
+    ("What is the capital of Spain?", "Madrid"),
+    ("What is the capital of England?", "London"),
+    ("What is the capital of Russia?", "Moscow"),
+    ("What is the capital of Egypt?", "Cairo"),
+    ("What is the capital of Greece?", "Athens"),
+    ("What is the capital of China?", "Beijing"),
+    ("Which country is Tokyo the capital of?", "Japan"),
+    ("Which planet do we live on?", "Earth"),
+    ("Which planet is the largest in the solar system?", "Jupiter"),
+    ("Which planet is known as the red planet?", "Mars"),
+    ("What is the star at the center of the solar system?", "Sun"),
+    ("Who wrote Romeo and Juliet?", "Shakespeare"),
+    ("Who painted the Mona Lisa?", "Leonardo"),
+    ("Who developed the theory of relativity?", "Einstein"),
+    ("Who was the first president of the United States?", "Washington"),
+    ("Who discovered gravity, as the story of the apple tells?", "Newton"),
+    ("What is the largest ocean?", "Pacific"),
+    ("What is the longest river in Africa?", "Nile"),
+    ("What is the highest mountain on Earth?", "Everest"),
+    ("On which continent is Brazil?", "South America"),
+    ("On which continent is Kenya?", "Africa"),
+    ("On which continent is India?", "Asia"),
+    ("What is the chemical formula of water?", "H2O"),
+    ("What gas do plants take in from the air?", "carbon"),
+    ("What gas do humans need to breathe?", "oxygen"),
+    ("What do bees make?", "honey"),
+    ("What is the opposite of hot?", "cold"),
+    ("What is the opposite of big?", "small"),
+    ("What is the opposite of up?", "down"),
+    ("What is the plural of child?", "children"),
+    ("What is the past tense of go?", "went"),
+    ("What language is spoken in Mexico?", "Spanish"),
+    ("What language is spoken in Portugal?", "Portuguese"),
+    ("What color do you get if you mix blue and yellow?", "green"),
+    ("What is the color of grass?", "green"),
+    ("Which animal is known as the king of the jungle?", "lion"),
+    ("What is frozen water called?", "ice"),
+)
+
+TRAINING_PROMPTS = (
+    "Tell me a fact about elephants.",
+    "Write a short poem about the sea.",
+    "What is the capital of Sweden?",
+    "What is the capital of Poland?",
+    "What is the capital of Canada?",
+    "What is the capital of Turkey?",
+    "Name three fruits.",
+    "Name two large cities.",
+    "Name an animal that lives in water.",
+    "What is photosynthesis?",
+    "Explain what a computer is.",
+    "What is a good name for a cat?",
+    "How do I boil an egg?",
+    "How do I learn a language?",
+    "Give me a tip for better sleep.",
+    "Write a sentence with the word river.",
+    "What is the opposite of dark?",
+    "What is the opposite of old?",
+    "What is the opposite of slow?",
+    "What is the past tense of see?",
+    "What is the plural of mouse?",
+    "Who wrote Hamlet?",
+    "Who was Napoleon?",
+    "Who was Cleopatra?",
+    "Which planet has rings?",
+    "Which planet is closest to the sun?",
+    "What is the moon?",
+    "What is gold used for?",
+    "What do cows eat?",
+    "What do birds use to fly?",
+    "What is bread made of?",
+    "What is a triangle?",
+    "What is a rainbow?",
+    "Why is the sky blue?",
+    "Why do we sleep?",
+    "What is the largest animal?",
+    "What is the fastest land animal?",
+    "On which continent is Canada?",
+    "On which continent is France?",
+    "What language is spoken in Austria?",
+    "What language is spoken in Argentina?",
+    "What is the color of snow?",
+    "What color is a banana?",
+    "What is the currency of Japan?",
+    "What is the currency of the United States?",
+    "Say hello in Spanish.",
+    "Say thank you in French.",
+    "Write one sentence about spring.",
+    "Write one sentence about music.",
+    "Give me a synonym for happy.",
+    "Give me a synonym for fast.",
+    "What is democracy?",
+    "What is the internet?",
+    "How does a bicycle work?",
+    "What is a volcano?",
+    "What do we call a baby dog?",
+    "What is the boiling point of water?",
+    "What do you do?",
+    "Who are you?",
+    "Hello!",
+)

@@ -1,4 +1,4 @@
-"""The stages of the demo, its table and its picture."""
+"""The demo with a text model of its own: its stages and its figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -24,17 +23,25 @@ from transformers import (
 from .. import XAttnProcessor, freeze_base, retrofit
 from ..checkpoints.model_card import write_model_card
 from ..utils.transformers_api import AutoImageProcessor
-from .attention import attention_on_digits, draw_attention
-from .canvases import HEIGHT, PROMPT, WIDTH, WORDS, Canvas, CanvasDataset, DigitPool, picture_of, sentence
-from .checkpoints import make_text_checkpoint, make_vision_checkpoint
-from .report import example_images, prepared, print_table, save_examples, say, shown
+from .canvases import PROMPT, WORDS, Canvas, CanvasDataset, DigitPool, picture_of, sentence
+from .checkpoints import make_text_checkpoint, make_vision_checkpoint, one_thread
+from .report import (
+    attention_on_digits,
+    draw_answers,
+    draw_attention,
+    example_images,
+    prepared,
+    print_table,
+    save_examples,
+    say,
+    shown,
+)
 
 
+@one_thread()  # of tensors this small
 def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False) -> dict[str, Any]:
-    """Runs the demo from a text-only model to a model that reads digits.
-
-    Trains a text-only model and a small vision tower, retrofits the text model, trains the added weights, and reads
-    held-out canvases.
+    """Trains a text-only model and a small vision tower, retrofits the text model, trains what was added, and reads
+    held-out canvases of digits.
 
     Args:
         output (`str` or `Path`): folder for the checkpoints `text`, `vision` and `model`, the examples and the picture.
@@ -48,18 +55,9 @@ def run(output: str | Path = "hf-xattn-demo", seed: int = 0, quick: bool = False
         ValueError: if `output` is a file, or a folder with files of something else.
         ImportError: if scikit-learn is not installed.
     """
-    pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
-    output = prepared(Path(output))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with tensors this small, more threads are several times slower on busy cores
-    try:
-        return _run(output, *pools, seed, quick)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, quick: bool) -> dict[str, Any]:
     start = time.perf_counter()
+    train_pool, test_pool = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
+    output = prepared(Path(output))
     set_seed(seed)
     say("1/4 A text-only decoder and its tokenizer, from sentences")
     make_text_checkpoint(output / "text", steps=30 if quick else 250, seed=seed)
@@ -93,7 +91,6 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
     blind = _read(base, processor, canvases, None)
     readings = _read(model, processor, canvases, pictures)
     digits, whole = _accuracy(readings, canvases)
-    attention = attention_on_digits(model, processor, canvases, pictures)
     results = {
         "held-out canvases": len(canvases),
         "digits right, text-only model": _accuracy(blind, canvases)[0],
@@ -101,13 +98,13 @@ def _run(output: Path, train_pool: DigitPool, test_pool: DigitPool, seed: int, q
         "canvases right, retrofitted model": whole,
         "text-only logits bit-identical before training": same_before,
         "text-only logits bit-identical after training": _same_as_base(model, output, tokenizer),
-        **attention,
+        **attention_on_digits(model, processor, canvases, pictures),
         **_count_projections(model, processor, pictures[0]),
         **_speed(model, processor, pictures[:16], repeats=1 if quick else 3),
         "minutes": (time.perf_counter() - start) / 60,
     }
     save_examples(output, canvases[:8])
-    _draw_answers(output / "canvases.png", canvases, pictures, readings)
+    draw_answers(output / "canvases.png", canvases, pictures, readings)
     draw_attention(output / "attention.png", model, processor, canvases, pictures)
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     measured = {name: shown(name, value) for name, value in results.items() if "right" in name or "canvases" in name}
@@ -197,20 +194,6 @@ def _speed(model, processor, pictures: list, repeats: int) -> dict[str, float]:
         "tokens a second, with cache": 48 * len(pictures) / times[True],
         "tokens a second, without": 48 * len(pictures) / times[False],
     }
-
-
-def _draw_answers(path: Path, canvases: list[Canvas], pictures: list, readings: list[list[str]]) -> None:
-    """Draws eight canvases with the model's answers."""
-    scale, columns, line = 5, 2, 22
-    width, height = WIDTH * scale, HEIGHT * scale + line
-    sheet = Image.new("RGB", (columns * (width + 10) + 10, 4 * (height + 10) + 10), "white")
-    draw = ImageDraw.Draw(sheet)
-    for index, (canvas, picture, words) in enumerate(zip(canvases[:8], pictures, readings)):
-        x, y = 10 + index % columns * (width + 10), 10 + index // columns * (height + 10)
-        sheet.paste(picture.resize((WIDTH * scale, HEIGHT * scale), Image.Resampling.NEAREST), (x, y))
-        right = words[1::2] == [WORDS[digit] for digit in canvas.digits]
-        draw.text((x + 2, y + HEIGHT * scale + 4), " ".join(words[1::2]), fill="black" if right else "red")
-    sheet.save(path)
 
 
 def _print_results(results: dict[str, Any], output: Path) -> None:

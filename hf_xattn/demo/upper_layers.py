@@ -1,10 +1,9 @@
 """Trains blocks in front of upper decoder layers without running the layers below them twice.
 
-A decoder layer below the first block is frozen and sees no image, so its output depends on the text alone. So the
-hidden states in front of the first block are computed once for each text of the demo. All texts begin alike (system
-prompt, header of the user's turn), and no token of this beginning sees an image: the image marker comes after it. A
-causal decoder's keys and values of a beginning do not depend on what follows, so they are computed once for all texts.
-Only the layers from the first block on run in a training step, and the results are those of the whole model.
+Layers below the first block are frozen and see no image, so the hidden states in front of it are computed once for each
+text. All texts begin alike (system prompt, header of the user's turn), in front of the image marker: the keys and
+values of this beginning are computed once for all texts. A training step runs only the layers from the first block on,
+and gives the results of the whole model.
 """
 
 from __future__ import annotations
@@ -124,10 +123,6 @@ class UpperLayers:
             whole = self.model(input_ids=ids, pixel_values=pixel_values.to(self.model.device)).logits[0].float()
         places = [len(beginning) + place - 1 for place, label in enumerate(example.labels) if label != -100]
         return ((mine - whole[places]).abs().max() / whole.abs().max()).item()
-
-    def forget(self) -> None:
-        """Gives the memory back."""
-        self._states.clear()
 
     def _remember(self, texts: list[tuple[int, ...]]) -> None:
         new = sorted({ids for ids in texts if ids not in self._states}, key=len)

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from ..utils import memoized
 from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.distributed import has_units
-from ..utils.memo import memoized
 
 
 # The flag of transformers' towers that resize their learned position embeddings only where they are asked to.

@@ -34,7 +34,7 @@ from ..utils.checkpoint_files import (
     short,
 )
 from ..utils.checkpoint_files import read_headers as checked_headers
-from ..utils.config_sizes import check_layer_count
+from ..utils.config_checks import check_layer_count
 from ..utils.stub import is_own_file
 from ..utils.whole_folder import is_free, refuse_unfinished
 

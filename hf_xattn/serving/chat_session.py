@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _StopWhenAsked(StoppingCriteria):
-    """Ends an answer after the token at which `asked` returns True. No forward pass is interrupted."""
+    """Ends an answer after the token at which `asked` returns True."""
 
     def __init__(self, asked: Callable[[], bool]):
         self.asked = asked
@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def num_images(self) -> int:
-        """Number of images that the model saw: those of the question and of all messages before it."""
+        """Those of the question and of all messages before it."""
         return sum(isinstance(message["content"], list) and len(message["content"]) - 1 for message in self.asked)
 
     def words(self, tokenizer: Any) -> list[Word]:
@@ -104,14 +104,11 @@ class ChatSession:
         streamer: TextStreamer | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> str:
-        """Asks one question, and returns the answer.
+        """Asks one question, with images, and returns the answer.
 
         Args:
-            text (`str`): the user's message.
-            images (`list` of images, *optional*): images that come with this message.
             streamer (`TextStreamer`, *optional*): gets the answer as it is generated.
-            stop (*optional*): called after each token; the answer ends when it returns True. The text until then is
-                the answer.
+            stop (*optional*): called after each token; the answer ends when it returns True.
 
         Raises:
             ValueError: if the conversation with its answer is longer than the model supports. After any error the

@@ -59,8 +59,7 @@ class RequestLimits:
 async def refuse(receive: Any, send: Any, status: int, error: dict[str, Any]) -> None:
     """Answers a request whose body nobody wants, and closes its connection.
 
-    Most clients read an answer only after they have sent everything. If the connection were closed earlier, they would
-    report that, and not the answer. So the rest is read for a while, and dropped.
+    Most clients read an answer only after they have sent everything, so the rest is read for a while, and dropped.
     """
     content = json.dumps(error).encode()
     headers = [

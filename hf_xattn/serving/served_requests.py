@@ -1,24 +1,46 @@
-"""What the messages of a request may hold, and what it may ask for beyond them.
+"""What a request to `hf-xattn serve` may hold, and what it may ask of an answer. Anything else is refused (400).
 
-Transformers' server hands other fields to the processor, which reads paths: a client could read files of the server.
+Transformers' server hands unknown fields to the processor, which reads paths: a client could read files of the server.
+And it builds a `GenerationConfig` of a request, and does what stands in it: a thousand beams, another cache, a file of
+the server as an assistant model. So a field passes only if it stands in a table here, with a value within bounds, or
+if it is what the model has anyway.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
+from transformers import GenerationConfig
 from transformers.utils.chat_template_utils import _get_template_variables
 
+from ..processing import image_reading
+from ..processing.image_limits import ImageLimits
 from ..processing.image_reading import is_pil
 from ..training.training_rows import ROLES
 from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
 
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of each
+MOST_BIASES = 300
+TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
+IMAGE_PARTS = ("image_url", "input_image")
+IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
+MESSAGE_FIELDS = frozenset(
+    "role content name refusal tool_calls tool_call_id function_call annotations audio".split()
+) | {"reasoning", "reasoning_content"}
+OF_NOTHING = ("transformers_version", "_from_model_config")  # in the JSON of a `GenerationConfig`, without an effect
+# Fields of a `GenerationConfig` that transformers' server sets from the checked fields of a request.
+SET_BY_SERVER = set("max_new_tokens temperature do_sample top_p repetition_penalty sequence_bias stop_strings".split())
 # What the server itself gives a template, and what a processor would read pictures from.
 NO_VARIABLES = set("messages tools add_generation_prompt chat_template processor_kwargs images videos audio".split())
-PICTURES_OF_DECISIONS = ("assets", "images")
 # Items of the Responses API that are no messages, with the fields that transformers' server reads.
 ITEMS: dict[str, tuple[str, ...]] = {
     "function_call": ("call_id", "name", "arguments"),
@@ -27,21 +49,79 @@ ITEMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_message(index: int, message: dict) -> None:
-    """Raises an `HTTPException` for an unknown role, tool calls in another form, and an item that lacks a field."""
-    if "role" in message:
-        if message["role"] not in ROLES:
+def image_parts(messages: Any, field: str) -> Iterator[tuple[str, dict]]:
+    """Yields the image parts of a request, each with a description of its place for errors.
+
+    Raises an `HTTPException` for messages in a wrong form, and for parts that are neither text nor images.
+    """
+    items = field == "input"  # of the Responses API
+    if items and isinstance(messages, str):
+        return
+    first = messages[0] if items and isinstance(messages, list) and messages else None
+    if isinstance(first, dict) and "role" not in first:  # as transformers decides
+        messages = [{"role": "user", "content": messages}]  # the parts of one message
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        got = "an empty list" if messages == [] else type_name(messages)
+        raise HTTPException(400, f"Expected `{field}` to be a list of messages, got {got}.")
+    for index, message in enumerate(messages):
+        if "role" not in message and not items:
+            raise HTTPException(400, f"Expected each of `{field}` to have a `role`, got message {index} without one.")
+        if not items and (unknown := sorted(set(message) - MESSAGE_FIELDS)):
+            raise HTTPException(
+                400, f"Message {index} has unknown fields {unknown}. Images are parts of its `content`: `image_url`."
+            )
+        _check_message(index, message)
+        content = message.get("content" if "role" in message else "output" if "output" in message else "content")
+        _check_content(index, message, content)
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
             raise HTTPException(
                 400,
-                f"Expected the `role` of message {index} to be one of {', '.join(ROLES)}, got "
-                f"{short(message['role'])}.",
+                f"Expected the content of message {index} to be a text or a list of parts, got {type_name(content)}.",
+            )
+        for number, part in enumerate(content):
+            if part.get("type") in IMAGE_PARTS:
+                yield f"part {number} of message {index}", part
+            elif part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+                raise HTTPException(
+                    400,
+                    f"Expected text or an image (`image_url`) as part {number} of message {index}, got a part of type "
+                    f"{part.get('type')!r}.",
+                )
+
+
+def read_image(place: str, address: Any, limits: ImageLimits) -> Image:
+    """Reads an image from the web or from a data URL, as the processor does.
+
+    Raises an `HTTPException` for any other address: transformers would also read files of this machine.
+    """
+    url = address.get("url") if isinstance(address, dict) else address
+    if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
+        got = repr(url[:60]) if isinstance(url, str) else type_name(url)
+        raise HTTPException(
+            400, f"Expected the address of {place} to start with {', '.join(IMAGE_ADDRESSES)}, got {got}."
+        )
+    try:
+        return image_reading.read_image(url, "image_url", limits=limits)
+    except Exception as error:  # decoders and connections raise errors of many kinds
+        raise HTTPException(400, f"The image in {place} cannot be read: {error}") from error
+
+
+def _check_message(index: int, message: dict) -> None:
+    """Refuses an unknown role, tool calls in another form, and an item that lacks a field."""
+    if "role" in message:
+        if message["role"] not in ROLES:
+            known = ", ".join(ROLES)
+            raise HTTPException(
+                400, f"Expected the `role` of message {index} to be one of {known}, got {short(message['role'])}."
             )
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise HTTPException(
                 400,
-                f"Expected `tool_calls` of message {index} to be a list of objects with `function`, which has a `name` "
-                f"and `arguments`, got {short(calls)}.",
+                f"Expected `tool_calls` of message {index} to be a list of objects with a `function`, of a `name` and "
+                f"`arguments`, got {short(calls)}.",
             )
         return
     for name in ITEMS.get(str(message.get("type")), ()):
@@ -49,8 +129,8 @@ def check_message(index: int, message: dict) -> None:
             raise HTTPException(400, f"Expected item {index} ({message['type']}) to have `{name}`, a text.")
 
 
-def check_content(index: int, message: dict, content: Any) -> None:
-    """Raises an `HTTPException` for a message that says nothing: neither a text nor parts nor calls of tools."""
+def _check_content(index: int, message: dict, content: Any) -> None:
+    """Refuses a message that says nothing: neither a text nor parts nor calls of tools."""
     may_be_empty = message.get("tool_calls") or ("role" not in message and message.get("type") in ITEMS)
     if content in (None, []) and not may_be_empty:
         got = "null" if content is None else "an empty list"
@@ -72,9 +152,8 @@ def check_instructions(body: dict) -> None:
 
 
 def check_template_kwargs(body: dict, processor: Any) -> None:
-    """Raises an `HTTPException` if `chat_template_kwargs` are more than variables of the chat template.
-
-    `apply_chat_template` takes them beside arguments of the processor: images by their paths, sizes, another template.
+    """Raises an `HTTPException` if `chat_template_kwargs` are more than variables of the chat template: images by path,
+    sizes, another template.
     """
     given = body.get("chat_template_kwargs")
     if given is None:
@@ -109,10 +188,166 @@ def check_images_are_read(messages: list[dict]) -> list[dict]:
 
 def check_decision(body: dict) -> None:
     """Raises an `HTTPException` for pictures of `/v1/systemone`: transformers reads paths and any address there."""
-    for name in PICTURES_OF_DECISIONS:
+    for name in ("assets", "images"):
         if body.get(name):
             raise HTTPException(
-                400,
-                f"Expected no `{name}`: decisions are made about text alone. Ask about pictures with "
-                "/v1/chat/completions or /v1/responses.",
+                400, f"Expected no `{name}`: ask about pictures with /v1/chat/completions or /v1/responses."
             )
+
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """Bounds that the operator of a server sets."""
+
+    max_new_tokens: int = 4096  # of an answer
+    max_beams: int = 8  # of beam search; each takes the memory of an answer
+
+
+# Tells what is expected of a value, if it is not that.
+Check = Callable[[Any], "str | None"]
+
+
+@dataclass(frozen=True)
+class _Number:
+    low: float
+    high: float
+    whole: bool = False
+
+    def __call__(self, value: Any) -> str | None:
+        fits = isinstance(value, int if self.whole else (int, float)) and not isinstance(value, bool)
+        if fits and self.low <= value <= self.high:
+            return None
+        return f"{'an integer' if self.whole else 'a number'} from {self.low} to {self.high}"
+
+
+def _flag(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "true or false"
+
+
+def _early_stopping(value: Any) -> str | None:
+    return None if value == "never" else _flag(value) and 'true, false or "never"'
+
+
+def _stops(value: Any) -> str | None:
+    texts = [value] if isinstance(value, str) else value
+    fits = isinstance(texts, list) and len(texts) <= MOST_STOPS
+    if fits and all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts):
+        return None
+    return f"a text or a list of at most {MOST_STOPS} texts, each of 1 to {LONGEST_STOP} characters"
+
+
+def _biases(vocab_size: int) -> Check:
+    def check(value: Any) -> str | None:
+        fits = isinstance(value, dict) and len(value) <= MOST_BIASES
+        known = fits and all(key.isascii() and key.isdigit() and int(key[:20]) < vocab_size for key in value)
+        if known and not any(_Number(-100, 100)(bias) for bias in value.values()):
+            return None
+        return f"an object of at most {MOST_BIASES} token ids below {vocab_size} and numbers from -100 to 100"
+
+    return check
+
+
+def _config_fields(limits: AnswerLimits) -> dict[str, Check]:
+    """Fields of `generation_config`."""
+    share = _Number(0, 1)
+    return {
+        "max_new_tokens": _Number(1, limits.max_new_tokens, whole=True),
+        "min_new_tokens": _Number(0, limits.max_new_tokens, whole=True),
+        "num_beams": _Number(1, limits.max_beams, whole=True),
+        "do_sample": _flag,
+        "early_stopping": _early_stopping,
+        "length_penalty": _Number(-10, 10),
+        "temperature": _Number(0, 2),
+        "top_k": _Number(0, 10**6, whole=True),
+        "top_p": share,
+        "min_p": share,
+        "typical_p": _Number(0.001, 1),
+        "epsilon_cutoff": share,
+        "eta_cutoff": share,
+        "repetition_penalty": _Number(0.01, 10),
+        "no_repeat_ngram_size": _Number(0, 100, whole=True),
+        "stop_strings": _stops,
+    }
+
+
+def _body_fields(limits: AnswerLimits, vocab_size: int) -> dict[str, Check]:
+    """Fields of a request, beside `generation_config`."""
+    tokens = _Number(1, limits.max_new_tokens, whole=True)
+    return {
+        "max_tokens": tokens,
+        "max_completion_tokens": tokens,
+        "max_output_tokens": tokens,
+        "temperature": _Number(0, 2),
+        "top_p": _Number(0, 1),
+        "frequency_penalty": _Number(-0.99, 2),  # transformers makes 1 + x of it, a factor
+        "seed": _Number(-(2**63), 2**63 - 1, whole=True),
+        "stop": _stops,
+        "logit_bias": _biases(vocab_size),
+        "stream": _flag,
+    }
+
+
+def check_answer(body: dict, limits: AnswerLimits, model: Any) -> dict:
+    """Returns a request whose fields for `generate` are all within bounds, or raises an `HTTPException`."""
+    body = {name: value for name, value in body.items() if value is not None}
+    _check(body, _body_fields(limits, model.config.get_text_config().vocab_size), "")
+    for name in ("stop", "logit_bias"):
+        if not body.get(name, True):  # an empty one asks for nothing, and transformers fails for it
+            del body[name]
+    if "logit_bias" in body:
+        body["logit_bias"] = {key: float(bias) for key, bias in body["logit_bias"].items()}
+    if "generation_config" in body:
+        given = _given_config(body["generation_config"], limits, model.generation_config)
+        if given.get("temperature") == 0:
+            given["do_sample"] = False
+        body["generation_config"] = json.dumps(given)
+        if given.get("num_beams", 1) > 1 and body.get("stream"):
+            raise HTTPException(400, "Expected `num_beams` of 1 with `stream`: beams have no answer before the end.")
+    return body
+
+
+def _given_config(text: Any, limits: AnswerLimits, own: GenerationConfig) -> dict[str, Any]:
+    """The fields of `generation_config` that are not the model's own."""
+    try:
+        given = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise HTTPException(400, f"Expected `generation_config` to be an object as JSON, got {short(text)}.")
+    theirs = own.to_dict()
+    asked = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in OF_NOTHING and not (name in theirs and theirs[name] == value)
+    }
+    known = _config_fields(limits)
+    if unknown := sorted(asked.keys() - known.keys()):
+        raise HTTPException(
+            400, f"`generation_config`: expected fields among {', '.join(known)}, got {', '.join(map(short, unknown))}."
+        )
+    _check(asked, known, "generation_config.")
+    if asked.get("stop_strings") == []:
+        del asked["stop_strings"]
+    # Some of transformers' processors of logits refuse the integer 1 where they want 1.0.
+    for name, check in known.items():
+        if name in asked and isinstance(check, _Number) and not check.whole:
+            asked[name] = float(asked[name])
+    return asked
+
+
+def _check(given: dict, known: dict[str, Check], where: str) -> None:
+    for name, check in known.items():
+        if name in given and (expected := check(given[name])) is not None:
+            raise HTTPException(400, f"Expected `{where}{name}` to be {expected}, got {short(given[name])}.")
+
+
+def check_config(config: GenerationConfig, body: dict, limits: AnswerLimits, own: GenerationConfig) -> None:
+    """Bounds the length in what transformers' server has made of a request, and refuses unknown settings."""
+    given = json.loads(body.get("generation_config", "{}"))
+    before = GenerationConfig(**given).to_dict() if "generation_config" in body else own.to_dict()
+    changed = {name for name, value in config.to_dict().items() if name not in before or before[name] != value}
+    if unknown := sorted(changed - SET_BY_SERVER):
+        raise HTTPException(400, f"The request sets {', '.join(unknown)}, which this server does not allow.")
+    if config.max_new_tokens is None:
+        config.max_new_tokens = max(own.max_new_tokens or 0, 1024)  # as transformers' server by default
+    config.max_new_tokens = min(config.max_new_tokens, limits.max_new_tokens)

@@ -1,10 +1,10 @@
 """Transformers' OpenAI-compatible server with one model, which is loaded before the server starts.
 
 The server is transformers' own (`transformers.cli.serving`), with five changes, because the original answers some
-requests wrongly or not at all. A message that the server would read only in part is refused, and so is a request that
-is too large (413), or that asks for more than the operator allows (`serving/answer_limits.py`). Images are read in a
-thread, and a broken image is the client's error (400). An answer ends in front of a stop string. The model is never
-unloaded, and `/v1/models` lists it.
+requests wrongly or not at all. A message that it would read only in part is refused, and so is a request that is too
+large (413), or that asks for more than the operator allows (`serving/served_requests.py`). Images are read in a thread,
+and a broken image is the client's error (400). An answer ends in front of a stop string. The model is never unloaded,
+and `/v1/models` lists it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as AnyHTTPException
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -39,26 +41,24 @@ from transformers.cli.serving.utils import (
 )
 from transformers.utils import logging
 
-from ..processing import image_reading
 from ..processing.chat_templates import check_template
 from ..processing.image_limits import ImageLimits
 from ..utils.tensor_checks import type_name
-from .answer_limits import AnswerLimits, check_answer, check_config
 from .request_limits import RequestLimits
 from .served_requests import (
-    check_content,
+    AnswerLimits,
+    check_answer,
+    check_config,
     check_decision,
     check_images_are_read,
     check_instructions,
-    check_message,
     check_template_kwargs,
+    image_parts,
+    read_image,
 )
-from .served_stops import StopAtText, UntilStop, place_of_stop, stops_of
 
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from ..modeling_xattn import XAttnForConditionalGeneration
 
 logger = logging.get_logger(__name__)
@@ -66,9 +66,6 @@ logger = logging.get_logger(__name__)
 SERVED = ImageLimits(max_pixels=2**26, max_bytes=20 * 2**20, max_seconds=30.0, private_addresses=False)
 ANSWERS = AnswerLimits()
 FULL_IMAGES = 4  # of the largest size: room for these in a request by default
-TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of the Responses API
-IMAGE_PARTS = ("image_url", "input_image")
-IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
 # Fields that transformers' server ignores with a warning in its log, and the values that ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -82,9 +79,6 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
 }
-MESSAGE_FIELDS = frozenset(
-    "role content name refusal tool_calls tool_call_id function_call annotations audio".split()
-) | {"reasoning", "reasoning_content"}
 
 
 class OneModel(ModelManager):
@@ -95,8 +89,8 @@ class OneModel(ModelManager):
         name: str,
         model: XAttnForConditionalGeneration,
         processor: Any,
-        limits: ImageLimits = SERVED,
-        answers: AnswerLimits = ANSWERS,
+        limits: ImageLimits,
+        answers: AnswerLimits,
     ) -> None:
         super().__init__()
         self.limits, self.answers = limits, answers
@@ -167,7 +161,7 @@ class _Checked(BaseHandler):
         check_instructions(body)
         check_template_kwargs(body, manager.processor)
         field = "input" if isinstance(self, ResponseHandler) else "messages"
-        parts = list(image_parts(body.get(field), field, isinstance(self, ResponseHandler)))
+        parts = list(image_parts(body.get(field), field))
         if parts and manager.get_model_modality(manager.model, manager.processor) is Modality.LLM:
             raise HTTPException(
                 400, f"{manager.force_model} cannot read images: it was saved without an image processor."
@@ -182,24 +176,100 @@ class _Checked(BaseHandler):
         return check_images_are_read(BaseHandler.get_processor_inputs_from_messages(messages, modality))
 
 
+def stops_of(*configs: Any) -> list[str]:
+    """The stop strings of generation configurations."""
+    found: list[str] = []
+    for config in configs:
+        given = config.stop_strings or []
+        found += [given] if isinstance(given, str) else given
+    return found
+
+
+def place_of_stop(text: str, stops: list[str]) -> int | None:
+    """Where the first stop string of a text begins; None without one."""
+    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+
+
+class StopAtText(StoppingCriteria):
+    """Ends a row whose answer has a stop string in its last token, special tokens included.
+
+    Transformers' own criterion compares every stop string with every token of the vocabulary first, which takes seconds
+    for strings that a client chooses. And it leaves the string in the answer.
+    """
+
+    def __init__(self, tokenizer: Any, stops: list[str], prompt_length: int):
+        self.tokenizer, self.stops, self.prompt_length = tokenizer, stops, prompt_length
+        self.window = 4 * max(map(len, stops)) + 4  # a token holds a byte or more, a character up to four
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        start = max(self.prompt_length, input_ids.shape[1] - self.window)
+        texts = self.tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=False)
+        done = [place_of_stop(text, self.stops) is not None for text in texts]
+        return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
+
+
+class UntilStop:
+    """The queue of a streamed answer, as transformers' server reads it, up to a stop string.
+
+    Text that may begin a stop string is held back. The queue has pieces of text, each an `str` or a class of its own;
+    other things, such as tool calls; and None at the end.
+    """
+
+    def __init__(self, queue: asyncio.Queue, stops: list[str]):
+        self.queue, self.stops = queue, stops
+        self.held, self.kind = "", str
+        self.ready: deque[Any] = deque()
+
+    async def get(self) -> Any:
+        while not self.ready:
+            self._take(await self.queue.get())
+        return self.ready.popleft()
+
+    def get_nowait(self) -> Any:
+        """Raises `asyncio.QueueEmpty` if nothing is ready."""
+        while not self.ready:
+            self._take(self.queue.get_nowait())
+        return self.ready.popleft()
+
+    def _take(self, item: Any) -> None:
+        if type(item) is not self.kind:  # reasoning and answer are texts of their own
+            self._give(self.held)
+            self.held = ""
+            if not isinstance(item, str):
+                self.ready.append(item)
+                return
+            self.kind = type(item)
+        text = self.held + item
+        place = place_of_stop(text, self.stops)
+        if place is not None:
+            self._give(text[:place])
+            self.ready.append(None)
+            return
+        lengths = range(min(len(text), max(map(len, self.stops)) - 1), 0, -1)
+        held = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
+        self._give(text[: len(text) - held])
+        self.held = text[len(text) - held :]
+
+    def _give(self, text: str) -> None:
+        if text:
+            self.ready.append(self.kind(text))
+
+
 class _Generation(GenerateManager):
     """Ends answers in front of stop strings, gives the manager a tokenizer, and keeps line breaks out of its stream."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        tokenizer, stops = _tokenizer(processor), stops_of(gen_config, model.generation_config)
-        gen_config.stop_strings = None
-        stopping: Any = _Stopping(model, tokenizer, stops, one_line=True)
-        queue, streamer = super().generate_streaming(stopping, tokenizer, inputs, gen_config, *args, **kwargs)
-        return UntilStop(queue, stops) if stops else queue, streamer
+        stopping: Any = _Stopping(model, processor, gen_config, one_line=True)
+        queue, streamer = super().generate_streaming(stopping, stopping.tokenizer, inputs, gen_config, *args, **kwargs)
+        return UntilStop(queue, stopping.stops) if stopping.stops else queue, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        tokenizer, stops = _tokenizer(processor), stops_of(gen_config, model.generation_config)
-        gen_config.stop_strings = None
-        stopping: Any = _Stopping(model, tokenizer, stops)
+        stopping: Any = _Stopping(model, processor, gen_config)
+        tokenizer, stops = stopping.tokenizer, stopping.stops
         text, length, ids = await super().generate_non_streaming(
             stopping, tokenizer, inputs, gen_config, *args, **kwargs
         )
@@ -211,10 +281,15 @@ class _Generation(GenerateManager):
 
 
 class _Stopping:
-    """Wraps a model, so that it stops at texts, and puts its error messages on one line, escaped for a JSON string."""
+    """Wraps a model, so that it stops at texts, and puts its error messages on one line, escaped for a JSON string.
 
-    def __init__(self, model: Any, tokenizer: Any, stops: list[str], one_line: bool = False) -> None:
-        self.model, self.tokenizer, self.stops, self.one_line = model, tokenizer, stops, one_line
+    Takes the stop strings out of the configuration: transformers would look for them too.
+    """
+
+    def __init__(self, model: Any, processor: Any, config: Any, one_line: bool = False) -> None:
+        self.model, self.tokenizer, self.one_line = model, _tokenizer(processor), one_line
+        self.stops = stops_of(config, model.generation_config)
+        config.stop_strings = None
 
     def generate(self, **kwargs: Any) -> Any:
         if self.stops:
@@ -253,64 +328,6 @@ class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
     async def handle_request(self, body: dict, request_id: str) -> Any:
         stream = body.get("stream")  # the default of the OpenAI API is False
         return await super().handle_request({**body, "stream": False if stream is None else stream}, request_id)
-
-
-def image_parts(messages: Any, field: str, items: bool = False) -> Iterator[tuple[str, dict]]:
-    """Yields the image parts of a request, each with a description of its place for errors.
-
-    Raises an `HTTPException` for messages in a wrong form, and for parts that are neither text nor images.
-    """
-    if items and isinstance(messages, str):
-        return
-    first = messages[0] if items and isinstance(messages, list) and messages else None
-    if isinstance(first, dict) and "role" not in first:  # as transformers decides
-        messages = [{"role": "user", "content": messages}]  # the parts of one message
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        got = "an empty list" if messages == [] else type_name(messages)
-        raise HTTPException(400, f"Expected `{field}` to be a list of messages, got {got}.")
-    for index, message in enumerate(messages):
-        if "role" not in message and not items:
-            raise HTTPException(400, f"Expected each of `{field}` to have a `role`, got message {index} without one.")
-        if not items and (unknown := sorted(set(message) - MESSAGE_FIELDS)):
-            raise HTTPException(
-                400, f"Message {index} has unknown fields {unknown}. Images are parts of its `content`: `image_url`."
-            )
-        check_message(index, message)
-        content = message.get("content" if "role" in message else "output" if "output" in message else "content")
-        check_content(index, message, content)
-        if content is None or isinstance(content, str):
-            continue
-        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-            raise HTTPException(
-                400,
-                f"Expected the content of message {index} to be a text or a list of parts, got {type_name(content)}.",
-            )
-        for number, part in enumerate(content):
-            if part.get("type") in IMAGE_PARTS:
-                yield f"part {number} of message {index}", part
-            elif part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
-                raise HTTPException(
-                    400,
-                    f"Expected text or an image (`image_url`) as part {number} of message {index}, got a part of type "
-                    f"{part.get('type')!r}.",
-                )
-
-
-def read_image(place: str, address: Any, limits: ImageLimits = SERVED) -> Image:
-    """Reads an image from the web or from a data URL, as the processor does.
-
-    Raises an `HTTPException` for any other address: transformers would also read files of this machine.
-    """
-    url = address.get("url") if isinstance(address, dict) else address
-    if not isinstance(url, str) or not url.startswith(IMAGE_ADDRESSES):
-        got = repr(url[:60]) if isinstance(url, str) else type_name(url)
-        raise HTTPException(
-            400, f"Expected the address of {place} to start with {', '.join(IMAGE_ADDRESSES)}, got {got}."
-        )
-    try:
-        return image_reading.read_image(url, "image_url", limits=limits)
-    except Exception as error:  # decoders and connections raise errors of many kinds
-        raise HTTPException(400, f"The image in {place} cannot be read: {error}") from error
 
 
 def _newer_handlers(manager: OneModel, state: GenerationState) -> dict[str, Any]:

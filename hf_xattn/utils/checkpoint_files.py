@@ -1,9 +1,8 @@
 """Checks the files of a checkpoint before anything of them is loaded.
 
-A checkpoint may come from a stranger, or be cut off or damaged. transformers opens the files that an index names
-wherever they are, unpickles where it finds no safetensors, and reads weights before it knows whether they fit. Here a
-file must lie in the checkpoint's folder, be a whole safetensors file, and hold what the index promises. Only headers
-are read. They have no checksum, so a flipped bit in a weight's values is not noticed.
+A checkpoint may come from a stranger, or be damaged. transformers opens the files that an index names wherever they
+are, and unpickles where it finds no safetensors. Here a file must lie in the checkpoint's folder, be whole, and hold
+what the index promises. Only headers are read: a flipped bit in a weight's values is not noticed.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def check_inside(folder: Path, path: Path) -> None:
             allowed.append(Path(os.path.realpath(parent.parent.parent / "blobs")))
     if not any(real.is_relative_to(root) for root in allowed):
         raise ValueError(
-            f"{path}: expected a file in {folder}, got one that leads out of it. Nothing outside the folder is read. "
-            "If you trust the file, copy it into the folder."
+            f"{path}: expected a file in {folder}, got one that leads out of it. If you trust the file, copy "
+            "it into the folder."
         )
 
 
@@ -144,9 +143,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is damaged: expected `metadata` to be an object, got {short(content['metadata'])}.")
     for file in index.values():
         if not check_name(file, str(path)).endswith(".safetensors"):
-            raise ValueError(
-                f"{path} names {short(file)}: expected a *.safetensors file. Pickled weights are not read."
-            )
+            raise ValueError(f"{path} names {short(file)}: expected a *.safetensors file.")
     return index
 
 
@@ -170,8 +167,8 @@ def weight_files(
         files = ranks
         if others := [path.name for shards in ("", SHARDS) for path in folder.glob(f"model{shards}.safetensors")]:
             raise ValueError(
-                f"{folder} holds weights twice, in {ranks[0].name} and {others[0]}, and transformers would mix them. "
-                "Remove the files of the older save, or save again in another folder."
+                f"{folder} holds weights twice, in {ranks[0].name} and {others[0]}. Remove those of the older save, or "
+                "save again in another folder."
             )
     elif single.is_file() or single.is_symlink():
         files = [single]
@@ -192,7 +189,7 @@ def _variant(name: str, variant: str | None) -> str:
 
 
 def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> dict[str, Stored]:
-    """Returns the tensors of safetensors files, by name. Reads no weights. `index` is empty if there is none.
+    """Returns the tensors of safetensors files, by name. `index` is empty if there is none.
 
     Raises a `ValueError` for a file that is missing or damaged, and for a tensor that is in two files, or in another
     file than the index names.
@@ -215,7 +212,7 @@ def read_headers(files: Iterable[Path], index: dict[str, str], where: str) -> di
 
 
 def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored]:
-    """Returns the tensors of files that several processes have written, by name. Reads no weights.
+    """Returns the tensors of files that several processes have written, by name.
 
     Raises a `ValueError` for a damaged file, and for parts that are no whole tensor: a file is missing, or of another
     save.
@@ -239,8 +236,7 @@ def read_headers_of_ranks(files: Iterable[Path], where: str) -> dict[str, Stored
         if (held := sum(stored.numel for stored, _ in found)) != whole.numel:
             raise ValueError(
                 f"{where} is not one checkpoint: the files of its ranks hold {held} values of {short(name)}, expected "
-                f"{whole.numel}. A file is missing, or belongs to an older save. Save the model again in another "
-                "folder."
+                f"{whole.numel}. A file is missing, or of an older save. Save the model again in another folder."
             )
         headers[name] = whole
     return headers
@@ -265,8 +261,8 @@ def _header(path: Path, where: str) -> dict[str, Stored]:
         length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         raise ValueError(
-            f"{where}: {path.name} is truncated or not a safetensors file: it has {size} bytes, and a header of "
-            f"{length} bytes (expected at most {MAX_HEADER})."
+            f"{where}: {path.name} is truncated or not a safetensors file: it has {size} bytes, and {length} in its "
+            f"header (at most {MAX_HEADER})."
         )
     try:
         with safe_open(path, "pt") as opened:

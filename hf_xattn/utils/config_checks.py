@@ -1,9 +1,8 @@
-"""Checks for all configurations: of single fields, of names, and of all fields again after `from_pretrained` overrides
-some.
+"""Checks of configurations: of what a file says before anything is built from it, of single fields, and of all fields
+again after `from_pretrained` overrides some.
 
-Configurations of transformers take any keyword and keep it as an attribute. These do the same, with two differences. A
-name that resembles a field's name is refused: it is probably misspelt, and the field would silently keep its default.
-Any other unknown name, for example from a file that a newer version wrote, is kept with a warning.
+transformers keeps any key: one that resembles a field's name is refused here, as probably misspelt. It also builds any
+size, which would never return or ask for all memory. The bounds here are far above every published model.
 """
 
 from __future__ import annotations
@@ -11,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from .checkpoint_files import short
-from .config_sizes import MAX_LAYERS, check_fields
+from .checkpoint_files import Stored, short
 from .keywords import suggestion
 from .stub import NamesItsStub, references, write_stub
 from .transformers_api import DeclaresParts
@@ -33,6 +34,29 @@ GENERIC = frozenset(
     per_layer_config quantization_config tie_word_embeddings torch_dtype use_cache
     """.split()
 )
+MAX_LAYERS, MAX_EXPERTS, MAX_VOCABULARY, MAX_POSITIONS, MAX_WIDTH = 2048, 2**14, 2**27, 2**31, 2**20
+# The largest value of the fields whose names match a pattern. The first pattern that matches decides.
+BOUNDS = {
+    r"vocab|embeddings_size": MAX_VOCABULARY,
+    r"(^|_)(n?layers?|blocks|depths?|stages|hidden_groups)(_|$)": MAX_LAYERS,
+    r"experts$": MAX_EXPERTS,
+    r"positions?(_embeddings)?$|len(gth)?$|n_ctx$|chunk_size$|window|_id$": MAX_POSITIONS,
+    r"tiles$": 2**10,
+    r"(image|patch)_size$": 2**16,
+    r"(_size|_dims?|_width|_rank|heads|channels|latents|_buckets|embd|_inner|_model|ff)$|^num_|^n_": MAX_WIDTH,
+}
+OTHERS = 2**63 - 1  # what torch calls an integer
+MOST_DEPTH = 16  # of objects in objects
+POSITIVE = re.compile(r"^(hidden_size|vocab_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head)$")
+WHOLE = re.compile(POSITIVE.pattern + r"|^(intermediate_size|num_key_value_heads|head_dim)$")  # integers, if present
+KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
+DTYPES = ("dtype", "torch_dtype")
+
+# The weights of a model may have this many times the elements of its files, and this many more: a new part starts with
+# random weights, and some buffers are not saved.
+TIMES, MORE = 4, 2**26
+# Packed weights: at least this many bits hold one.
+MAX_WEIGHTS_PER_BYTE = 8
 
 
 class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
@@ -73,8 +97,8 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
         Keeps unknown attributes of a file, whatever their names, and warns.
 
         Raises:
-            ValueError, TypeError: for fields that no model has, before anything is built from them (see
-                `utils/config_sizes.py`), and for fields that transformers or this package refuses.
+            ValueError, TypeError: for fields that no model has, before anything is built from them ([`check_fields`]),
+                and for fields that transformers or this package refuses.
         """
         name = kwargs.get("name_or_path")
         where = cls.__name__ if not name else f"{cls.__name__} of {name}"
@@ -122,10 +146,8 @@ def _resembles(config_class: type[PreTrainedConfig], name: str) -> str:
 
 
 def _warn_of_unknown(config_class: type[PreTrainedConfig], name: str) -> None:
-    logger.warning_once(
-        f"{config_class.__name__} has no field `{name}`. The attribute is kept, but this version of hf_xattn does not "
-        "read it."
-    )
+    told = f"{config_class.__name__} has no field `{name}`. The attribute is kept, but hf_xattn does not read it."
+    logger.warning_once(told)
 
 
 def check_names(config_class: type[PreTrainedConfig], kwargs: dict[str, Any]) -> None:
@@ -147,7 +169,7 @@ def refuse_unknown_fields(argument: str, config_class: type[PreTrainedConfig], f
 
 
 def config_of_fields(argument: str, config_class: type[CheckedConfig], fields: dict[str, Any]) -> Any:
-    """Returns a configuration from a `dict`, made by `to_dict` (it has `model_type`) or written by a user."""
+    """A configuration from a `dict`, made by `to_dict` (it has `model_type`) or written by a user."""
     if "model_type" in fields:
         return config_class.from_dict(fields)
     refuse_unknown_fields(argument, config_class, fields)
@@ -204,13 +226,11 @@ def check_token_id(field: str, value: Any, vocab_size: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"`{field}` must be a token id or None, got {value!r}.")
     if value < 0 or (vocab_size is not None and value >= vocab_size):
-        raise ValueError(
-            f"`{field}` must be an id of the text vocabulary, which has {vocab_size} entries, got {value}."
-        )
+        raise ValueError(f"`{field}` must be an id of the text vocabulary of {vocab_size} entries, got {value}.")
 
 
 def check_parts(name: str, value: Any, parts: dict[str, Any]) -> None:
-    """Checks the keys of a `dict` with one entry for each part of a model, such as `attn_implementation`."""
+    """Refuses the keys of a `dict`, such as `attn_implementation`, that are no parts of a model."""
     for key in value if isinstance(value, dict) else ():
         if key and key not in parts:
             raise ValueError(f"`{name}` names {key!r}, which is not a part of the model: parts are {sorted(parts)}.")
@@ -239,3 +259,139 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
             f"{num_layers - 1} ({num_layers} is a block after the last layer), got {short(outside)}."
         )
     return sorted(layers)
+
+
+def check_fields(
+    fields: Any, where: str, depth: int = 0, config_class: type[PreTrainedConfig] = PreTrainedConfig
+) -> None:
+    """Checks the fields of a configuration, and of those inside it.
+
+    Args:
+        where (`str`): begins each message: the file, and the part.
+        depth (`int`): in how many objects these fields are.
+
+    Raises:
+        ValueError: for a size that no model has, a value of a wrong type, a name that leads to code or to another
+            folder, and a key that would replace a method of `config_class`. The message names the field.
+    """
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: expected an object, got {short(fields)}.")
+    if depth > MOST_DEPTH:
+        raise ValueError(f"{where}: expected at most {MOST_DEPTH} objects inside each other, got more.")
+    for name, value in fields.items():
+        if not isinstance(name, str) or name.startswith("__") or callable(getattr(config_class, name, None)):
+            raise ValueError(f"{where}: expected the names of settings, got {short(name)}.")
+        if KERNELS.match(name):
+            _check_kernel(name, value, where)
+        elif name in DTYPES:
+            _check_dtype(name, value, where)
+        elif name == "auto_map":
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"{where}: expected `auto_map` to be an object of class names, got {short(value)}.")
+        elif name == "transformers_weights":
+            _check_weights_name(value, where)
+        elif name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
+            check_fields(value, f"{where}, `{name}`", depth + 1)
+        else:
+            _check_value(name, value, where, depth)
+
+
+def _check_value(name: str, value: Any, where: str, depth: int) -> None:
+    """Checks a number, or the numbers in a list or an object."""
+    if isinstance(value, (dict, list)) and depth > MOST_DEPTH:
+        kind = "objects" if isinstance(value, dict) else "lists"
+        raise ValueError(f"{where}: expected at most {MOST_DEPTH} {kind} inside each other, got more in `{name}`.")
+    if isinstance(value, dict):
+        for inner, each in value.items():
+            named = isinstance(inner, str) and _most(name) == OTHERS
+            _check_value(inner if named else name, each, where, depth + 1)
+    if isinstance(value, list):
+        for each in value:
+            _check_value(name, each, where, depth + 1)
+    if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name.endswith("eps"))):
+        raise ValueError(f"{where}: expected `{name}` to be a finite number, got {value}.")
+    if WHOLE.match(name) and isinstance(value, (str, bool, float)):
+        raise ValueError(f"{where}: expected `{name}` to be an integer, got {short(value)}.")
+    if isinstance(value, bool) or not isinstance(value, int):
+        return
+    most = _most(name)
+    # -1 often means that there is none, or counts layers from the end. A width is never negative.
+    least = 1 if POSITIVE.match(name) else -OTHERS if most in (MAX_LAYERS, MAX_POSITIONS, OTHERS) else 0
+    if not least <= value <= most:
+        raise ValueError(f"{where}: expected `{name}` to be from {least} to {most}, got {short(value)}.")
+
+
+def _most(name: str) -> int:
+    return next((most for names, most in BOUNDS.items() if re.search(names, name)), OTHERS)
+
+
+def _check_kernel(name: str, value: Any, where: str) -> None:
+    """A file names kernels of transformers. One with a slash is code on the Hub, which a user must ask for."""
+    for each in value.values() if isinstance(value, dict) else (value,):
+        if each is not None and (not isinstance(each, str) or not re.fullmatch(r"[\w|.-]+", each)):
+            raise ValueError(
+                f"{where}: expected `{name}` to be a kernel of transformers, such as 'sdpa', got {short(value)}. Pass "
+                "code from elsewhere to `from_pretrained`, if you trust it."
+            )
+
+
+def _check_dtype(name: str, value: Any, where: str) -> None:
+    for each in value.values() if isinstance(value, dict) else (value,):
+        if isinstance(each, torch.dtype) or each in (None, "auto"):
+            continue
+        known = getattr(torch, each.removeprefix("torch."), None) if isinstance(each, str) else None
+        if not isinstance(known, torch.dtype):
+            raise ValueError(f"{where}: expected `{name}` to be a dtype, such as 'bfloat16', got {short(value)}.")
+
+
+def _check_weights_name(value: Any, where: str) -> None:
+    """transformers loads the file of this name in place of `model.safetensors`."""
+    if value is not None and (
+        not isinstance(value, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors(\.index\.json)?", value)
+    ):
+        raise ValueError(f"{where}: expected `transformers_weights` to name a safetensors file, got {short(value)}.")
+
+
+def is_quantized(fields: dict[str, Any]) -> bool:
+    """Whether a configuration, as in a file, names a quantization: its weights are packed integers."""
+    return any(
+        part.get("quantization_config") is not None for part in (fields, *fields.values()) if isinstance(part, dict)
+    )
+
+
+def check_layer_count(fields: Any, num_tensors: int, where: str) -> None:
+    """Raises a `ValueError` for a configuration with more layers than its checkpoint has weights."""
+    if not isinstance(fields, dict):
+        return
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_layer_count(value, num_tensors, f"{where}, `{name}`")
+        elif (
+            re.fullmatch(r"num_(hidden_)?layers|n_layers?|depth", name)
+            and isinstance(value, int)
+            and value > num_tensors
+        ):
+            raise ValueError(f"{where}: `{name}` is {value}, but the checkpoint holds {num_tensors} weights in all.")
+
+
+def check_against_weights(model: nn.Module, headers: dict[str, Stored], quantized: bool, what: str) -> None:
+    """Checks a model on the meta device against the weights that it is to get, before memory is allocated.
+
+    Args:
+        headers (`dict[str, Stored]`): the weights in the checkpoint.
+        quantized (`bool`): whether the checkpoint's weights are packed: their shapes say nothing then.
+        what (`str`): begins each message: the checkpoint.
+
+    Raises:
+        ValueError: for a model that would be far larger than its weights. transformers reports other differences.
+    """
+    elements = sum(stored.numel for stored in headers.values())
+    if quantized:
+        elements *= 8 * MAX_WEIGHTS_PER_BYTE  # a word of eight bytes
+    own: dict[int, int] = {id(tensor): tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
+    needed = sum(own.values())
+    if needed > TIMES * elements + MORE:
+        raise ValueError(
+            f"{what}: the checkpoint holds {elements} weights, but its configuration asks for {needed}: it was changed "
+            "or belongs to another checkpoint."
+        )

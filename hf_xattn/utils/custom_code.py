@@ -1,8 +1,8 @@
 """Decoders and vision towers whose code came with their checkpoint.
 
-Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves. For a
-part of a larger model it does neither, so both are done here. A configuration is read without running code: until a
-model is loaded with `trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
+Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves, but
+does neither for a part of a larger model. A configuration is read without running code: until a model is loaded with
+`trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
 """
 
 from __future__ import annotations
@@ -68,11 +68,15 @@ def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     """A model with random weights. Raises a `ValueError` for custom code that may not be run."""
     source = _trusted.get()
     ref = _code_of(config, auto_class.__name__)
-    if isinstance(config, UnreadConfig):
-        raise _not_trusted(config)
     is_known = type(config) in auto_class._model_mapping
-    if ref is not None and source is None and not is_known:
-        raise _not_trusted(config)  # transformers would ask at the terminal
+    # For the second, transformers would ask at the terminal.
+    if isinstance(config, UnreadConfig) or (ref is not None and source is None and not is_known):
+        model_type = getattr(config, "model_type", None) or config.__dict__["model_type"]
+        raise ValueError(
+            f"The code of the {model_type!r} part of this model came with its checkpoint. Load the model with "
+            "`trust_remote_code=True` (`--trust-remote-code` of the commands) to run it, or register its classes with "
+            "the Auto classes before."
+        )
     if ref is None or source is None or _is_registered_by_user(auto_class, config):
         return auto_class.from_config(config)
     model_class: Any = get_class_from_dynamic_module(ref, **source)
@@ -82,20 +86,10 @@ def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     return model_class._from_config(config)
 
 
-def _not_trusted(config: PreTrainedConfig) -> ValueError:
-    model_type = getattr(config, "model_type", None) or config.__dict__["model_type"]
-    return ValueError(
-        f"The code of the {model_type!r} part of this model came with its checkpoint. Load the model with "
-        "`trust_remote_code=True` (`--trust-remote-code` of the commands) to run it, or register its classes with the "
-        "Auto classes before."
-    )
-
-
 def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str | os.PathLike[str]) -> None:
-    """Copies the code of custom parts into a folder, and notes it in their configurations.
+    """Copies the code of custom parts into a folder, and notes it in their configurations in that of the whole model.
 
-    `parts` are pairs of a part and its configuration in that of the whole model. Raises a `ValueError` if two parts
-    have different files of one name.
+    Raises a `ValueError` if two parts have different files of one name.
     """
     written: dict[Path, bytes] = {}
     for part, config in parts:
@@ -112,13 +106,13 @@ def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str
                 content = Path(file).read_bytes()
                 if written.setdefault(Path(file), content) != content:
                     raise ValueError(
-                        f"Two parts of this model bring code in a file of the name {Path(file).name}, with different "
-                        "contents: rename one of them in its checkpoint."
+                        f"Two parts of this model bring a different file of the name {Path(file).name}: rename one in "
+                        "its checkpoint."
                     )
 
 
 def _code_of(config: Any, auto_class: str) -> str | None:
-    """Reference to the class that a configuration's `auto_map` names for an Auto class."""
+    """The class that a configuration's `auto_map` names for an Auto class."""
     auto_map = config.get("auto_map") if isinstance(config, dict) else getattr(config, "auto_map", None)
     return (auto_map or {}).get(auto_class)
 

@@ -20,7 +20,7 @@ def is_distributed() -> bool:
 
 
 def has_units(module: nn.Module | None) -> bool:
-    """Whether FSDP gathers the weights of parts of a module when these parts run. All processes must then run them."""
+    """Whether FSDP gathers weights of a module when its parts run. All processes must then run them."""
     if module is None or not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -46,7 +46,7 @@ def fsdp_forward(method: Method) -> Method:
 
 
 def check_callable(name: str, module: nn.Module) -> None:
-    """Raises a `ValueError` if the weights of a module are sharded, and calling the module does not gather them."""
+    """Raises a `ValueError` if the weights of a module are sharded, and calling it does not gather them."""
     weight = next(module.parameters(), None)
     if weight is None or not is_split(weight):
         return
@@ -54,9 +54,8 @@ def check_callable(name: str, module: nn.Module) -> None:
 
     if not isinstance(module, FSDPModule):
         raise ValueError(
-            f"Expected `{name}` to be a unit of FSDP of its own, because `generate` and `encode_images` call it "
-            "outside of the model's `forward`, got weights that are sharded with the rest. Call `fully_shard` on each "
-            "of `hf_xattn.sharding_units(model)`."
+            f"Expected `{name}` to be a unit of FSDP, because it is called outside of the model's `forward`, got "
+            "weights that are sharded with the rest. Call `fully_shard` on each of `hf_xattn.sharding_units(model)`."
         )
 
 

@@ -4,8 +4,8 @@ torch's layers draw random numbers in their constructors, and `_init_weights` wr
 connector again. On a CPU the lost numbers took more time than those that stay.
 
 transformers gives first values to weights that a checkpoint lacks, and opens a checkpoint with the class that is
-registered for its model type. It warns at most, and the model answers wrongly. So the models of this package are
-loaded whole, by the class that they were saved with, or not at all.
+registered for its model type. It warns at most. So the models of this package are loaded whole, by the class that they
+were saved with, or not at all.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def check_class(model_class: type, architectures: Any, source: Any, ours: Iterab
     if {each.__name__ for each in model_class.__mro__}.isdisjoint(names) and set(ours).isdisjoint(names):
         raise ValueError(
             f"{source} was saved by a class {names[0]}, so {model_class.__name__} may answer otherwise. Load it with "
-            f"that class, `{names[0]}.from_pretrained`, or register the class for its configuration with the Auto "
-            "class that you use."
+            f"`{names[0]}.from_pretrained`, or register that class with the Auto class that you use."
         )
 
 

@@ -36,14 +36,13 @@ ELSEWHERE = {
     "num_kv_heads": "num_key_value_heads",
 }
 
-# Keywords of `from_pretrained`: how a repository is reached, which of its files are meant, and what reading a
-# configuration needs.
+# Keywords of `from_pretrained`: to reach a repository, for its files, its code and its configuration.
 HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 FILE_KEYWORDS = (*HUB_KEYWORDS, "revision", "subfolder")
 CODE_KEYWORDS = (*HUB_KEYWORDS, "revision", "code_revision")
 CONFIG_KEYWORDS = (*FILE_KEYWORDS, "code_revision", "trust_remote_code")
-# All keywords that go to `from_pretrained`. `config`, `state_dict` and `output_loading_info` are not allowed:
-# `retrofit` reads the checkpoint unchanged, and returns only a model.
+# All that go to `from_pretrained`, but `config`, `state_dict` and `output_loading_info`: `retrofit` reads the
+# checkpoint unchanged, and returns only a model.
 LOAD_KEYWORDS = frozenset(CONFIG_KEYWORDS) | frozenset(
     """
     adapter_kwargs adapter_name allow_all_kernels attn_implementation device_map device_mesh disable_mmap

@@ -1,8 +1,8 @@
 """Linear layers for image tokens.
 
-An image has thousands of tokens, and one call projects all of them. On a CPU without half-precision arithmetic, torch
-multiplies a half-precision matrix row by row. That is several times slower than float32 (`examples/benchmarks`,
-`projection`). On such a CPU the layer therefore computes in float32, which also rounds the result only once.
+One call projects the thousands of tokens of an image. On a CPU without half-precision arithmetic, torch multiplies a
+half-precision matrix row by row, several times slower than float32 (`examples/benchmarks`, `projection`). There the
+layer computes in float32, which also rounds the result only once.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def first_quantized(module: nn.Module) -> str | None:
 
 
 def check_trainable(part: str, module: nn.Module, remedy: str) -> None:
-    """Raises a `ValueError` for a part with quantized weights that shall be trained. `remedy`: a sentence."""
+    """Raises a `ValueError` for a part with quantized weights. `remedy`: a sentence."""
     if (name := first_quantized(module)) is not None:
         raise untrainable(part, name, module.get_parameter(name), remedy)
 

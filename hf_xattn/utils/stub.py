@@ -1,7 +1,7 @@
 """What a saved folder needs to load without `import hf_xattn`: a stub, and the code itself where it is asked for.
 
-With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names. Here this is a stub
-that imports this package. If the package is not installed, the stub raises an error, or uses the code beside it, which
+With `trust_remote_code=True`, transformers runs the code that the `auto_map` of a checkpoint names: here a stub that
+imports this package. Where that is not installed, the stub raises an error, or uses the code beside it, which
 `save_pretrained(folder, with_code=True)` writes. Transformers copies a file that a file imports, but no folders. So all
 code is one file: a loader, and below it the files of this package as comments.
 """
@@ -157,8 +157,8 @@ def write_stub(
     for name in files:
         if any((where / name).is_file() and not is_own_file(where / name) for where in (folder, target)):
             raise ValueError(
-                f"The code of this package has a file {name}, and {target} holds another file of this name. Save "
-                "without `with_code`, or rename that file in the checkpoint that brought it."
+                f"{target} holds a file {name} of another package. Save without `with_code`, or rename that file in "
+                "the checkpoint that brought it."
             )
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -66,9 +66,8 @@ def warn_of_version(version: str = transformers.__version__) -> None:
     """Warns where the installed transformers is outside the range that this package supports."""
     if not Version(OLDEST) <= Version(Version(version).base_version) < Version(END):
         warnings.warn(
-            f"hf_xattn supports transformers from {OLDEST} up to, but without, {END}. The installed version is "
-            f"{version}: results may be wrong without an error. "
-            f'`pip install "transformers>={OLDEST},<{END}"` installs a version that is supported.',
+            f"hf_xattn supports transformers from {OLDEST} up to, but without, {END}. With {version}, results may be "
+            f'wrong without an error. `pip install "transformers>={OLDEST},<{END}"` installs a supported version.',
             UserWarning,
             stacklevel=3,
         )

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from hf_xattn import demo
 from hf_xattn.checkpoints.model_card import example_questions
-from hf_xattn.demo import attention
+from hf_xattn.demo import report
 from hf_xattn.demo.canvases import (
     DIGIT,
     HEIGHT,
@@ -74,12 +74,12 @@ def test_attention_is_on_the_digit(finished):
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     processor = AutoProcessor.from_pretrained(folder / "model")
     pictures = [picture_of(canvas)]
-    real = attention._maps(model, processor, pictures)
+    real = report._maps(model, processor, pictures)
     assert [processor.decode(real.tokens[0, position]) for position in (0, 1)] == demo.PROMPT.split()
     fake = dataclasses.replace(real, weights=[weights] * 3, tokens=real.tokens[:, :8])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_maps", lambda *_: fake)
-        shares = attention.attention_on_digits(model, processor, [canvas], pictures)
+        patch.setattr(report, "_maps", lambda *_: fake)
+        shares = report.attention_on_digits(model, processor, [canvas], pictures)
     assert shares["attention on the digit, layer 2"] == 0.5
     assert (folder / "attention.png").exists()
 

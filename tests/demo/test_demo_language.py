@@ -19,11 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from hf_xattn import demo
 from hf_xattn.checkpoints.model_card import example_questions
 from hf_xattn.commands.main import main
-from hf_xattn.demo.attention import decided_words
 from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
-from hf_xattn.demo.checkpoints import make_vision_checkpoint
-from hf_xattn.demo.connector_start import ridge, start_connector, word_states
-from hf_xattn.demo.language_models import language_model
+from hf_xattn.demo.checkpoints import language_model, make_vision_checkpoint
 from hf_xattn.demo.language_run import retrofitted
 from hf_xattn.demo.language_scores import (
     accuracy_by_kind,
@@ -34,9 +31,18 @@ from hf_xattn.demo.language_scores import (
     second_right,
     verdicts_right,
 )
-from hf_xattn.demo.language_training import Batch, Rows, parts_by_length
-from hf_xattn.demo.questions import KINDS, NEW_PHRASINGS, NUMBERS, PHRASINGS, ask, kinds_of
-from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
+from hf_xattn.demo.language_training import Batch, Rows, parts_by_length, ridge, start_connector, word_states
+from hf_xattn.demo.questions import (
+    KINDS,
+    NEW_PHRASINGS,
+    NUMBERS,
+    PHRASINGS,
+    TEST_PROMPTS,
+    TRAINING_PROMPTS,
+    ask,
+    kinds_of,
+)
+from hf_xattn.demo.report import decided_words
 from hf_xattn.demo.upper_layers import UpperLayers
 
 

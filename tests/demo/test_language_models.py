@@ -10,8 +10,8 @@ from tiny_models import make_model, make_text, needs_part
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_xattn.checkpoints.bases import load_text
-from hf_xattn.demo import language_models
-from hf_xattn.demo.language_models import find_smollm2, language_model
+from hf_xattn.demo import checkpoints
+from hf_xattn.demo.checkpoints import find_smollm2, language_model
 
 
 pytestmark = needs_part("special tokens of a GGUF file")
@@ -56,7 +56,7 @@ def test_folder_is_converted_once(tmp_path, monkeypatch):
     """
     file, out = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
     loads = []
-    monkeypatch.setattr(language_models, "load_text", lambda *a, **k: loads.append(1) or load_text(*a, **k))
+    monkeypatch.setattr(checkpoints, "load_text", lambda *a, **k: loads.append(1) or load_text(*a, **k))
 
     def converted() -> bool:
         before = len(loads)
@@ -73,7 +73,7 @@ def test_folder_is_converted_once(tmp_path, monkeypatch):
     assert converted()
     (out / "text.unfinished").mkdir()
     (out / "text.unfinished" / "junk").touch()
-    (out / "text" / language_models.MARKER).write_text('{"digest": "sha')
+    (out / "text" / checkpoints.MADE_FROM).write_text('{"digest": "sha')
     with pytest.raises(ValueError, match="holds something else"):
         language_model(file, out)
     assert language_model(file, out, overwrite=True) == out / "text"
@@ -84,7 +84,7 @@ def test_interrupted_conversion_is_not_taken(tmp_path, monkeypatch):
     """A folder with weights but no tokenizer, after Ctrl-C."""
     file, out = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(language_models, "_files", lambda folder: 1 / 0)
+        patch.setattr(checkpoints, "_files", lambda folder: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             language_model(file, out)
     assert not (out / "text").exists()

@@ -14,8 +14,7 @@ from tiny_models import needs_part
 from transformers import AutoModel, AutoModelForCausalLM, LlavaProcessor
 
 from hf_xattn.demo.canvases import DigitPool, picture_of, to_pixel_values
-from hf_xattn.demo.checkpoints import make_vision_checkpoint
-from hf_xattn.demo.language_models import language_model
+from hf_xattn.demo.checkpoints import language_model, make_vision_checkpoint
 from hf_xattn.demo.language_run import retrofitted
 from hf_xattn.demo.language_scores import same_logits
 from hf_xattn.demo.language_training import Batch, Rows

@@ -158,7 +158,7 @@ class Talk:
         known = beside_a_cache([row.real for row in self.image_rows], real)
         assert known is not None, "this conversation gives images that must be refused"
         slots = self.num_slots
-        same_slots = all(row.images == images[:slots] for row, images in zip(self.image_rows, given))
+        same_slots = self.comes_again(given)
         for number, images in enumerate(given):
             for row in self.rows[number * self.repeats : (number + 1) * self.repeats]:
                 if same_slots:
@@ -207,10 +207,9 @@ class Talk:
 
     def lies_elsewhere(self, given: Slots) -> bool:
         """Whether the images of the cache are given again in other slots."""
-        there = [list(row.images) for row in self.image_rows]
-        if all(images[: self.num_slots] == cached for cached, images in zip(there, given)):
+        if self.comes_again(given):
             return False
-        known = [{image.picture for image in cached if image.real} for cached in there]
+        known = [{image.picture for image in row.images if image.real} for row in self.image_rows]
         return any(image.real and image.picture in row for images, row in zip(given, known) for image in images)
 
     def explicit(self, given: Slots | None, axis: str, length: int, first: int = 0, form: str = "tokens") -> Explicit:
@@ -250,20 +249,20 @@ class Talk:
 
     def _slots(self, given: Slots | None, axis: str) -> tuple[Slots, list[int]]:
         """The images that a mask covers, and their numbers in the row."""
-        there = [list(row.images) for row in self.image_rows]
         if given is None:
-            return there, list(range(self.num_slots))
+            return [row.images for row in self.image_rows], list(range(self.num_slots))
         if self.comes_again(given):
             return given, list(range(len(given[0])))
         if axis == "given":
             return given, list(range(self.num_slots, self.num_slots + len(given[0])))
-        both = [cached + images for cached, images in zip(there, given)]
+        both = [row.images + images for row, images in zip(self.image_rows, given)]
         return both, list(range(len(both[0])))
 
     def comes_again(self, given: Slots | None) -> bool:
         """Whether the call gives all images of the cache in their slots, with what of them is padding."""
-        there = [list(row.images) for row in self.image_rows]
-        return given is not None and all(images[: self.num_slots] == cached for cached, images in zip(there, given))
+        if given is None:
+            return False
+        return all(images[: self.num_slots] == row.images for row, images in zip(self.image_rows, given))
 
     def padding_inputs(self, rows: list[Row], what: str) -> dict[str, torch.Tensor]:
         """`image_mask` or a 2-D `cross_attention_mask` as these rows have it."""
@@ -317,8 +316,7 @@ class Talk:
         """Notes that the model has read these tokens."""
         for number, (row, new) in enumerate(zip(self.rows, tokens)):
             for step, token in enumerate(new):
-                own = None if explicit is None else explicit.rows[number][skip + step]
-                row.read(token, own)
+                row.read(token, None if explicit is None else explicit.rows[number][skip + step])
 
     def forward(
         self,
@@ -372,9 +370,8 @@ class Talk:
         whole = [row.tokens + new for row, new in zip(self.rows, self.pending)]
         ids = self.pending if mode == "new_only" else whole
         prompt = len(whole[0])
-        mask = (
-            mode == "new_only" or self.rng.random() < 0.3 or any(0 in row for row in ids)
-        )  # the padding id was generated
+        padded = any(0 in row for row in ids)  # the padding id was generated
+        mask = mode == "new_only" or self.rng.random() < 0.3 or padded
         inputs = self.text_inputs(ids, mask) | options
         inputs |= {} if given is None else self.image_inputs(given)
         inputs |= {**(extra or {}), **({} if explicit is None else explicit.inputs)}
@@ -445,8 +442,7 @@ class Talk:
         return options, copies
 
     def _generate(self, inputs: dict[str, Any], steps: int):
-        flags = {"return_dict_in_generate": True, "output_logits": True}
-        return self.model.generate(**inputs, **flags, max_new_tokens=steps)
+        return self.model.generate(**inputs, return_dict_in_generate=True, output_logits=True, max_new_tokens=steps)
 
     def _keep(self, cache: EncoderDecoderCache) -> None:
         if cache is not self.cache:
@@ -480,9 +476,7 @@ class Talk:
     def reorder(self) -> None:
         """Within the text rows of an image row, as beams do."""
         count = self.repeats
-        indices = [
-            start * count + self.rng.randrange(count) for start in range(len(self.image_rows)) for _ in range(count)
-        ]
+        indices = [index // count * count + self.rng.randrange(count) for index in range(len(self.rows))]
         self.log.append(f"reorder_cache {indices}")
         self.cache.reorder_cache(torch.tensor(indices))
         self._take(indices, count)

@@ -20,9 +20,9 @@ from fastapi import HTTPException
 from huggingface_hub.utils import httpx
 from model_server import TEXT, Served, asked
 
-from hf_xattn.serving import answer_limits
-from hf_xattn.serving.answer_limits import AnswerLimits, check_config
-from hf_xattn.serving.served_stops import UntilStop, place_of_stop
+from hf_xattn.serving import served_requests
+from hf_xattn.serving.served_requests import AnswerLimits, check_config
+from hf_xattn.serving.serving import UntilStop, place_of_stop
 
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -91,8 +91,8 @@ def test_no_other_field_of_a_generation_config(served):
     """A field that nobody has thought of: another cache, a file as an assistant, hidden states in the memory of the
     server.
     """
-    known = answer_limits._config_fields(AnswerLimits())
-    others = sorted(set(GenerationConfig().to_dict()) - set(known) - set(answer_limits.OF_NOTHING))
+    known = served_requests._config_fields(AnswerLimits())
+    others = sorted(set(GenerationConfig().to_dict()) - set(known) - set(served_requests.OF_NOTHING))
     assert len(others) > 30 and {"cache_implementation", "num_return_sequences", "max_length"} <= set(others)
     for field in (*others, "a_field_of_a_later_release", "tokenizer", "assistant_model", "streamer"):
         check_refused(post(served, CHAT, body_of(CHAT, **config(**{field: 7}))), f"got '{field}'", "num_beams")

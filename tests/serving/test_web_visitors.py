@@ -9,9 +9,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 from hf_xattn import attention_maps
 from hf_xattn.serving.web import visitors as module
-from hf_xattn.serving.web.drawing import drawing_for
-from hf_xattn.serving.web.gaze import Gaze
-from hf_xattn.serving.web.visitors import Visitors
+from hf_xattn.serving.web.page import drawing_for
+from hf_xattn.serving.web.visitors import Gaze, Visitors
 
 
 TEXT = "what is in the picture ?"

@@ -11,17 +11,17 @@ import os
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils import logging
 
 from ...checkpoints.model_card import example_questions
+from ...configuration_xattn import XAttnConfig
+from ...images.tower import image_size_of
 from ...modeling_xattn import XAttnForConditionalGeneration
 from ...utils.tensor_checks import type_name
 from ..request_limits import BoundedQueue, NoUploads, RequestLimits
-from .drawing import drawing_for
-from .gaze import Look
-from .visitors import MAX_BYTES, Visitor, Visitors
+from .visitors import MAX_BYTES, Look, Visitor, Visitors
 
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 THUMBNAIL = 240  # pixels
 MAX_REQUEST = MAX_BYTES * 4 // 3 + 2**16  # bytes: a picture in base64, and what is around it
 MAX_QUEUE = 32  # questions and looks that wait for the model
+# The image processor scales a drawing down. So the canvas has the picture's ratio of width to height, a whole number of
+# pixels for each of the picture, and a pen about 1.5 of these wide: thinner lines fade, thicker ones close the loops of
+# small digits.
+CANVAS_SIDE = 720  # pixels of the longer side, at least half of it
+SMALL = 64  # pictures of fewer pixels on the shorter side are drawn white on black, like the usual data sets of digits
+MANY_PATCHES = 64  # lines between more patches would be in the way
+DEFAULT_SIZE = (224, 224)
 # Nothing on the page comes from another host, and browsers keep it so. No page of another host shows it in a frame,
 # where a visitor would click without knowing, except those of Hugging Face Spaces.
 POLICY = (
@@ -58,11 +65,10 @@ def build_page(
     """Builds a page on which visitors draw or drop pictures, ask, and see where the model looked.
 
     Every visitor has a conversation of its own. The model answers one question after another. Call
-    `model.enable_image_store()` first: then a picture is encoded once, however often and by whomever it is asked about.
+    `model.enable_image_store()` first: then a picture is encoded once, whoever asks about it.
 
     Args:
-        model ([`XAttnForConditionalGeneration`]): the model.
-        processor: its processor; or its tokenizer, for a page without pictures.
+        processor: the model's processor; or its tokenizer, for a page without pictures.
         title (`str`): the heading of the page.
         questions (`list[str]`, *optional*): questions that visitors can choose with one click. By default those in the
             card of the model's folder (`widget`), if there are any.
@@ -212,7 +218,7 @@ def _add_api(server: Any, error_type: Callable[..., Exception], visitors: Visito
 
 
 def _worded(function: Callable, error_type: Callable[..., Exception]) -> Callable:
-    """Tells the visitor why something has failed. An error that nobody expected is logged, and not shown."""
+    """Tells the visitor why something has failed; an error that nobody expected is logged instead."""
 
     def told(error: Exception) -> Exception:
         if isinstance(error, (ValueError, TypeError)):
@@ -261,3 +267,76 @@ def _data_url(picture: Image) -> str:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return "data:image/png;base64," + b64encode(buffer.getvalue()).decode()
+
+
+class Drawing(NamedTuple):
+    """The canvas that visitors draw on."""
+
+    width: int  # in pixels, as height and pen
+    height: int
+    ink: str  # colour of lines, as in CSS
+    paper: str  # colour of the background
+    pen: float  # width of lines
+    reads: tuple[int, int]  # height and width of the picture that the model reads
+    patches: tuple[int, int] | None  # rows and columns of the patches, to draw lines between them
+
+
+def drawing_for(
+    config: XAttnConfig,
+    image_processor: Any,
+    canvas: tuple[int, int] | None = None,
+    ink: str | None = None,
+    paper: str | None = None,
+) -> Drawing:
+    """Chooses a canvas.
+
+    Arguments as in [`build_page`]. The colours are by default white on black for pictures of fewer than 64 pixels on a
+    side, else black on white. They should be those of the pictures that the model was trained on.
+    """
+    reads = _picture_size(config, image_processor)
+    height, width = reads
+    scale = max(1, round(CANVAS_SIDE / max(reads)))
+    if canvas is not None:
+        scale = max(1, round(canvas[0] / width))
+        width, height = canvas
+    else:
+        width, height = width * scale, height * scale
+    small = min(reads) < SMALL
+    pen = max(1.5 * scale, 0.02 * min(width, height))
+    colours = (ink or ("white" if small else "black"), paper or ("black" if small else "white"))
+    return Drawing(width, height, *colours, round(pen, 1), reads, _patches(config, reads))
+
+
+def _picture_size(config: XAttnConfig, image_processor: Any) -> tuple[int, int]:
+    """Height and width of the pictures that an image processor makes, where every picture gets the same size."""
+    crop = getattr(image_processor, "crop_size", None) if getattr(image_processor, "do_center_crop", False) else None
+    for size in (crop, getattr(image_processor, "size", None)):
+        found = _pair(size)
+        if found is not None:
+            return found
+    tower = config.vision_config
+    return (image_size_of(tower) if tower is not None else None) or DEFAULT_SIZE
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    if isinstance(size, int):
+        return size, size
+    read = size.get if hasattr(size, "get") else lambda name: getattr(size, name, None)
+    if size is None:
+        return None
+    height, width = read("height"), read("width")
+    if height and width:
+        return int(height), int(width)
+    side = read("shortest_edge") or read("longest_edge")
+    return (int(side), int(side)) if side else None
+
+
+def _patches(config: XAttnConfig, reads: tuple[int, int]) -> tuple[int, int] | None:
+    """Rows and columns of the patches; None if they are many, or not known."""
+    tower = config.vision_config
+    patch = getattr(tower, "patch_size", None)
+    if patch is None:
+        return None
+    across = (patch, patch) if isinstance(patch, int) else tuple(patch)
+    rows, columns = reads[0] // across[0], reads[1] // across[1]
+    return (rows, columns) if 1 < rows * columns <= MANY_PATCHES else None
