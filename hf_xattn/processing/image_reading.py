@@ -24,8 +24,7 @@ from transformers.image_utils import ChannelDimension, infer_channel_dimension_f
 from transformers.utils import logging
 
 from ..utils.tensor_checks import type_name
-from .downloads import download
-from .image_limits import LIMITS, ImageLimits
+from .image_limits import LIMITS, ImageLimits, download
 
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from ..layers.image_rows import NO_IMAGE
 from ..learning.loss import IGNORED
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
-from .answer_spans import AnswerSpan, find_answers, squeezed
-from .training_rows import Conversation, read_row, text_of
+from .training_rows import AnswerSpan, Conversation, find_answers, read_row, squeezed, text_of
 from .vision_features import VisionFeatures
 
 

@@ -1,8 +1,4 @@
-"""Thaws and freezes parts of a model at given steps of a `Trainer` run.
-
-What trains depends on the number of the step only, so a run that goes on from a checkpoint trains the same parts as one
-without a break.
-"""
+"""Thaws and freezes parts of a model at given steps of a `Trainer` run, also of one that goes on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -101,7 +97,7 @@ class FreezeSchedule(TrainerCallback, ExportableState):
         self._follow(state, model)
 
     def _choose(self, model: Any) -> dict[str, bool]:
-        """Notes what trains in each stage, and returns what trains in any of them."""
+        """Notes what trains in each stage. Returns what trains in any."""
         self._choices = [choose(model, **options) for options in self.stages.values()]
         return {name: any(choice[name] for choice in self._choices) for name in self._choices[0]}
 
