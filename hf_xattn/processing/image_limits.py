@@ -23,24 +23,13 @@ from ..utils.tensor_checks import type_name
 
 @dataclass
 class ImageLimits:
-    """Limits of the images that are read.
+    """Limits of the images that are read. Raises an error for a limit that is no number, or not positive."""
 
-    Attributes:
-        max_pixels (`int`): width times height. At most 11 bytes a pixel are taken while an image is read.
-        max_bytes (`int`): of an image that is downloaded, or given as base64.
-        max_seconds (`float`): for a whole download.
-        private_addresses (`bool`): whether images may be fetched from this machine and from private networks.
-        max_frames (`int`): of a video, after `num_frames` or `fps` has chosen some.
-
-    Raises:
-        TypeError, ValueError: for a limit that is no number, or not positive.
-    """
-
-    max_pixels: int = 2**27
-    max_bytes: int = 2**26
-    max_seconds: float = 60.0
-    private_addresses: bool = True
-    max_frames: int = 4096
+    max_pixels: int = 2**27  # width times height. At most 11 bytes a pixel are taken while an image is read
+    max_bytes: int = 2**26  # of an image that is downloaded, or given as base64
+    max_seconds: float = 60.0  # for a whole download
+    private_addresses: bool = True  # whether images may be fetched from this machine and from private networks
+    max_frames: int = 4096  # of a video, after `num_frames` or `fps` has chosen some
 
     def __post_init__(self) -> None:
         for name in ("max_pixels", "max_bytes", "max_seconds", "max_frames"):
@@ -93,10 +82,7 @@ PACKED = ("gzip", "x-gzip", "deflate")
 
 
 def download(url: str, limits: ImageLimits) -> bytes:
-    """Returns the content of an `http://` or `https://` address.
-
-    Raises a `ValueError` for an address that cannot be loaded, is refused, or sends more than `limits` allow.
-    """
+    """Returns the content of an `http://` or `https://` address, or raises a `ValueError`."""
     from huggingface_hub.utils import httpx  # as transformers' own `load_image`
 
     late = f"expected it within {limits.max_seconds} seconds (`ImageLimits.max_seconds`)."
@@ -126,8 +112,6 @@ def download(url: str, limits: ImageLimits) -> bytes:
 
 
 class _Deadline:
-    """Ends the connections of a download after some seconds, whatever it waits for."""
-
     def __init__(self, seconds: float):
         self.passed = False
         self._connection: Any = None
@@ -184,7 +168,7 @@ def _content(answer: Any, limits: ImageLimits) -> bytes:
 
 
 def _pinned(url: str) -> tuple[str, dict[str, Any]]:
-    """The address with a public IP in place of the host's name, and what the request needs to be one for that name."""
+    """The address with a public IP in place of the host's name, and what else the request needs."""
     split = urlsplit(url)
     try:
         host, port = split.hostname or "", split.port

@@ -26,9 +26,8 @@ class FreezeSchedule(TrainerCallback, ExportableState):
             begins at 0.
 
     The optimizer holds the parameters of all stages. `Trainer` makes such an optimizer by itself; make your own from
-    `parameter_groups(model, ..., include_frozen=True)`. A part that is frozen has no gradients, so no weight decay
-    either, and the optimizer needs memory for a part from the step on at which it is thawed. The learning rate follows
-    the schedule of the whole run.
+    `parameter_groups(model, ..., include_frozen=True)`. It needs memory for a part from the step on at which that is
+    thawed, and does not decay it before. The learning rate follows the schedule of the whole run.
 
     Raises:
         TypeError: for stages that are no `dict`, or a beginning that is no number.
@@ -53,8 +52,8 @@ class FreezeSchedule(TrainerCallback, ExportableState):
         """`Trainer` makes its optimizer of what trains, so everything trains here that will train in any stage."""
         if args.world_size > 1:
             raise ValueError(
-                f"Expected a run of one process for a `FreezeSchedule`, got {args.world_size}. DDP and FSDP fix what "
-                "trains when they wrap the model: make a run of each stage, with `freeze` before it."
+                f"Expected a run of one process for a `FreezeSchedule`, got {args.world_size}: DDP and FSDP fix what "
+                "trains when they wrap the model. Make a run of each stage, with `freeze` before it."
             )
         apply_choice(model, self._choose(model))
 

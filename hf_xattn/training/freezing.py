@@ -47,17 +47,16 @@ def freeze(
         vision (`bool`, defaults to `True`): the vision tower.
         connector (`bool`, defaults to `False`): the connector.
         blocks (`bool`, defaults to `False`): the cross-attention blocks.
-        names (`dict[str, bool]`, *optional*): exceptions: for patterns of parameter names (`*` stands for anything),
-            True to freeze and False to train, for example `{"*.lm_head.*": False}`. The last pattern that matches a
-            name decides.
+        names (`dict[str, bool]`, *optional*): exceptions: for patterns of parameter names, True to freeze and False to
+            train, for example `{"*.lm_head.*": False}`. The last pattern that matches a name decides.
 
     Returns:
         The model.
 
     Raises:
         TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type.
-        ValueError: for quantized weights that shall train, a pattern that no name matches, or a model with PEFT's
-            adapters: PEFT decides there what trains. The model is not changed then.
+        ValueError: for quantized weights that shall train, a pattern that no name matches, or PEFT's adapters. The
+            model is not changed then.
     """
     chosen = choose(model, text=text, vision=vision, connector=connector, blocks=blocks, names=names)
     apply_choice(model, chosen)
@@ -173,17 +172,9 @@ def _called(part: str, name: str, model: Any) -> str:
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
-    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`.
-
-    Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
-        vision (`bool`, defaults to `True`): also freeze the vision tower.
+    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`, same errors.
 
     The base may be quantized: then too the blocks and the connector train, in high precision.
-
-    Raises:
-        TypeError: for a model without blocks.
-        ValueError: for quantized weights in what shall train, or PEFT's adapters. The model is not changed then.
     """
     return freeze(model, vision=bool(vision))
 
@@ -201,9 +192,8 @@ def lora_targets(
             quantized, or have adapters already.
         where (`str`, defaults to `"text"`): `"text"`: the decoder's own layers, without its head; `"blocks"`: the
             cross-attention blocks; `"both"`; `"vision"`: the vision tower, which no other choice contains.
-        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. By default
-            all linear layers. Experts that a decoder keeps in one tensor are not linear layers: PEFT's
-            `target_parameters` takes them.
+        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. Default:
+            all linear layers. Experts in one tensor are none: PEFT's `target_parameters` takes them.
 
     Raises:
         TypeError: for a model without blocks.
@@ -236,11 +226,7 @@ def lora_targets(
 def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str]:
     """Returns the names of blocks and connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
 
-    Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter.
-
-    Raises:
-        TypeError: for a model without blocks.
+    Raises a `TypeError` for a model without blocks.
     """
     body = body_of(model)
     _, layers = find_decoder(body.text_model)

@@ -176,8 +176,8 @@ def _read_data(options: TrainingOptions, prompt: str) -> list[PictureRows]:
     data = [read_folder(folder, prompt) for folder in folders]
     if options.prompt is not None and not any(each.captions or each.problems for each in data):
         raise ValueError(
-            f"Expected a caption (a line with the field `text`) in {data[0].file} for `--prompt`, its question, got "
-            "none. Remove `--prompt`, or write captions as `file_name` and `text`."
+            f"Expected a line with the field `text` for `--prompt`, the question of captions, got none in "
+            f"{data[0].file}. Remove `--prompt`, or write captions as `file_name` and `text`."
         )
     return data
 

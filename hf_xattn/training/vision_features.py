@@ -165,8 +165,8 @@ class VisionFeatures:
                 f"{self.folder}, got {tower.dtype}. Load it in this dtype, or encode the pictures into a new folder."
             )
         raise ValueError(
-            f"Expected `model` with the vision tower {self.maker.tower[:12]} that made the features in {self.folder}, "
-            f"got another tower or other weights: {identity[:12]}. Encode the pictures into a new folder."
+            f"Expected `model` with the vision tower that has made the features in {self.folder}, got another tower, "
+            f"or other weights: {identity[:12]}, not {self.maker.tower[:12]}. Encode the pictures into a new folder."
         )
 
     def reader(self, processor: XAttnProcessor) -> XAttnProcessor:
