@@ -161,8 +161,8 @@ class VisionFeatures:
             return
         if str(tower.dtype) != self.maker.dtype:
             raise ValueError(
-                f"Expected `model` with a vision tower in {self.maker.dtype}, as the one that made the features in "
-                f"{self.folder}, got {tower.dtype}. Load it in this dtype, or encode the pictures into a new folder."
+                f"Expected `model` with a vision tower in {self.maker.dtype}, which has made the features in "
+                f"{self.folder}, got one in {tower.dtype}. Load it in this dtype, or encode the pictures anew."
             )
         raise ValueError(
             f"Expected `model` with the vision tower that has made the features in {self.folder}, got another tower, "
