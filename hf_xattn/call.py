@@ -39,7 +39,7 @@ from .layers.folded_mask import EVERYTHING, fold_mask
 from .layers.image_rows import ImageRows, Slots, refuse_to_cache
 from .layers.position_bias import text_positions, token_positions
 from .layers.row_groups import RowGroup, group_rows
-from .learning.gradients import only_images_learn
+from .learning.frozen import only_images_learn
 from .learning.stand_in import blank_states, blocks_are_units, run_beside, stand_in_images
 from .utils.distributed import is_distributed
 from .utils.tensor_checks import is_fake, type_name

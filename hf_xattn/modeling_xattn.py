@@ -38,8 +38,7 @@ from .images.vision import build_tower, is_tiled
 from .images_xattn import XAttnDelegationMixin, XAttnImagesMixin
 from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
-from .learning.frozen_modes import keep_frozen_in_eval
-from .learning.gradients import give_gradient
+from .learning.frozen import give_gradient, keep_frozen_in_eval
 from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
@@ -96,7 +95,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         leave_out_added(text_model)  # later, `post_init` would take over what the text model leaves out
 
     def train(self, mode: bool = True) -> XAttnModel:
-        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `learning/frozen_modes.py`)."""
+        """`nn.Module.train`, but frozen modules stay in evaluation mode (see `learning/frozen.py`)."""
         super().train(mode)
         if mode:
             for part in (self.text_model, self.connector, self.vision_tower):

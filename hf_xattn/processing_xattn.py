@@ -10,43 +10,48 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import BatchFeature, ProcessorMixin
+from transformers import AutoTokenizer, BatchFeature, ProcessorMixin
 from transformers.processing_utils import ImagesKwargs, TextKwargs
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, logging
 from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
 
+from .checkpoints.adapters import Adapter
+from .checkpoints.bases import BaseSource
 from .checkpoints.folders import MANIFEST, find_manifest
+from .configuration_xattn import XAttnConfig
 from .processing.chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
 from .processing.chat_templates import default_template, to_template
 from .processing.image_limits import check_image_processor
-from .processing.image_reading import is_array, read_image
+from .processing.image_reading import read_images
 from .processing.samples import OF_VIDEOS, lay_out, read_samples, read_texts
-from .utils.keywords import refuse_unknown
+from .utils.keywords import HUB_KEYWORDS, given, refuse_unknown
 from .utils.stub import NamesItsStub, own_code, references, write_stub
 from .utils.tensor_checks import type_name
-from .utils.transformers_api import has, needs
+from .utils.transformers_api import AutoImageProcessor, has, needs
 from .utils.whole_folder import WholeFolder, refuse_unfinished
 
+
+logger = logging.get_logger(__name__)
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
 # Keywords under which transformers' processors take the arguments of one part.
 NESTED = ("text_kwargs", "images_kwargs", "videos_kwargs", "common_kwargs")
+FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, "tokenizer_config.json")
 
 
 class XAttnProcessor(NamesItsStub, ProcessorMixin):
     r"""Combines any tokenizer with any image processor.
 
     The place of an image in the batch decides to which text it belongs, so the text needs no markers. If the model
-    follows markers (`image_visibility` other than `"all"`), each image needs one: `image_token`, which must be in the
-    vocabulary.
+    follows markers (`image_visibility` other than `"all"`), each image needs one.
 
     Args:
-        image_processor: an image processor of transformers.
-        tokenizer: a tokenizer of transformers.
+        image_processor, tokenizer: of transformers.
         chat_template (`str` or `dict`, *optional*): as in transformers. Default: the tokenizer's.
-        image_token (`str`, *optional*): the marker of an image in the text.
+        image_token (`str`, *optional*): the marker of an image in the text, which must be in the vocabulary.
     """
 
-    # Finds the model's image inputs of `(texts, images)` without reading the images: see [`VisionFeatures.reader`].
+    # Finds the image inputs without reading the images: see [`VisionFeatures.reader`].
     _look_up: Callable[[list[list[Any]]], dict[str, torch.Tensor]] | None = None
 
     def __init__(
@@ -55,10 +60,10 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         for name, part in (("tokenizer", tokenizer), ("image_processor", image_processor)):
             if part is None:
                 raise ValueError(f"`{name}` is required. For text alone, the tokenizer is enough.")
-        for name, given, kinds in (("chat_template", chat_template, (str, dict)), ("image_token", image_token, (str,))):
-            if given is not None and not isinstance(given, kinds):
+        for name, value, kinds in (("chat_template", chat_template, (str, dict)), ("image_token", image_token, (str,))):
+            if value is not None and not isinstance(value, kinds):
                 expected = " or a ".join(kind.__name__ for kind in kinds)
-                raise TypeError(f"Expected `{name}` to be a {expected}, got {type_name(given)}.")
+                raise TypeError(f"Expected `{name}` to be a {expected}, got {type_name(value)}.")
         check_image_processor(image_processor)
         self.image_token = image_token
         self.image_token_id = None
@@ -95,8 +100,6 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
             if find_manifest(pretrained_model_name_or_path, kwargs) is not None:
-                from .processing.base_processors import parts_of_bases
-
                 if (parts := parts_of_bases(pretrained_model_name_or_path, kwargs)) is not None:
                     return cls(**parts)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -122,14 +125,13 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         """
         Args:
             images (*optional*): for one text, an image or a list of images. For a list of texts, a list with one entry
-                for each text: an image, a list of images (possibly empty) or None. An image is a PIL image, an array
-                or tensor, a path, a URL, a data URL or base64. Images are read as upright RGB images; transparent
-                areas become white.
+                for each: an image, a list of images (possibly empty) or None. An image is a PIL image, an array or
+                tensor, a path, a URL, a data URL or base64, and is read as an upright RGB image; transparent areas
+                become white.
             text (`str` or `list[str]`): one text or a batch.
             videos (*optional*): as `images`, with a video in place of an image: an array `(frames, height, width,
                 channels)` or `(frames, channels, height, width)`, a list of images, or a video file, which needs a
-                decoder (PyAV). The frames follow the images of the text. `num_frames` is the number of frames to take,
-                evenly spaced.
+                decoder (PyAV). The frames follow the images of the text; `num_frames` takes some, evenly spaced.
             return_tensors (`str`, *optional*, defaults to `"pt"`): `"pt"`, `"np"`, or None: token ids are lists, and
                 images are tensors.
             kwargs: for the tokenizer (`padding`, `truncation`, ...) and the image processor (`do_rescale`, `size`,
@@ -183,36 +185,32 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     ) -> Any:
         """Renders one chat or several chats with the template of the text model, and reads their images.
 
-        A template that does not support lists of parts gets plain texts. They have `image_token` in the place of each
-        image, or no marker if the processor has no `image_token`. The parts of a message are joined without spaces. A
-        template that writes `image_token` itself gets the lists of parts.
+        A template that writes `image_token` itself gets lists of parts. Any other gets plain texts, joined without
+        spaces, with `image_token`, if there is one, in the place of each image.
 
         Args:
             conversation (`list`): messages with `role` and `content`, or a list of such lists. The content is a text
                 or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image" | "url" | "path" |
                 "base64": ...}`, `{"type": "image_url", "image_url": {"url": ...}}` or `{"type": "video", "video":
-                frames}`, whose frames become images. A part `{"type": "image"}` without a source takes the next image
-                of `images` in `processor_kwargs`.
+                frames}`. An image part without a source takes the next of `images` in `processor_kwargs`.
             chat_template (`str`, *optional*): a template or the name of one. Default: the processor's, else the
                 tokenizer's, else `chat_templates.DEFAULT_CHAT_TEMPLATE`.
             tools, documents, add_generation_prompt, continue_final_message, return_assistant_tokens_mask, tokenize,
                 return_dict: as in transformers.
-            return_tensors (`str`, *optional*): as in a call of the processor. `"auto"` is the default of that call,
-                `"pt"`.
-            load_audio_from_video (`bool`): has no effect, because the processor reads no sound.
+            return_tensors (`str`, *optional*): as in a call of the processor; `"auto"` is its default, `"pt"`.
+            load_audio_from_video (`bool`): has no effect: the processor reads no sound.
             processor_kwargs (`dict`, *optional*): arguments for the call of the processor. By default it adds no
                 special tokens (`add_special_tokens`), and pads a batch on the left with `add_generation_prompt` or
                 `continue_final_message` (`padding_side`).
-            sanitize_control_tokens (`bool`): as in transformers. The markers of image parts still count as image
-                tokens.
+            sanitize_control_tokens (`bool`): as in transformers. Markers of image parts still count.
             kwargs: variables of the template. Other names go to the processor.
 
         Raises:
             TypeError: for names that neither the template nor the processor takes, and for parts that are not dicts.
             ValueError: if the template loses the text of a message, or image parts and images differ in number.
         """
-        given = (("tools", tools, list), ("documents", documents, list), ("processor_kwargs", processor_kwargs, dict))
-        for name, value, kind in given:
+        typed = (("tools", tools, list), ("documents", documents, list), ("processor_kwargs", processor_kwargs, dict))
+        for name, value, kind in typed:
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"Expected `{name}` to be a {kind.__name__}, got {type_name(value)}.")
         if sanitize_control_tokens and not has("_mark_chat_inputs"):
@@ -224,10 +222,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
                 f"`return_assistant_tokens_mask={return_assistant_tokens_mask}`."
             )
         if return_assistant_tokens_mask and not self.tokenizer.is_fast:
-            raise ValueError(
-                f"`return_assistant_tokens_mask` needs a fast tokenizer, which knows the places of its tokens; got "
-                f"{type_name(self.tokenizer)}."
-            )
+            slow = type_name(self.tokenizer)
+            raise ValueError(f"`return_assistant_tokens_mask` needs a fast tokenizer, with offsets; got {slow}.")
         template = self._template(chat_template, tools)
         variables = {name: kwargs.pop(name) for name in set(kwargs) & _get_template_variables(template)}
         call = {**(processor_kwargs or {}), **kwargs}
@@ -270,7 +266,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def _read_chats(
         self, conversation: Any, batched: bool, with_sources: bool, call: dict[str, Any]
     ) -> list[Conversation]:
-        """Reads conversations. Removes what concerns images and videos from `call`."""
+        """Reads conversations. Takes what concerns images and videos out of `call`."""
         separate = call.pop("images", None)
         of_videos = {**(call.pop("videos_kwargs", None) or {}), **{n: call.pop(n) for n in OF_VIDEOS if n in call}}
         refuse_unknown(self.apply_chat_template, of_videos, frozenset(OF_VIDEOS))
@@ -287,7 +283,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def _encoded_chats(
         self, prompts: list[str], images: list[list[Any]], call: dict[str, Any], answers: Any, left: bool
     ) -> BatchFeature:
-        """Calls the processor on rendered chats. `answers`: ranges of characters that the assistant says, for masks."""
+        """Calls the processor on rendered chats. `answers`: the assistant's ranges of characters, for masks."""
         defaults: dict[str, Any] = {"add_special_tokens": False}
         if left:
             defaults["padding_side"] = "left"  # `generate` continues at the right end
@@ -310,7 +306,6 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return made
 
     def _template(self, chat_template: str | None, tools: Any) -> str:
-        """The template of a call: the given one, one of the processor's by name, or the default."""
         if chat_template is not None and not isinstance(chat_template, str):
             raise TypeError(f"Expected `chat_template` to be a str, got {type_name(chat_template)}.")
         own = self.chat_template
@@ -350,7 +345,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             raise TypeError(str(error)) from error
 
     def _known_kwargs(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-        """The names that the tokenizer takes, that the image processor takes, and that a call takes."""
+        """The names that the tokenizer, the image processor, and a call take."""
         of_image_processor = getattr(getattr(self.image_processor, "valid_kwargs", None), "__annotations__", {})
         text = frozenset(TextKwargs.__annotations__)
         images = frozenset({*ImagesKwargs.__annotations__, *of_image_processor})
@@ -373,8 +368,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         made = dict(self.tokenizer(texts, **for_tokenizer))
         if len(made["input_ids"]) != len(texts):
             raise ValueError(
-                f"Expected one row for each of {len(texts)} texts, got {len(made['input_ids'])} rows. "
-                "`return_overflowing_tokens` splits long texts, but does not repeat their images: truncate without it."
+                f"Expected one row for each of {len(texts)} texts, got {len(made['input_ids'])}. "
+                "`return_overflowing_tokens` splits texts, but does not repeat their images: truncate without it."
             )
         self._check_markers(texts, made["input_ids"], samples)
         if with_types:
@@ -385,7 +380,7 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def _pixels(self, samples: list[list[Any]], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         if self._look_up is not None:
             return self._look_up(samples)
-        flat = self._read([image for sample in samples for image in sample], kwargs)
+        flat = read_images([image for sample in samples for image in sample], self.image_processor, kwargs)
         if not flat:
             return {}
         # One list per image: then a tiled image processor returns one row of tiles for each image.
@@ -402,27 +397,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         names = ("pixel_values", *(TILE_INPUTS if tiled else ()))
         return lay_out({name: made[name][:, 0] if tiled else made[name] for name in names}, samples)
 
-    def _read(self, images: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """Returns upright RGB images. Uses `input_data_format`, and removes it from `kwargs`."""
-        kwargs.pop("return_tensors", None)
-        if kwargs.get("do_convert_rgb", getattr(self.image_processor, "do_convert_rgb", None)) is False:
-            # The caller passes images in the form that the vision tower reads.
-            return [read_image(image) if isinstance(image, (str, Path)) else image for image in images]
-        rescale = kwargs.get("do_rescale", getattr(self.image_processor, "do_rescale", True)) is not False
-        layout = kwargs.pop("input_data_format", None)
-        pictures = [read_image(image, input_data_format=layout, rescale=rescale) for image in images]
-        normalizes = kwargs.get("do_normalize", getattr(self.image_processor, "do_normalize", True)) is not False
-        if kwargs.get("do_rescale") is False and normalizes:
-            for image in images:
-                _check_unit_range(image)
-        if getattr(self.image_processor, "backend", None) == "pil":
-            pictures = [picture.cpu() if isinstance(picture, torch.Tensor) else picture for picture in pictures]
-        if pictures and all(is_array(picture) for picture in pictures):
-            kwargs["input_data_format"] = "channels_first"  # do not guess: a height of 3 pixels looks like 3 channels
-        return pictures
-
     def _check_markers(self, texts: list[str], input_ids: Any, samples: list[list[Any]] | None) -> None:
-        """Raises a `ValueError` if a text lacks one marker for each image. Counts token ids, as the model does."""
+        """Raises a `ValueError` if a text lacks one marker for each image. Counts ids, as the model does."""
         if self.image_token is None:
             return
         for row, text in enumerate(texts):
@@ -432,8 +408,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
                 cut = " Truncation cut markers off." if text.count(self.image_token) == images else ""
                 raise ValueError(
                     f"Expected one image marker ({self.image_token!r}) for each image of text {row}, got {markers} "
-                    f"markers and {images} images.{cut} For a model that needs no markers, create the processor "
-                    "without `image_token`."
+                    f"markers and {images} images.{cut} For a model without markers, leave `image_token` out of the "
+                    "processor."
                 )
 
     @property
@@ -442,12 +418,40 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         return [*names, "pixel_values", "image_mask", *TILE_INPUTS]
 
 
-def _check_unit_range(image: Any) -> None:
-    """Raises a `ValueError` for an image with values from 0 to 255, which `do_rescale=False` would leave so."""
-    if is_array(image) and not str(image.dtype).removeprefix("torch.").startswith(("uint", "int", "bool")):
-        return
-    got = f"an array of {image.dtype}" if is_array(image) else type_name(image)
-    raise ValueError(
-        f"Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got {got}, whose values go up "
-        "to 255. Remove `do_rescale=False`."
+def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Loads what a small checkpoint without a processor has in its bases, as arguments of [`XAttnProcessor`].
+
+    None for a folder with files of a processor, and for any other checkpoint. `image_processor` is None without a
+    vision tower. Raises a `ValueError` for a base without these files, and a tokenizer without the image marker.
+    """
+    adapter = Adapter.find(name, load_kwargs)
+    text = None if adapter is None else adapter.recorded_base("text_base")
+    if adapter is None or text is None or any(adapter.has(file) for file in FILES):
+        return None
+    hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
+    vision = adapter.recorded_base("vision_base")
+    tokenizer = _load(AutoTokenizer, text, adapter.name, hub)
+    image_processor = None if vision is None else _load(AutoImageProcessor, vision, adapter.name, hub)
+    token_id = XAttnConfig.from_pretrained(adapter.name, **adapter.hub).image_token_id
+    if token_id is not None and token_id >= len(tokenizer):
+        raise ValueError(
+            f"{adapter.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, the "
+            "marker of an image. Save the processor that the model was trained with into the folder."
+        )
+    logger.warning_once(
+        f"{adapter.name} holds no processor. It is made of the tokenizer of {text}"
+        + ("." if vision is None else f" and the image processor of {vision}.")
+        + " Save a processor with other settings, such as a chat template, into the folder."
     )
+    token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
+    return {"tokenizer": tokenizer, "image_processor": image_processor, "image_token": token}
+
+
+def _load(auto_class: Any, base: BaseSource, name: str, hub: dict[str, Any]) -> Any:
+    try:
+        return base.load(auto_class.from_pretrained, **hub)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} holds no processor, and {auto_class.__name__} finds none in its base {base} ({error}). Save a "
+            "processor into the folder."
+        ) from error

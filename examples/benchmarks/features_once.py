@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, SiglipImageProcessor
 
 import hf_xattn
-from hf_xattn.training.features_encoding import encode_pictures
 from hf_xattn.training.training_data import pictures_by_content, read_folder
+from hf_xattn.training.vision_features import encode_pictures
 
 
 WORDS = "[PAD] [UNK] User Assistant : what is it ? a picture".split()

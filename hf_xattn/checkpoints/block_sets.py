@@ -156,7 +156,7 @@ class XAttnSetsMixin:
         self._mark = chosen.mark
         if self.training:
             model: Any = self
-            model.train()  # what is frozen goes back to evaluation mode, see `learning/frozen_modes.py`
+            model.train()  # what is frozen goes back to evaluation mode, see `learning/frozen.py`
 
     def delete_cross_attention(self, name: str) -> None:
         """Removes a set of blocks. If it was active, no set is active afterwards.

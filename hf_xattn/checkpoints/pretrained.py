@@ -16,10 +16,9 @@ from ..configuration_xattn import XAttnConfig
 from ..decoders.insertion import BLOCKS
 from ..decoders.quantization import finish_quantized, keep_added_precise
 from ..layers.block import GatedCrossAttentionBlock
-from ..learning.gradients import give_gradient_to_inputs
+from ..learning.frozen import give_gradient_to_inputs
 from ..learning.lost_updates import warn_of_half_precision
-from ..learning.no_split import XAttnUnitsMixin, fsdp_plan
-from ..learning.tensor_parallel import block_plan
+from ..learning.sharding import XAttnUnitsMixin, block_plan, fsdp_plan
 from ..utils.config_checks import check_parts
 from ..utils.custom_code import trusting
 from ..utils.first_values import NotesWhatIsMissing, check_class, check_complete
@@ -100,7 +99,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
     def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
         super()._set_gradient_checkpointing(*args, **kwargs)
         if self.training:
-            self.train()  # frozen layers that are checkpointed train, see `learning/frozen_modes.py`
+            self.train()  # frozen layers that are checkpointed train, see `learning/frozen.py`
 
     def enable_input_require_grads(self) -> None:
         """As in transformers. The vision tower takes part only while it trains."""

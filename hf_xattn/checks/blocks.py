@@ -10,16 +10,19 @@ import torch
 from torch import nn
 
 from ..layers.block import GatedCrossAttentionBlock
-from .inputs import SEED, image_of_first_row, mark_images, random_text
-from .results import (
+from .measures import (
     BROKEN,
     FRESH,
     HOLDS,
+    SEED,
     Result,
+    image_of_first_row,
     largest,
     largest_difference,
     listed,
+    mark_images,
     number,
+    random_text,
     rounding_of,
     why_rows_mix,
 )

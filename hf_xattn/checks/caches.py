@@ -8,8 +8,21 @@ from typing import Any
 import torch
 
 from .blocks import awake_blocks, woken
-from .inputs import LENGTH, image_of_first_row, mark_images, random_text
-from .results import BROKEN, HOLDS, NOT_CHECKED, Result, has_experts, largest, largest_difference, number, rounding_of
+from .measures import (
+    BROKEN,
+    HOLDS,
+    LENGTH,
+    NOT_CHECKED,
+    Result,
+    has_experts,
+    image_of_first_row,
+    largest,
+    largest_difference,
+    mark_images,
+    number,
+    random_text,
+    rounding_of,
+)
 
 
 STEPS = 8

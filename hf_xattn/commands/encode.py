@@ -10,8 +10,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .loading import add_images, add_model, check_model, load_model_and_images, load_processor
-from .options import device_of, hub_options
+from .shared import (
+    add_images,
+    add_model,
+    add_number,
+    check_model,
+    device_of,
+    hub_options,
+    load_model_and_images,
+    load_processor,
+)
 
 
 # Options that only go with `--features`, with their defaults.
@@ -19,7 +27,7 @@ OF_FEATURES = {"batch_size": 8, "workers": 0, "shard_size": 256.0}
 MIB = 2**20
 
 
-def register(commands: argparse._SubParsersAction) -> None:
+def register_encode(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "encode",
         help="save keys and values of images to a file, or the vision tower's outputs for training data to a folder",
@@ -35,27 +43,25 @@ def register(commands: argparse._SubParsersAction) -> None:
         "`hf-xattn train --features` reads what it returns. A run that was stopped goes on where it was. Several "
         "processes (accelerate launch, torchrun) share the pictures",
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="PATH", help="a .safetensors file; with --features a folder"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="pictures that the tower reads at once (default: 8)"
-    )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that read pictures (default: 0)")
-    parser.add_argument("--shard-size", type=float, metavar="MIB", help="size of a file of features (default: 256)")
-    parser.set_defaults(run=run)
+    output = "a .safetensors file; with --features a folder"
+    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help=output)
+    add_number(parser, "--batch-size", None, "pictures that the tower reads at once (default: 8)")
+    add_number(parser, "--workers", None, "processes that read pictures (default: 0)")
+    add_number(parser, "--shard-size", None, "size of a file of features (default: 256)", float, "MIB")
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    if arguments.features is not None:
-        _encode_folder(arguments)
-        return
+def _run(arguments: argparse.Namespace) -> None:
+    (_encode_images if arguments.features is None else _encode_folder)(arguments)
+
+
+def _encode_images(arguments: argparse.Namespace) -> None:
     for name in OF_FEATURES:
         if getattr(arguments, name) is not None:
             raise ValueError(f"`--{name.replace('_', '-')}` goes with `--features`, got `--image`. Remove it.")
     output: Path = arguments.output
     if output.exists():
-        raise ValueError(f"`--output` ({output}) must be a new file, but it exists already.")
+        raise ValueError(f"`--output` must be a new file, got {output}, which exists already.")
     model, processor, images = load_model_and_images(arguments)
     import torch
 
@@ -69,7 +75,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _encode_folder(arguments: argparse.Namespace) -> None:
-    """Saves the vision tower's outputs for a folder of training data."""
     options = {name: getattr(arguments, name) for name in OF_FEATURES}
     options = {name: OF_FEATURES[name] if value is None else value for name, value in options.items()}
     for name, least in (("batch_size", 1), ("workers", 0), ("shard_size", 1e-6)):
@@ -77,7 +82,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
             raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least:g}, got {options[name]}.")
     output: Path = arguments.output
     if output.is_file():
-        raise ValueError(f"`--output` ({output}) must be a folder, because of `--features`, but it is a file.")
+        raise ValueError(f"`--output` must be a folder with `--features`, got {output}, which is a file.")
     from ..training.training_data import pictures_by_content, read_folder
 
     device = device_of(arguments.device)
@@ -93,8 +98,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     from accelerate.utils import get_cpu_distributed_information
     from transformers import AutoModelForImageTextToText
 
-    from ..training.features_encoding import encode_pictures
-    from ..training.vision_features import tower_of
+    from ..training.vision_features import encode_pictures, tower_of
 
     process = get_cpu_distributed_information()  # what the launcher has set, also for GPUs
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
@@ -118,7 +122,6 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
 
 
 def _own_device(device: str, local_rank: int, world_size: int) -> str:
-    """The device of a process: each of several processes on one machine takes a GPU of its own."""
     return f"{device}:{local_rank}" if world_size > 1 and device != "cpu" and ":" not in device else device
 
 

@@ -8,11 +8,30 @@ import json
 import sys
 
 from ..version import __version__
-from . import chat, check, demo, encode, export, generate, import_, inspect, retrofit, serve, train, web
+from .answer import register_chat, register_generate
+from .encode import register_encode
+from .examine import register_check, register_inspect
+from .importing import register_export, register_import
+from .retrofit import register_retrofit
+from .servers import register_serve, register_web
+from .train import register_demo, register_train
 
 
 # In the order of `--help`.
-COMMANDS = (retrofit, train, import_, export, inspect, check, chat, generate, encode, serve, web, demo)
+COMMANDS = (
+    register_retrofit,
+    register_train,
+    register_import,
+    register_export,
+    register_inspect,
+    register_check,
+    register_chat,
+    register_generate,
+    register_encode,
+    register_serve,
+    register_web,
+    register_demo,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in COMMANDS:
-        command.register(commands)
+    for register in COMMANDS:
+        register(commands)
     return parser
 
 

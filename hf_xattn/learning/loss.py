@@ -1,9 +1,8 @@
-"""The loss: the mean over the labels that count.
+"""The loss: the mean over the labels that count. Those that are -100 do not count, nor do image markers.
 
-Two kinds of labels do not count: -100, as everywhere in transformers, and image markers. A model should not learn to
-generate markers, and the head may have no row for them. `num_items_in_batch` is the number of labels that count, over
-all micro-batches of an optimizer step. `Trainer` counts before the model gets the labels, and leaves out -100 only. So
-a collator should mask the markers: [`XAttnDataCollator`] does.
+A model should not learn to generate markers, and the head may have no row for them. `Trainer` counts the labels of an
+optimizer step (`num_items_in_batch`) before the model gets them, and leaves out -100 only. So a collator should mask
+the markers: [`XAttnDataCollator`] does.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from ..utils.distributed import is_distributed
 IGNORED = -100
 UNCLEAR = (
     "Expected `labels` with -100 in place of image markers, got image markers (or ids without a row in the head), and "
-    "a `num_items_in_batch` over several batches or processes. If it counts markers, the loss is too small. Mask the "
-    "labels in the collator, before they are counted: `labels = model.mask_labels(labels)`. `XAttnDataCollator` does."
+    "a `num_items_in_batch` over several batches or processes, which may count them. Mask the labels in the collator: "
+    "`labels = model.mask_labels(labels)`. `XAttnDataCollator` does."
 )
 
 

@@ -1,8 +1,7 @@
 """Warns of updates of an optimizer that are lost to rounding, where weights in half precision train.
 
-A bfloat16 value has 8 significant bits: adding less than 1/512 of the value gives the same value again. AdamW adds
-about the learning rate at each step, whatever the gradient, so with a small rate most weights never move. Nothing
-fails, and the loss still falls a little, because gates and norms are float32.
+Adding less than 1/512 of a bfloat16 value gives the same value again. AdamW adds about the learning rate at each step,
+so with a small rate most weights never move. The loss still falls a little, because gates and norms are float32.
 """
 
 from __future__ import annotations

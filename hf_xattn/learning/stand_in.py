@@ -1,7 +1,7 @@
 """Ranks of a distributed run whose images differ: pixels on one, features, encoded images or none on another.
 
-Processes wait for each other. DDP waits for the gradient of every weight that learns. FSDP gathers the weights of a
-module when the module runs, and reduces its gradients afterwards. So what one rank runs, all ranks must run:
+DDP waits for the gradient of every weight that learns. FSDP gathers the weights of a module when it runs, and reduces
+its gradients afterwards. So what one rank runs, all must run:
 
 - A rank without images gets a stand-in image that no text sees.
 - A rank whose images do not pass vision tower and connector runs both on a stand-in image, and adds zero times the

@@ -66,7 +66,7 @@ class Conversation:
 
 
 def is_batch(conversation: Any) -> bool:
-    """Returns whether `conversation` is a list of conversations. Raises an error if it is no conversation either."""
+    """Whether `conversation` is a list of conversations. Raises an error if it is neither."""
     if hasattr(conversation, "messages"):
         return False
     if not isinstance(conversation, (list, tuple)):
@@ -79,15 +79,9 @@ def is_batch(conversation: Any) -> bool:
 
 
 def read_conversation(conversation: Any, where: str, **sampling: Any) -> Conversation:
-    """Reads one conversation, and does not change it. `sampling` goes to `read_frames`, for videos.
+    """Reads one conversation, in the format of transformers or OpenAI, and does not change it.
 
-    Args:
-        conversation: a list of messages: dicts with `role` and `content`, in the format of transformers or OpenAI.
-        where (`str`): name of the conversation in errors.
-
-    Raises:
-        TypeError, ValueError: for a part that is not a text, an image or a video, a part with several sources, and a
-            video part without a source.
+    Errors call it `where`. `sampling` goes to `read_frames`, for videos.
     """
     messages = getattr(conversation, "messages", conversation)
     if not isinstance(messages, (list, tuple)):
@@ -125,7 +119,6 @@ def with_images(conversation: Conversation, images: Any, where: str) -> Conversa
 
 
 def of_row(images: Any, row: int, rows: int) -> Any:
-    """Returns the images of conversation `row`. The list `images` has one entry for each conversation."""
     if images is None:
         return None
     if not isinstance(images, (list, tuple)) or len(images) != rows:
@@ -135,7 +128,6 @@ def of_row(images: Any, row: int, rows: int) -> Any:
 
 
 def _message(message: Any, where: str, conversation: Conversation, sampling: dict[str, Any]) -> Message:
-    """Reads a message. Appends its images to those of the conversation."""
     read = _mapping(message)
     if read is None or "role" not in read:
         came = "one without `role`" if read is not None else type_name(message)
@@ -192,7 +184,6 @@ def _read_part(part: Any, where: str, conversation: Conversation, sampling: dict
 
 
 def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
-    """Returns the source of an image or video part; None if it has none."""
     found = [name for name in (*names, *SOURCES) if name in part]
     if len(found) > 1:
         raise ValueError(f"Expected one {names[0]} in each part of {where}, got {len(found)}: {', '.join(found)}.")
@@ -206,12 +197,11 @@ def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:
 
 
 def _unknown(part: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """Keys of a part that nothing reads."""
     return [str(key) for key in part if key not in ("type", *names, *SOURCES, *HINTS)]
 
 
 def _names(unknown: list[str]) -> str:
-    """A sentence that names unknown keys, each once; empty without any."""
+    """A sentence on unknown keys; empty without any."""
     if not unknown:
         return ""
     meant = suggestion(unknown[0], ("text", *IMAGES, *VIDEOS, *SOURCES))

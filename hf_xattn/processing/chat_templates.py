@@ -1,8 +1,8 @@
 """Chat templates of text models, for messages with images.
 
-The template of a text model supports texts only. For a list of parts it may print nothing, print the list itself, or
-fail. So this module tries several forms of the messages, and takes one in which the template shows every text and the
-marker of every image. A template that supports images and writes the same marker itself gets the lists of parts.
+A template for texts may print nothing for a list of parts, print the list itself, or fail. So several forms of the
+messages are tried, and one is taken in which the template shows every text and the marker of every image. A template
+that writes the same marker itself gets the lists of parts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def default_template(tokenizer: Any) -> str:
 
 
 def check_template(processor: Any) -> None:
-    """Raises a `ValueError` if a processor, or a tokenizer, cannot render a test question with its chat template."""
+    """Raises a `ValueError` if a processor, or a tokenizer, cannot render a question with its chat template."""
     from jinja2 import TemplateError
 
     question: Any = [{"type": "text", "text": "?"}] if hasattr(processor, "tokenizer") else "?"
@@ -60,12 +60,8 @@ def to_template(messages: list[Message], marker: str | None, render: Callable[[D
     Each form is tried with made-up words in place of the texts: a template may change a real text on purpose, for
     example leave out the reasoning of earlier answers.
 
-    Args:
-        marker (`str`, *optional*): marker of an image in the text. None: the text has no markers.
-
-    Raises:
-        jinja2.TemplateError: if the template refuses the conversation in every form.
-        ValueError: if the template loses the text of a message in every form.
+    Raises a `jinja2.TemplateError` or a `ValueError` if the template refuses, or loses a text of, every form. Without
+    a `marker` of images, the text has none.
     """
     tried: list[tuple[Dicts, Exception | list[str]]] = []
     for form in _forms(messages, marker):
@@ -119,7 +115,7 @@ def _dict(message: Message, content: Any) -> dict[str, Any]:
 def _lost(
     messages: list[Message], form: list[Form], marker: str | None, render: Callable[[Dicts], str]
 ) -> Exception | list[str]:
-    """Returns in words what a template does not show of messages in a form, or the error that it raises."""
+    """What a template does not show of messages in a form, in words, or the error that it raises."""
     probes = [_probed(message, index) for index, message in enumerate(messages)]
     made = [_dict(probe, _with_canary(form[index](probe))) for index, probe in enumerate(probes)]
     try:
@@ -142,7 +138,6 @@ def _lost(
 
 
 def _probed(message: Message, index: int) -> Message:
-    """Returns the message with a made-up word in place of each text that is not blank."""
     words = [
         part if not isinstance(part, str) or not part.strip() else f"xattn{index}x{place}word"
         for place, part in enumerate(message.parts)

@@ -1,8 +1,6 @@
-"""Reads images and videos from all common sources as upright RGB images.
+"""Reads images and videos as upright RGB images: the same pixels from every source.
 
-Transformers' image processors do not rotate images upright, and depending on their settings keep a palette or an alpha
-channel. Here an image gives the same pixels from every source: a PIL image, an array, a tensor, a path, a URL, a data
-URL or base64.
+Transformers' image processors do not rotate images upright, and some keep a palette or an alpha channel.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from transformers.image_utils import ChannelDimension, infer_channel_dimension_f
 from transformers.utils import logging
 
 from ..utils.tensor_checks import type_name
-from .downloads import download
-from .image_limits import LIMITS, ImageLimits
+from .image_limits import LIMITS, ImageLimits, download
 
 
 if TYPE_CHECKING:
@@ -81,6 +78,36 @@ def read_image(
     if is_array(image):
         return _rgb_array(image, name, input_data_format, rescale)
     raise TypeError(f"Expected `{name}` to hold {KINDS}, got {type_name(image)}.")
+
+
+def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Returns upright RGB images for a call of an image processor. Takes or sets `input_data_format` in `kwargs`."""
+    kwargs.pop("return_tensors", None)
+    if kwargs.get("do_convert_rgb", getattr(image_processor, "do_convert_rgb", None)) is False:
+        # The caller passes images in the form that the vision tower reads.
+        return [read_image(image) if isinstance(image, (str, Path)) else image for image in images]
+    rescale = kwargs.get("do_rescale", getattr(image_processor, "do_rescale", True)) is not False
+    layout = kwargs.pop("input_data_format", None)
+    pictures = [read_image(image, input_data_format=layout, rescale=rescale) for image in images]
+    normalizes = kwargs.get("do_normalize", getattr(image_processor, "do_normalize", True)) is not False
+    if kwargs.get("do_rescale") is False and normalizes:
+        for image in images:
+            _check_unit_range(image)
+    if getattr(image_processor, "backend", None) == "pil":
+        pictures = [picture.cpu() if isinstance(picture, torch.Tensor) else picture for picture in pictures]
+    if pictures and all(is_array(picture) for picture in pictures):
+        kwargs["input_data_format"] = "channels_first"  # do not guess: a height of 3 pixels looks like 3 channels
+    return pictures
+
+
+def _check_unit_range(image: Any) -> None:
+    if is_array(image) and not str(image.dtype).removeprefix("torch.").startswith(("uint", "int", "bool")):
+        return
+    got = f"an array of {image.dtype}" if is_array(image) else type_name(image)
+    raise ValueError(
+        f"Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got {got}, whose values go up "
+        "to 255. Remove it."
+    )
 
 
 def read_frames(video: Any, num_frames: int | None = None, fps: float | None = None) -> list[Any]:
@@ -154,10 +181,7 @@ def _frames_of_file(video: str | Path, num_frames: int | None, fps: float | None
 
 
 def frames_to_read(metadata: Any, num_frames: int | None, fps: float | None) -> np.ndarray:
-    """The places of the frames to read from a video file, evenly spaced, before any is decoded.
-
-    Raises a `ValueError` for a header without frames, and for frames or pixels beyond [`LIMITS`].
-    """
+    """The places of the frames to read from a video file, evenly spaced, before any is decoded."""
     total, rate = metadata.total_num_frames, metadata.fps
     if total < 1:
         raise ValueError("it has no frames.")
@@ -188,7 +212,7 @@ def _check_frames(number: int) -> None:
 def _open(source: str | Path, name: str, limits: ImageLimits) -> Image:
     """Opens the image of a path, URL, data URL or base64. Its pixels are not read yet.
 
-    Transformers' `load_image` is not used: it drops the alpha channel, so transparent areas would not become white.
+    Transformers' `load_image` drops the alpha channel, so transparent areas would not become white.
     """
     from PIL import UnidentifiedImageError
 
@@ -231,7 +255,6 @@ def _is_file(text: str) -> bool:
 
 
 def _decoder(file: Any) -> Image:
-    """Opens an image with a decoder of PIL that runs no other program."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -251,7 +274,7 @@ def _check_length(text: str, name: str, limits: ImageLimits) -> None:
 
 
 def _check_size(image: Image, name: str, limits: ImageLimits) -> None:
-    """Raises a `ValueError` for an image that is too large to be read. Its header says so: no pixel is read before."""
+    """Raises a `ValueError` for an image that is too large, by its header: no pixel is read before."""
     if image.width * image.height > limits.max_pixels:
         raise ValueError(
             f"`{name}` holds an image of {image.width} x {image.height} pixels: expected at most {limits.max_pixels} "
@@ -276,8 +299,8 @@ def _rgb(image: Image, name: str) -> Image:
 
     if image.mode in ("I", "F"):
         raise ValueError(
-            f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range of "
-            "values is not known. Scale the values to 0..255 and call `convert('L')`."
+            f"Expected `{name}` to hold PIL images with values in 0..255, got mode {image.mode!r}, whose range is not "
+            "known. Scale the values to 0..255 and call `convert('L')`."
         )
     try:
         image = ImageOps.exif_transpose(image)
@@ -341,7 +364,7 @@ def _plain(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Tensor:
-    """Returns integers as uint8, and floats as float32. Raises a `ValueError` for values that cannot be pixels."""
+    """Returns integers as uint8, and floats as float32."""
     if tensor.dtype == torch.uint8:
         return tensor
     if tensor.dtype == torch.bool:
@@ -356,12 +379,12 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
     if rescale and (low < 0 or high > 255):
         raise ValueError(
             f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for "
-            "values that are already rescaled. Pass normalised images to the model, as `pixel_values`."
+            "rescaled values. Pass normalised images to the model, as `pixel_values`."
         )
     if rescale and 0 < high <= 1 and low != high:
         logger.warning_once(
-            f"`{name}` holds values in 0..1. The image processor divides them by 255, so the image becomes almost "
-            "black. Pass `do_rescale=False` if the values are already rescaled."
+            f"`{name}` holds values in 0..1. Divided by 255, the image becomes almost black. Pass `do_rescale=False` "
+            "if the values are already rescaled."
         )
     tensor = tensor.to(torch.float32)
     return tensor.round() if rescale and high > 1 else tensor  # the PIL backend takes whole numbers only

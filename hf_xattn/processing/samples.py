@@ -16,7 +16,6 @@ OF_VIDEOS = ("num_frames", "fps", "do_sample_frames")
 
 
 def read_texts(text: Any, images: Any) -> list[str]:
-    """The texts of a call as a list."""
     if isinstance(text, str):
         return [text]
     if isinstance(text, (list, tuple)) and all(isinstance(entry, str) for entry in text):
@@ -63,15 +62,9 @@ def read_samples(
 
 
 def lay_out(tensors: dict[str, torch.Tensor], samples: list[list[Any]]) -> dict[str, torch.Tensor]:
-    """Makes a batch of what belongs to the images.
+    """Lays `(images of all texts, ...)` out as `(texts, images of the text with most, ...)`, padded with zeros.
 
-    Args:
-        tensors (`dict`): `(images of all texts, ...)` each.
-        samples (`list[list]`): the images of each text, in the same order.
-
-    Returns:
-        `dict`: `(texts, images of the text with most, ...)` each, with zeros as padding; and `image_mask`, False =
-            padding, if there is any.
+    Adds `image_mask`, False = padding, if there is any. `samples` are the images of each text, in the same order.
     """
     widest = max(len(sample) for sample in samples)
     batch = {name: tensor.new_zeros(len(samples), widest, *tensor.shape[1:]) for name, tensor in tensors.items()}
@@ -86,7 +79,6 @@ def lay_out(tensors: dict[str, torch.Tensor], samples: list[list[Any]]) -> dict[
 
 
 def _videos(entry: Any) -> list[Any]:
-    """The videos of one text."""
     if getattr(entry, "ndim", None) == 5:
         return list(entry)
     if isinstance(entry, (list, tuple)):
@@ -97,7 +89,6 @@ def _videos(entry: Any) -> list[Any]:
 
 
 def _samples(images: Any, texts: list[str] | None, one_text: bool) -> list[list[Any]]:
-    """A list of images for each text."""
     entries = _entries(images)
     if entries is None:
         entries = [images]
@@ -129,7 +120,6 @@ def _entries(images: Any) -> list[Any] | None:
 
 
 def _images(entry: Any) -> list[Any]:
-    """The images of one text."""
     entries = _entries(entry)
     given = [image for image in ([entry] if entries is None else entries) if image is not None]
     images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]

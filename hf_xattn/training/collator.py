@@ -13,8 +13,7 @@ from ..layers.image_rows import NO_IMAGE
 from ..learning.loss import IGNORED
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
-from .answer_spans import AnswerSpan, find_answers, squeezed
-from .training_rows import Conversation, read_row, text_of
+from .training_rows import AnswerSpan, Conversation, find_answers, read_row, squeezed, text_of
 from .vision_features import VisionFeatures
 
 
@@ -25,45 +24,40 @@ SIDES = ("left", "right")
 
 
 class _Tokens(NamedTuple):
-    ids: torch.Tensor  # (text_len,)
-    labels: torch.Tensor  # (text_len,)
+    ids: torch.Tensor  # (text_len,), as the labels
+    labels: torch.Tensor
 
 
 class XAttnDataCollator:
-    r"""Turns rows of chat messages into a batch with labels, for `Trainer`, TRL's `SFTTrainer` or a `DataLoader`.
+    """Turns rows of chat messages into a batch with labels, for `Trainer`, TRL's `SFTTrainer` or a `DataLoader`.
 
     `Trainer` needs `remove_unused_columns=False`. A row is a dict with `messages`, or with TRL's `prompt` and
-    `completion`. Each of these is a list of chat messages. Images are in the parts of a message (`{"type": "image",
-    "image": ...}`, or `path`, `url`, `base64`) or in a column `images`. Image parts without an image take the images of
-    the column in order. If no message has an image part, the images of the column come in front of the first user
-    message. Columns `tools` and `chat_template_kwargs` are refused; other columns are ignored, unless they hold images
-    or resemble the name `images`: these raise an error. The roles of messages are `system`, `developer`, `user`,
-    `assistant`, `tool`, `function` and `ipython`.
+    `completion`: lists of chat messages, with images in their parts (`{"type": "image", "image": ...}`, or `path`,
+    `url`, `base64`) or in a column `images`. Image parts without an image take those of the column, in order. If no
+    message has an image part, the images come in front of the first user message. Columns `tools` and
+    `chat_template_kwargs` are refused, and columns that hold images or resemble the name `images`; others are ignored.
 
-    With `train_on="answers"` the labels are the texts of all assistant messages. In a row with `prompt` and
-    `completion`, only the messages of the completion have labels. The token that ends a turn is included, so that the
-    model learns to stop. All other tokens have the label -100: prompts, headers, image markers, padding. Each answer is
-    found in the text that the chat template renders; then its labels are decoded and compared with that text. Reasoning
-    is part of the answer if the template writes it.
+    Each answer is found in the text that the chat template renders, with reasoning if the template writes it, and with
+    the token that ends the turn, so that the model learns to stop. Its labels are decoded and compared with that text.
+    All other tokens have the label -100: prompts, headers, image markers, padding.
 
     Args:
         processor ([`XAttnProcessor`]): its chat template renders the rows. If its tokenizer has no padding token,
             `eos_token` becomes the padding token.
-        train_on (`str`, defaults to `"answers"`): `"answers"`, or `"all"` for labels on the whole text, except image
-            markers and padding.
+        train_on (`str`, defaults to `"answers"`): `"answers"`: all assistant messages, or those of the completion in a
+            row with `prompt` and `completion`. `"all"`: the whole text.
         max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all
             its answers or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a
-            collator: set this one.
+            collator.
         padding_side (`str`, *optional*): `"left"` or `"right"`. Default: the tokenizer's.
         pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
         share_images (`bool`): rows with the same images, in the same order, share one copy of them, and rows without an
             image have none. The batch says so in `image_rows`. Vision tower and K/V projections then run once for all
-            questions about a picture in a batch, and the gradients are the same. For that, rows about one picture must
-            come in one batch: next to one another in the data, with `train_sampling_strategy="sequential"` of
-            `TrainingArguments`.
+            questions about a picture, with the same gradients. For that, rows about one picture must stand next to one
+            another in the data (`train_sampling_strategy="sequential"` of `TrainingArguments`).
         padding_free (`bool`): all rows become one row without padding, whose `position_ids` start again at each (see
-            `decoders/packed_rows.py`). Each row of the data still sees its own text and images only. Not every decoder
-            can do this; the model says so.
+            `decoders/packed_rows.py`). Each still sees its own text and images only. A decoder that cannot do this says
+            so.
         features ([`VisionFeatures`], *optional*): what the vision tower has returned for the images, which are then
             files. Batches hold `vision_features` in place of `pixel_values`, and no image is read.
 
@@ -100,23 +94,21 @@ class XAttnDataCollator:
             name = "share_images" if share_images else "padding_side"
             raise ValueError(f"Expected `padding_free` without `{name}`, got both: there is one row, and no padding.")
         if padding_free and processor.image_token_id is None:
-            raise ValueError(
-                "Expected `processor` to have an `image_token` for `padding_free`, got none: the markers tell which "
-                "images belong to which text."
-            )
+            why = "the markers tell which images belong to which text"
+            raise ValueError(f"Expected `processor` to have an `image_token` for `padding_free`, got none: {why}.")
         tokenizer = processor.tokenizer
         if not tokenizer.is_fast:
             raise ValueError(
-                f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(tokenizer)}), which does "
-                "not give the offsets of its tokens in the text. Load the fast one with `AutoTokenizer`."
+                f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(tokenizer)}), which gives "
+                "no offsets. Load the fast one with `AutoTokenizer`."
             )
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise ValueError(
-                    "Expected `processor` to have a tokenizer with `pad_token` or `eos_token`, got one with neither. "
-                    "Set `processor.tokenizer.pad_token`."
+                    "Expected a tokenizer with `pad_token` or `eos_token`, got one with neither. Set "
+                    "`processor.tokenizer.pad_token`."
                 )
-            tokenizer.pad_token = tokenizer.eos_token  # safe: padding is identified by its position, not by its id
+            tokenizer.pad_token = tokenizer.eos_token  # safe: padding is known by its position
         if features is not None and not isinstance(features, VisionFeatures):
             raise TypeError(f"Expected `features` to be VisionFeatures, got {type_name(features)}.")
         self.processor = processor
@@ -130,19 +122,13 @@ class XAttnDataCollator:
         self.padding_free = padding_free
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """
-        Args:
-            rows (`Sequence[Mapping]`): the rows of a batch. They are not changed.
+        """Makes a batch of rows, which are not changed. Raises an error that names a row that cannot be trained on.
 
         Returns:
             `dict`: `input_ids`, `attention_mask` and `labels` `(batch, text_len)`, and, if a row has an image, the
-            processor's image inputs: `pixel_values` (or `vision_features`), `image_mask`, `aspect_ratio_ids`,
-            `aspect_ratio_mask`. With `share_images` these have a batch of their own, and `image_rows` `(batch,)` names
-            the image row of each row. With `padding_free` the batch is 1, and `position_ids` `(1, text_len)` come in
-            place of `attention_mask`.
-
-        Raises:
-            TypeError, ValueError: for a row that cannot be trained on. The message names the row.
+            processor's image inputs (with `features`, `vision_features`). With `share_images` these have a batch of
+            their own, and `image_rows` `(batch,)` names the image row of each row. With `padding_free` the batch is 1,
+            and `position_ids` `(1, text_len)` come in place of `attention_mask`.
         """
         if not isinstance(rows, (list, tuple)):
             raise TypeError(f"Expected `rows` to be a list of rows, got {type_name(rows)}.")
@@ -176,7 +162,6 @@ class XAttnDataCollator:
         return dict(made)
 
     def _labelled(self, conversation: Conversation, ids: torch.Tensor, offsets: torch.Tensor) -> _Tokens:
-        """A row's ids and labels, cut to `max_length`."""
         processor = self.processor
         if self.train_on == "answers":
             messages, answers, special = conversation.messages, conversation.answers, self._special_tokens()
@@ -201,7 +186,7 @@ class XAttnDataCollator:
         return sorted(tokens - {self.processor.image_token})
 
     def _labels_of(self, text: str, spans: list[AnswerSpan], ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns labels for the tokens in the spans, -100 for all others. Checks that they decode to the text."""
+        """Labels for the tokens in the spans, -100 for all others. Checks that they decode to the text."""
         labels = torch.full_like(ids, IGNORED)
         starts, ends = offsets.unbind(-1)
         for span in spans:
@@ -213,12 +198,12 @@ class XAttnDataCollator:
             if not len(said) or not self._decodes_to(said, expected):
                 raise ValueError(
                     f"The labels of message {span.message} do not decode to its answer: expected {expected!r}, got "
-                    f"{self._decode(said)!r}. The tokenizer gives wrong offsets for its tokens: use another tokenizer."
+                    f"{self._decode(said)!r}. The tokenizer gives wrong offsets: use another."
                 )
         return labels
 
     def _decodes_to(self, ids: torch.Tensor, expected: str) -> bool:
-        """Whether ids decode to a text. Allows what the tokenizer itself changes: white space, case, unknown words."""
+        """Whether ids decode to a text, but for what the tokenizer changes: white space, case, unknown words."""
         decoded = squeezed(self._decode(ids))
         if decoded == squeezed(expected):
             return True
@@ -233,19 +218,16 @@ class XAttnDataCollator:
         marker = self.processor.image_token_id
         if marker is not None and (ids == marker).sum() != (ids[kept] == marker).sum():
             raise ValueError(
-                f"`max_length={length}` cuts an image marker off a text of {len(ids)} tokens: set a larger "
-                "`max_length`."
+                f"`max_length={length}` cuts an image marker off {len(ids)} tokens: set a larger `max_length`."
             )
         all_labels, labels = (labels != IGNORED).sum(), labels[kept]
         left = (labels != IGNORED).sum()
         if not left:
             raise ValueError(
-                f"`max_length={length}` cuts all answers off a text of {len(ids)} tokens: set a larger `max_length`."
+                f"`max_length={length}` cuts all answers off {len(ids)} tokens: set a larger `max_length`."
             )
         if left < all_labels:
-            logger.warning_once(
-                f"`max_length={length}` cuts answers: the model is trained on the remaining parts of these answers."
-            )
+            logger.warning_once(f"`max_length={length}` cuts answers: the model is trained on what remains of them.")
         return ids[kept], labels
 
     def _flattened(self, rows: list[_Tokens]) -> dict[str, torch.Tensor]:
@@ -275,7 +257,7 @@ class XAttnDataCollator:
 
 
 def _named(index: int, row: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function. Its errors name the row by its index in the batch and by its first words."""
+    """Calls a function. Its errors name the row, by its index in the batch and its first words."""
     try:
         return function(*args)
     except Exception as error:
@@ -295,10 +277,9 @@ def _first_words(row: Any) -> str:
 
 
 def _share_images(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keeps one row of images for all rows of a batch with the same images in the same order, none for rows without.
+    """Keeps one row of image inputs `(batch, num_images, ...)` for all rows with the same images in the same order.
 
-    Takes the processor's image inputs, each `(batch, num_images, ...)`. Returns them with a row for each different row
-    of images, and `image_rows` `(batch,)`; unchanged if there is nothing to share.
+    Rows without an image have none. Adds `image_rows` `(batch,)`, if there is anything to share.
     """
     if not images:
         return {}

@@ -1,8 +1,6 @@
-"""Finds the last complete checkpoint of a run, past those that the run was killed in the middle of.
+"""Finds the last complete checkpoint of a run, past one that the run was killed in the middle of.
 
-`Trainer` writes weights, optimizer, schedule and random states into the folder `checkpoint-N`, and `trainer_state.json`
-last. A run that is killed meanwhile leaves a folder that has the highest number and cannot be loaded.
-`Trainer.train(resume_from_checkpoint=True)` takes the highest number.
+`Trainer.train(resume_from_checkpoint=True)` takes the highest number, even if that folder cannot be loaded.
 """
 
 from __future__ import annotations
@@ -29,10 +27,8 @@ BESIDE_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "schedul
 
 
 class FoundCheckpoints(NamedTuple):
-    """The complete checkpoint with the highest number, and those with a higher number, each with what it misses."""
-
-    last: Path | None
-    skipped: list[tuple[Path, str]]
+    last: Path | None  # the complete one with the highest number
+    skipped: list[tuple[Path, str]]  # those with a higher number, each with what it misses
 
 
 def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -55,9 +51,7 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """
     check_path("folder", folder)
     if os.path.isfile(folder):
-        raise ValueError(
-            f"Expected `folder` to be a folder with checkpoints, got {os.fspath(folder)!r}, which is a file."
-        )
+        raise ValueError(f"Expected a folder with checkpoints, got {os.fspath(folder)!r}, which is a file.")
     found = find_checkpoints(Path(folder))
     for path, reason in found.skipped:
         logger.warning(f"{path} is skipped: it is not complete ({reason}).")
@@ -120,7 +114,7 @@ def _what_is_missing(checkpoint: Path, processes: int) -> str | None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file has its end. Formats that say nothing about it count as whole."""
+    """Whether a file has its end, as far as its format tells."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(str(path), framework="pt"):  # compares the size of the file with its header

@@ -1,8 +1,4 @@
-"""Thaws and freezes parts of a model at given steps of a `Trainer` run.
-
-What trains depends on the number of the step only, so a run that goes on from a checkpoint trains the same parts as one
-without a break.
-"""
+"""Thaws and freezes parts of a model at given steps of a `Trainer` run, also of one that goes on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,9 +26,8 @@ class FreezeSchedule(TrainerCallback, ExportableState):
             begins at 0.
 
     The optimizer holds the parameters of all stages. `Trainer` makes such an optimizer by itself; make your own from
-    `parameter_groups(model, ..., include_frozen=True)`. A part that is frozen has no gradients, so no weight decay
-    either, and the optimizer needs memory for a part from the step on at which it is thawed. The learning rate follows
-    the schedule of the whole run.
+    `parameter_groups(model, ..., include_frozen=True)`. It needs memory for a part from the step on at which that is
+    thawed, and does not decay it before. The learning rate follows the schedule of the whole run.
 
     Raises:
         TypeError: for stages that are no `dict`, or a beginning that is no number.
@@ -57,8 +52,8 @@ class FreezeSchedule(TrainerCallback, ExportableState):
         """`Trainer` makes its optimizer of what trains, so everything trains here that will train in any stage."""
         if args.world_size > 1:
             raise ValueError(
-                f"Expected a run of one process for a `FreezeSchedule`, got {args.world_size}. DDP and FSDP fix what "
-                "trains when they wrap the model: make a run of each stage, with `freeze` before it."
+                f"Expected a run of one process for a `FreezeSchedule`, got {args.world_size}: DDP and FSDP fix what "
+                "trains when they wrap the model. Make a run of each stage, with `freeze` before it."
             )
         apply_choice(model, self._choose(model))
 
@@ -101,7 +96,7 @@ class FreezeSchedule(TrainerCallback, ExportableState):
         self._follow(state, model)
 
     def _choose(self, model: Any) -> dict[str, bool]:
-        """Notes what trains in each stage, and returns what trains in any of them."""
+        """Notes what trains in each stage. Returns what trains in any."""
         self._choices = [choose(model, **options) for options in self.stages.values()]
         return {name: any(choice[name] for choice in self._choices) for name in self._choices[0]}
 

@@ -1,16 +1,22 @@
-"""Chooses which parts of a model train (`freeze_schedule.py`: at given steps of a run), and tells what trains."""
+"""Chooses which parts of a model train, tells what trains, and names the modules that PEFT's adapters go to.
+
+`freeze_schedule.py` freezes at given steps of a run. A `LoraConfig` finds its layers by the end of their names, and
+`"q_proj"` is a layer of the decoder, of the blocks and of most vision towers: hence whole names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from ..decoders.insertion import PARTS, part_of
+from ..decoders.decoder import find_decoder
+from ..decoders.insertion import BLOCKS, PARTS, part_of
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
-from ..utils.quantized_weights import is_quantized, plain_tensors, shape_before, untrainable
+from ..utils.quantized_weights import is_packed, is_quantized, plain_tensors, shape_before, untrainable
 
 
 REMEDIES = {
@@ -40,17 +46,16 @@ def freeze(
         vision (`bool`, defaults to `True`): the vision tower.
         connector (`bool`, defaults to `False`): the connector.
         blocks (`bool`, defaults to `False`): the cross-attention blocks.
-        names (`dict[str, bool]`, *optional*): exceptions: for patterns of parameter names (`*` stands for anything),
-            True to freeze and False to train, for example `{"*.lm_head.*": False}`. The last pattern that matches a
-            name decides.
+        names (`dict[str, bool]`, *optional*): exceptions: for patterns of parameter names, True to freeze and False to
+            train, for example `{"*.lm_head.*": False}`. The last pattern that matches a name decides.
 
     Returns:
         The model.
 
     Raises:
         TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type.
-        ValueError: for quantized weights that shall train, a pattern that no name matches, or a model with PEFT's
-            adapters: PEFT decides there what trains. The model is not changed then.
+        ValueError: for quantized weights that shall train, a pattern that no name matches, or PEFT's adapters. The
+            model is not changed then.
     """
     chosen = choose(model, text=text, vision=vision, connector=connector, blocks=blocks, names=names)
     apply_choice(model, chosen)
@@ -62,9 +67,8 @@ def choose(model: Any, **options: Any) -> dict[str, bool]:
     body = body_of(model)
     if any("base_layer" in each._modules or "original_module" in each._modules for each in body.modules()):
         raise ValueError(
-            "Expected `model` without PEFT's adapters, got adapters inside it. PEFT decides what trains: everything "
-            "but adapters and `modules_to_save` is frozen. Call `freeze` before `get_peft_model`, and pass "
-            "`modules_to_save=added_modules(model)`."
+            "Expected `model` without PEFT's adapters, got adapters inside it: PEFT decides what trains. Call `freeze` "
+            "before `get_peft_model`, and pass `modules_to_save=added_modules(model)`."
         )
     patterns = _checked(options.pop("names", None))
     for part in PARTS:
@@ -159,7 +163,6 @@ def _checked(names: Any) -> dict[str, bool]:
 
 
 def _called(part: str, name: str, model: Any) -> str:
-    """What a message calls the part of a weight."""
     if part == "blocks":
         weight = model.get_parameter(name)
         return next(f"block {b.layer_idx}" for b in body_of(model).blocks if any(w is weight for w in b.parameters()))
@@ -168,19 +171,80 @@ def _called(part: str, name: str, model: Any) -> str:
 
 
 def freeze_base(model: XAttnForConditionalGeneration, vision: bool = True) -> XAttnForConditionalGeneration:
-    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`.
-
-    Args:
-        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): changed in place.
-        vision (`bool`, defaults to `True`): also freeze the vision tower.
+    """Freezes all weights except those of the blocks and the connector: `freeze(model, vision=vision)`, same errors.
 
     The base may be quantized: then too the blocks and the connector train, in high precision.
-
-    Raises:
-        TypeError: for a model without blocks.
-        ValueError: for quantized weights in what shall train, or PEFT's adapters. The model is not changed then.
     """
     return freeze(model, vision=bool(vision))
 
 
-__all__ = ["freeze", "freeze_base", "training_table"]
+PLACES = ("text", "blocks", "both", "vision")
+
+
+def lora_targets(
+    model: XAttnForConditionalGeneration | XAttnModel, where: str = "text", projections: Sequence[str] | None = None
+) -> list[str]:
+    """Returns names of linear layers for `LoraConfig(target_modules=...)`.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model that gets the adapter. It may be
+            quantized, or have adapters already.
+        where (`str`, defaults to `"text"`): `"text"`: the decoder's own layers, without its head; `"blocks"`: the
+            cross-attention blocks; `"both"`; `"vision"`: the vision tower, which no other choice contains.
+        projections (`list[str]`, *optional*): only layers with these names, such as `["q_proj", "v_proj"]`. Default:
+            all linear layers. Experts in one tensor are none: PEFT's `target_parameters` takes them.
+
+    Raises:
+        TypeError: for a model without blocks.
+        ValueError: for an unknown place, a vision tower that the model does not have, or a projection that no layer
+            there has.
+    """
+    body = body_of(model)
+    if where not in PLACES:
+        raise ValueError(f"`where` must be one of {list(PLACES)}, got {where!r}.")
+    is_list = isinstance(projections, (list, tuple, set)) and all(isinstance(name, str) for name in projections)
+    if projections is not None and not is_list:
+        raise ValueError(f"`projections` must be a list of names such as ['q_proj'] or None, got {projections!r}.")
+    root: nn.Module | None = body.vision_tower if where == "vision" else find_decoder(body.text_model)[1]
+    if root is None:
+        raise ValueError("`where='vision'` needs a model with a vision tower, got one without.")
+    found = list(_linear_layers(root))
+    if where in ("text", "blocks"):
+        found = [name for name in found if (where == "blocks") == any(part in BLOCKS for part in name.split("."))]
+    if projections is not None:
+        there = {name.rpartition(".")[2] for name in found}
+        missing = sorted(set(projections) - there)
+        if missing or not projections:
+            got = f"got {list(projections)!r}"
+            raise ValueError(f"`projections` must be among {sorted(there)} for `where={where!r}`, {got}.")
+        found = [name for name in found if name.rpartition(".")[2] in projections]
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    return [f"{prefix}.{name}" for name in found]
+
+
+def added_modules(model: XAttnForConditionalGeneration | XAttnModel) -> list[str]:
+    """Returns the names of blocks and connector for `LoraConfig(modules_to_save=...)`, which trains all their weights.
+
+    Raises a `TypeError` for a model without blocks.
+    """
+    body = body_of(model)
+    _, layers = find_decoder(body.text_model)
+    added = [child for layer in layers for name, child in layer.named_children() if name in BLOCKS]
+    if body.connector is not None and list(body.connector.parameters()):
+        added.append(body.connector)
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(module)] for module in added]
+
+
+def _linear_layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of linear layers. For a layer with an adapter it is the name of the layer, not of the parts inside."""
+    for name, child in module.named_children():
+        inner = child._modules.get("base_layer")
+        layer = child if inner is None else inner
+        if isinstance(layer, (nn.Linear, Conv1D)) or is_packed(layer):
+            yield prefix + name
+        elif inner is None and "original_module" not in child._modules:  # of `modules_to_save`: trains whole
+            yield from _linear_layers(child, f"{prefix}{name}.")
+
+
+__all__ = ["added_modules", "freeze", "freeze_base", "lora_targets", "training_table"]

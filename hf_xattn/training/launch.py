@@ -1,7 +1,4 @@
-"""Which of several processes this one is, as `torchrun`, `accelerate launch` or MPI say it in the environment.
-
-The environment is known before torch is loaded, so a command can print and write once from its first line on.
-"""
+"""Which of several processes this one is, as `torchrun`, `accelerate launch` or MPI say it in the environment."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # What a run says if `is_lone_on_cpu`.
 ALONE = (
-    "One process trains: `accelerate launch --cpu` starts several only through MPI (`--mpirun_hostfile`). For several "
-    "on one machine, use `accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N`, with "
-    "`--device cpu`."
+    "One process trains: `accelerate launch --cpu` starts several only through MPI (`--mpirun_hostfile`). Use "
+    "`accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N`, with `--device cpu`."
 )
 
 
@@ -44,10 +40,9 @@ def quiet_other_processes() -> None:
 
 def is_lone_on_cpu() -> bool:
     """Whether `accelerate launch --cpu --num_processes N` has started one process, for want of MPI."""
-    of_accelerate = (
-        os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") and "MASTER_PORT" in os.environ
-    )
-    return of_accelerate and not any(name in os.environ for name in (*RANKS, *SIZES))
+    of_accelerate = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    launched = of_accelerate and "MASTER_PORT" in os.environ
+    return launched and not any(name in os.environ for name in (*RANKS, *SIZES))
 
 
 def _first(names: tuple[str, ...], default: int) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from ..decoders.activation_wrappers import WRAPPED, unwrapped
 from ..decoders.insertion import PARTS
 from ..learning.lost_updates import HALF, warn_of_lost_updates
-from ..learning.no_split import names_of_units
+from ..learning.sharding import names_of_units
 from ..utils.quantized_weights import is_quantized
 from .freezing import body_of, part_weights
 
@@ -27,8 +27,7 @@ def parameter_groups(
     Gates, norms and biases get no weight decay. A gate that decays closes the block; norms decay towards zero, not
     towards one.
 
-    Warns if a learning rate is so small that AdamW does not move weights in half precision (see
-    `learning/lost_updates.py`).
+    Warns if a learning rate is too small to move weights in half precision (see `learning/lost_updates.py`).
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): the model, also inside PEFT's wrapper: adapters of
@@ -120,10 +119,7 @@ def train_in_float32(model: Any) -> Any:
     if not learning:
         raise ValueError("`model` has no parameter that trains. Call `hf_xattn.freeze(model, ...)` first.")
     if any(hasattr(weight, "_local_tensor") or hasattr(weight, "_is_fsdp_flattened") for weight in learning):
-        raise ValueError(
-            "Expected `model` with whole weights, got sharded ones. Call `train_in_float32` before the model is "
-            "sharded."
-        )
+        raise ValueError("Expected `model` with whole weights, got sharded ones. Call `train_in_float32` before that.")
     for weight in learning:
         if weight.dtype in HALF:
             gradient, weight.grad = weight.grad, None  # torch refuses a gradient of another dtype

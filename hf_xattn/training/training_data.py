@@ -1,15 +1,14 @@
-"""Reads a folder of pictures with a JSON lines file, as rows to train on.
+"""Reads a folder of pictures with `metadata.jsonl`, as in `datasets`' ImageFolder, as rows to train on.
 
-The file is `metadata.jsonl`, as in `datasets`' ImageFolder. Each line is one example, in one of these forms:
+Each line is one example, in one of these forms:
 
     {"file_name": "a.png", "text": "a red circle"}                           a caption
     {"file_name": "a.png", "question": "which colour ?", "answer": "red"}    a question about a picture
     {"messages": [...]}                                                      a chat
     {"prompt": [...], "completion": [...]}                                   a chat; only the completion is trained on
 
-In a chat, a picture is a part {"type": "image", "path": "a.png"} of a message.
-
-Instead of `file_name`, an example may have `images`, a list of files. Paths are relative to the folder.
+In a chat, a picture is a part {"type": "image", "path": "a.png"} of a message. Instead of `file_name`, an example may
+have `images`, a list of files. Paths are relative to the folder.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ MAX_PROBLEMS = 20
 
 
 class PictureRows(NamedTuple):
-    """The examples of a folder."""
-
     file: Path
     rows: list[dict[str, Any]]  # for a collator, with the paths of their pictures
     lines: list[int]  # of each row, counted from 1

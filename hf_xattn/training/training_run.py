@@ -1,8 +1,7 @@
 """The training run of `hf-xattn train`: from a folder of pictures to a folder with the trained model.
 
-A run may be killed at any moment: it goes on from the last complete checkpoint of `Trainer`. The options of the run are
-saved beside the checkpoints, because a run can be resumed only with the same options and data. Under `accelerate
-launch` or `torchrun`, each process trains on its share of each batch, and the first one prints and writes.
+A run that was killed goes on from the last complete checkpoint, with the same options (saved beside the checkpoints)
+and data. Of several processes, each trains on its share of each batch, and the first one prints and writes.
 """
 
 from __future__ import annotations
@@ -89,13 +88,11 @@ class TrainingOptions:
                 raise ValueError(f"{_option(name)} must be a share, {above} and below 1, got {share}.")
         if self.eval_steps is not None and self.eval_data is None and self.eval_share is None:
             raise ValueError(
-                f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither, so "
-                "there are no examples to evaluate on. Add one of them, or remove `--eval-steps`."
+                f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither. Add "
+                "one, or remove `--eval-steps`."
             )
         if self.features is not None and self.train_vision:
-            raise ValueError(
-                "Expected `--features` or `--train-vision`, got both: features are outputs of a frozen vision tower."
-            )
+            raise ValueError("Expected `--features` or `--train-vision`, got both: features are of a frozen tower.")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`--prompt` must be a text that is not empty.")
 
@@ -131,12 +128,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         for each in (features, None)
     )
     longest = check_rows([data, *others], collator, with_pixels)
-    if not data.contents and not options.train_text:
-        raise ValueError(
-            f"Expected a picture in {data.file}, got none: blocks learn from pictures alone, and the text model is "
-            "frozen. Add pictures, or train the text model with `--train-text`."
-        )
-    rows, held_out = (data.rows, others[0].rows) if others else _split(data, options)
+    rows, held_out = _split(data, others, options)
     say(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
     if num_processes() > 1:
         say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
@@ -184,7 +176,7 @@ def _read_data(options: TrainingOptions, prompt: str) -> list[PictureRows]:
     data = [read_folder(folder, prompt) for folder in folders]
     if options.prompt is not None and not any(each.captions or each.problems for each in data):
         raise ValueError(
-            "Expected a line with the field `text` for `--prompt`, which is the question of captions, got none in "
+            f"Expected a line with the field `text` for `--prompt`, the question of captions, got none in "
             f"{data[0].file}. Remove `--prompt`, or write captions as `file_name` and `text`."
         )
     return data
@@ -194,8 +186,8 @@ def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub
     model = XAttnForConditionalGeneration.from_pretrained(options.model, dtype=options.dtype, **hub)
     if model.dtype == torch.float16:
         raise ValueError(
-            f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. "
-            "Train it with `--dtype bfloat16` or `--dtype float32`."
+            f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Add "
+            "`--dtype bfloat16` or `--dtype float32`."
         )
     if features is not None:
         features.check_tower(model)
@@ -328,19 +320,15 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
     config = AutoConfig.from_pretrained(name, **hub)
     if config.vision_config is None:
         raise ValueError(
-            f"Expected a model with a vision tower, because the data hold pictures, got {name}, which has none: its "
-            "blocks read features. Retrofit its text model with `--vision`, or train on features in Python "
-            "(`cross_attention_states`)."
+            f"Expected a model with a vision tower, because the data hold pictures, got {name}, which has none. "
+            "Retrofit its text model with `--vision`, or train on features in Python (`cross_attention_states`)."
         )
     try:
         processor = AutoProcessor.from_pretrained(name, **hub)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} was saved without a processor: save an `XAttnProcessor` into its folder.") from error
     if getattr(processor, "image_processor", None) is None:
-        raise ValueError(
-            f"{name} was saved without an image processor, so it cannot read pictures. Save an `XAttnProcessor` into "
-            "its folder."
-        )
+        raise ValueError(f"{name} was saved without an image processor: save an `XAttnProcessor` into its folder.")
     if not isinstance(processor, XAttnProcessor):  # the processor of an imported model
         marker = config.image_token_id
         token = None if marker is None else processor.tokenizer.convert_ids_to_tokens(marker)
@@ -351,14 +339,22 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
         processor.apply_chat_template(chat, tokenize=False)
     except Exception as error:
         raise ValueError(
-            f"{name} has no chat template that works: {error} Set `processor.chat_template` and save the processor "
-            "again."
+            f"{name} has no chat template that works: {error} Set `processor.chat_template`, save the processor again."
         ) from error
     return processor
 
 
-def _split(data: PictureRows, options: TrainingOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the rows to train on, and a random share of them to evaluate on."""
+def _split(
+    data: PictureRows, others: list[PictureRows], options: TrainingOptions
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the rows to train on, and those to evaluate on: of other data, or a random share."""
+    if not data.contents and not options.train_text:
+        raise ValueError(
+            f"Expected a picture in {data.file}, got none: blocks learn from pictures alone, and the text model is "
+            "frozen. Add pictures, or train the text model with `--train-text`."
+        )
+    if others:
+        return data.rows, others[0].rows
     if options.eval_share is None:
         return data.rows, []
     if len(data.rows) < 2:

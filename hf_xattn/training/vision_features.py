@@ -1,18 +1,18 @@
-"""Reads what a frozen vision tower has returned for the pictures of a data set, so that it need not run in every epoch.
+"""What a frozen vision tower returns for the pictures of a data set, written once and read in every epoch.
 
-`hf-xattn encode --features` has written these outputs, the input of the connector, to safetensors files (shards). A
-picture is found by the SHA-256 of its file, so training neither decodes it nor runs the image processor.
-
-Each shard carries the identity of the tower (configuration, weights and their dtype) and of the image processor.
-Features of another tower have the right shape, but they are noise for this model, so they are refused.
+A picture is found in the safetensors files (shards) by the SHA-256 of its own file, so training neither decodes it nor
+runs the image processor. Each shard carries the identity of the tower (configuration, weights, dtype) and of the image
+processor: features of another tower have the right shape, but are noise for this model, so they are refused.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -20,12 +20,17 @@ from urllib.request import url2pathname
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 from ..checkpoints.model_identity import tower_identity
+from ..images.vision import Tiles, run_tower
 from ..processing.samples import lay_out
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from ..utils.checkpoint_files import check_path, sha256_of
 from ..utils.tensor_checks import type_name
+from ..utils.whole_folder import replace_file
 from .freezing import body_of
 
 
@@ -34,11 +39,11 @@ SHARDS = "features-*.safetensors"  # a file that is being written has another na
 
 
 class Maker(NamedTuple):
-    """What the features of a folder depend on, besides the pictures."""
+    """What the features of a folder depend on, besides the pictures: identities and the dtype of the tower."""
 
-    tower: str  # its identity
-    image_processor: str  # its identity
-    dtype: str  # of the tower
+    tower: str
+    image_processor: str
+    dtype: str
 
 
 def tower_of(model: Any) -> Any:
@@ -48,14 +53,12 @@ def tower_of(model: Any) -> Any:
         raise ValueError("Expected `model` to have a vision tower, got one without (`config.vision_config` is None).")
     if any(hasattr(weight, "_local_tensor") for weight in body.vision_tower.parameters()):
         raise ValueError(
-            "Expected `model` to hold the whole vision tower, got one whose weights are sharded over processes. Do "
-            "this before the model is sharded."
+            "Expected `model` to hold the whole vision tower, got a sharded one. Do this before the model is sharded."
         )
     return body.vision_tower
 
 
 def image_processor_identity(processor: XAttnProcessor) -> str:
-    """Returns the SHA-256 of the class and the settings of an image processor."""
     images: Any = processor.image_processor
     dropped = ("image_processor_type", "processor_class", "auto_map")
     settings = {
@@ -74,8 +77,6 @@ def maker_of(model: Any, processor: XAttnProcessor) -> Maker:
 
 
 class Shard(NamedTuple):
-    """The header of a file."""
-
     maker: Maker
     digests: list[str]  # SHA-256 of the pictures
     tiled: bool  # whether the pictures were cut into tiles. Then aspect ratios stand beside the features
@@ -130,9 +131,7 @@ class VisionFeatures:
         check_path("folder", folder)
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise ValueError(
-                f"Expected `folder` to be a folder with vision features, got {folder}, which is no folder."
-            )
+            raise ValueError(f"Expected a folder with vision features, got {folder}, which is no folder.")
         self._shards: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
         self._digests: dict[str, tuple[tuple[int, int], str]] = {}
@@ -145,10 +144,8 @@ class VisionFeatures:
             self._shards.update(dict.fromkeys(shard.digests, path))
             self._tiled = shard.tiled
         if not makers:
-            raise ValueError(
-                f"Expected `folder` to hold vision features, got {folder}, which holds none. `hf-xattn encode "
-                "--features` writes them."
-            )
+            told = "which holds none. `hf-xattn encode --features` writes them."
+            raise ValueError(f"Expected `folder` to hold vision features, got {folder}, {told}")
         if len(makers) > 1:
             raise ValueError(
                 f"Expected {folder} to hold features of one vision tower and one image processor, got several: of "
@@ -165,13 +162,11 @@ class VisionFeatures:
         if str(tower.dtype) != self.maker.dtype:
             raise ValueError(
                 f"Expected `model` with a vision tower in {self.maker.dtype}, which has made the features in "
-                f"{self.folder}, got one in {tower.dtype}. Load the model in this dtype, or encode the pictures again, "
-                "into a new folder."
+                f"{self.folder}, got one in {tower.dtype}. Load it in this dtype, or encode the pictures anew."
             )
         raise ValueError(
             f"Expected `model` with the vision tower that has made the features in {self.folder}, got another tower, "
-            f"or other weights: the identity of its tower is {identity[:12]}, that of the features is "
-            f"{self.maker.tower[:12]}. Encode the pictures again, into a new folder."
+            f"or other weights: {identity[:12]}, not {self.maker.tower[:12]}. Encode the pictures into a new folder."
         )
 
     def reader(self, processor: XAttnProcessor) -> XAttnProcessor:
@@ -179,7 +174,7 @@ class VisionFeatures:
         if image_processor_identity(processor) != self.maker.image_processor:
             raise ValueError(
                 f"Expected `processor` with the image processor that has made the features in {self.folder}, got "
-                "another one, or other settings. Encode the pictures again, into a new folder."
+                "another one, or other settings. Encode the pictures into a new folder."
             )
         reader = copy.copy(processor)
         reader._look_up = self._look_up
@@ -216,18 +211,14 @@ class VisionFeatures:
 
     def _digest_of(self, image: Any) -> str:
         """The SHA-256 of a picture's file, which is read again only if it has changed."""
+        expected = "Expected the images of the rows to be files, because `features` are found by the files' content"
         if not isinstance(image, (str, Path)):
-            raise TypeError(
-                "Expected the images of the rows to be files, because `features` are found by the files' content, got "
-                f"{type_name(image)}. Write paths into the rows."
-            )
+            raise TypeError(f"{expected}, got {type_name(image)}. Write paths into the rows.")
         text = str(image)
         path = Path(url2pathname(urlsplit(text).path)) if text.startswith("file://") else Path(image)
         if not os.path.isfile(path):  # unlike `Path.is_file`, this takes texts of any length
-            raise ValueError(
-                "Expected the images of the rows to be files, because `features` are found by the files' content, got "
-                f"{text if len(text) <= 80 else text[:80] + '...'!r}, which is no file."
-            )
+            shown = text if len(text) <= 80 else text[:80] + "..."
+            raise ValueError(f"{expected}, got {shown!r}, which is no file.")
         status = os.stat(path)
         state = (status.st_mtime_ns, status.st_size)
         known = self._digests.get(str(path))
@@ -275,4 +266,169 @@ def _with_padding_tiles(features: torch.Tensor, mask: torch.Tensor) -> torch.Ten
     return whole
 
 
-__all__ = ["VisionFeatures"]
+PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
+SHARD_BYTES = 2**28
+
+# Groups of pictures with the model's inputs; the pictures that cannot be read, with the reasons.
+_Batch = tuple[list[tuple[list[str], dict[str, torch.Tensor]]], dict[str, str]]
+
+
+class EncodedPictures(NamedTuple):
+    """What one process has done with its share of the pictures."""
+
+    new: int  # pictures that were encoded
+    known: int  # pictures whose features the folder held already
+    nbytes: int  # of the files that were written
+    problems: dict[str, str]  # pictures that cannot be read, by the SHA-256 of the file, each with the reason
+
+
+@torch.no_grad()
+def encode_pictures(
+    model: Any,
+    processor: XAttnProcessor,
+    pictures: Mapping[str, Path],
+    folder: str | Path,
+    *,
+    batch_size: int = 8,
+    workers: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    rank: int = 0,
+    world_size: int = 1,
+) -> EncodedPictures:
+    """Writes the vision tower's outputs for the pictures that no complete file of a folder holds yet.
+
+    `pictures` are those of `training_data.pictures_by_content`, the same in all processes (`world_size`). Each process
+    takes its share, has `workers` that read pictures, and writes files of about `shard_bytes`.
+
+    Raises:
+        TypeError: for a model without blocks.
+        ValueError: for a model without a vision tower, or a folder with other files or with features of another tower.
+    """
+    folder, tower = Path(folder), tower_of(model)
+    maker = maker_of(model, processor)
+    known = _known(folder, maker)
+    folder.mkdir(parents=True, exist_ok=True)
+    share = sorted(pictures)[rank::world_size]
+    missing = [digest for digest in share if digest not in known]
+    writer = _Writer(folder, maker, rank, shard_bytes)
+    problems: dict[str, str] = {}
+    loader: Any = DataLoader(
+        missing,  # type: ignore[arg-type]  # a list is a data set too
+        batch_size=batch_size,
+        num_workers=workers,
+        collate_fn=functools.partial(_read, processor, {digest: pictures[digest] for digest in missing}),
+    )
+    was_training = tower.training
+    tower.eval()
+    try:
+        for groups, unreadable in tqdm(loader, desc="Encoding", disable=rank > 0, leave=False):
+            problems.update(unreadable)
+            for digests, inputs in groups:
+                for digest, tensors in zip(digests, _outputs(tower, inputs)):
+                    writer.add(digest, tensors)
+        writer.close()
+    finally:
+        tower.train(was_training)
+    new = len(missing) - len(problems)
+    return EncodedPictures(new, len(share) - len(missing), writer.nbytes, problems)
+
+
+def _known(folder: Path, maker: Maker) -> set[str]:
+    """The pictures whose features a folder holds. Removes damaged files."""
+    known: set[str] = set()
+    if not folder.exists():
+        return known
+    others = [path.name for path in folder.iterdir() if not path.match(SHARDS) and not path.match("rank-*.partial")]
+    if others:
+        raise ValueError(
+            f"Expected {folder} to be new, empty, or a folder of vision features, got {sorted(others)[:3]} in it."
+        )
+    for path in sorted(folder.glob(SHARDS)):
+        shard = read_shard(path)
+        if shard is None:
+            path.unlink(missing_ok=True)
+            continue
+        for field, ours in maker._asdict().items():
+            theirs = getattr(shard.maker, field)
+            if ours != theirs:
+                what = "vision tower" if field == "tower" else field.replace("_", " ")
+                raise ValueError(
+                    f"Expected {folder} to hold features of this model, got features of another {what} in {path.name}: "
+                    f"{theirs[:12]} instead of {ours[:12]}. Choose a new folder."
+                )
+        known.update(shard.digests)
+    return known
+
+
+def _read(processor: XAttnProcessor, pictures: Mapping[str, Path], digests: list[str]) -> _Batch:
+    """Reads a batch of pictures: one group if all have the same size, otherwise a group for each."""
+    try:
+        return [(digests, dict(processor(images=[[pictures[digest]] for digest in digests])))], {}
+    except (OSError, TypeError, ValueError) as error:
+        if len(digests) == 1:
+            return [], {digests[0]: str(error)}
+    groups, problems = [], {}
+    for digest in digests:
+        group, unreadable = _read(processor, pictures, [digest])
+        groups.extend(group)
+        problems.update(unreadable)
+    return groups, problems
+
+
+def _outputs(tower: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """What the tower returns for each picture of `(pictures, 1, ...)`, by the end of its name in a file."""
+    inputs = {name: value.to(tower.device) for name, value in inputs.items()}
+    tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
+    output = run_tower(tower, inputs["pixel_values"], tiles).last_hidden_state
+    assert output is not None
+    if tiles is None:
+        return [{"": _owned(each)} for each in output]
+    outputs = []
+    for features, ids, mask in zip(output[:, 0], tiles.aspect_ratio_ids[:, 0], tiles.aspect_ratio_mask[:, 0]):
+        real = features[mask != 0]  # no text sees padding tiles
+        named = {"": real, f".{TILE_INPUTS[0]}": ids, f".{TILE_INPUTS[1]}": mask}
+        outputs.append({end: _owned(tensor) for end, tensor in named.items()})
+    return outputs
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+class _Writer:
+    """Writes features to files, each of which gets its name when it is complete."""
+
+    def __init__(self, folder: Path, maker: Maker, rank: int, shard_bytes: int):
+        self.nbytes = 0
+        self._folder = folder
+        self._metadata = {"format": FORMAT, **maker._asdict()}
+        self._partial = folder / PARTIAL.format(rank)
+        self._shard_bytes = shard_bytes
+        self._digests: list[str] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._size = 0
+
+    def add(self, digest: str, tensors: dict[str, torch.Tensor]) -> None:
+        self._digests.append(digest)
+        for end, tensor in tensors.items():
+            self._tensors[digest + end] = tensor
+            self._size += tensor.nbytes
+        if self._size >= self._shard_bytes:
+            self._write()
+
+    def close(self) -> None:
+        """Writes the rest, and removes what a killed run has left of its last file."""
+        if self._digests:
+            self._write()
+        self._partial.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        save_file(self._tensors, str(self._partial), self._metadata)
+        self.nbytes += self._partial.stat().st_size
+        # The pictures decide the name: no other process has the same.
+        name = hashlib.sha256("".join(sorted(self._digests)).encode()).hexdigest()[:16]
+        replace_file(self._partial, self._folder / SHARDS.replace("*", name))
+        self._digests, self._tensors, self._size = [], {}, 0
+
+
+__all__ = ["EncodedPictures", "VisionFeatures", "encode_pictures"]

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 from hf_xattn import GatedCrossAttention, GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.cache.cross_cache import CrossAttentionLayer
 from hf_xattn.checks import BROKEN, FRESH, HOLDS, NAMES, NOT_CHECKED, run_checks
-from hf_xattn.checks.bases import load_base
+from hf_xattn.checks.weights import load_base
 from hf_xattn.images.image_encoder import ImageEncoder
 from hf_xattn.utils.transformers_api import has
 
@@ -367,7 +367,7 @@ def test_saved_otherwise(adapter_only, tmp_path, monkeypatch):
         return loaded
 
     load = lambda folder: change(reload(folder))  # noqa: E731
-    monkeypatch.setattr("hf_xattn.checks.files.listed", ", ".join)
+    monkeypatch.setattr("hf_xattn.checks.weights.listed", ", ".join)
     (result,) = checked(model, "save-load", load=load, adapter_only=adapter_only).values()
     assert result.status == BROKEN and result.measured == 4 and "4 differ: " in result.line
     block = "model.text_model.model.layers.1.cross_attention_block"

@@ -7,7 +7,7 @@ from command_runs import run
 from tiny_models import needs_part
 from training_examples import CAPTIONS, write_examples
 
-from hf_xattn.commands import inspect
+from hf_xattn.commands import examine
 from hf_xattn.commands.main import COMMANDS, _parser, main
 
 
@@ -122,7 +122,7 @@ def test_a_damaged_tokenizer(saved, tmp_path, capsys):
 def test_a_bug_keeps_its_traceback(saved, monkeypatch):
     """An error of this package's own code, cut down to `'NoneType' object is not subscriptable`."""
     for bug in (lambda *_: len(None), lambda *_: int("a"), lambda *_: {}["a"], lambda *_: 1 / 0):
-        monkeypatch.setattr(inspect, "load_shapes", bug)
+        monkeypatch.setattr(examine, "load_shapes", bug)
         with pytest.raises((TypeError, ValueError, KeyError, ZeroDivisionError)):
             main(["inspect", str(saved / "model")])
 

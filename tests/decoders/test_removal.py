@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, freeze, remove_blocks, retrofit
-from hf_xattn.checks.files import OF_THE_FILE
+from hf_xattn.checks.weights import OF_THE_FILE
 
 
 IDS, PIXELS = token_ids(), pixels()

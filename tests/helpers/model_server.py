@@ -8,7 +8,7 @@ import pytest
 from chat_models import NEW_TOKENS, answer, data_url, drawing, question
 from transformers import AutoModelForImageTextToText
 
-from hf_xattn.commands.loading import load_processor
+from hf_xattn.commands.shared import load_processor
 
 
 openai = pytest.importorskip("openai")
@@ -21,7 +21,7 @@ class Served:
     """A server in a thread of this process, its model, and a copy of the model to compare with."""
 
     def __init__(self, folder, name, **limits):
-        from hf_xattn.commands.options import bind
+        from hf_xattn.commands.servers import bind
         from hf_xattn.serving.serving import Server, build_app
 
         self.name = name

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_xattn.commands.options import bind
+from hf_xattn.commands.servers import bind
 from hf_xattn.serving.web import build_page
 
 

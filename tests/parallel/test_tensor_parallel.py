@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
 
 from hf_xattn import CrossAttentionConfig, retrofit
-from hf_xattn.learning.tensor_parallel import block_plan
+from hf_xattn.learning.sharding import block_plan
 
 
 pytestmark = needs_part("_resolve_parallel_plans")

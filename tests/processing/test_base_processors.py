@@ -7,8 +7,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from transformers.utils import logging
 
 from hf_xattn import XAttnProcessor, retrofit
-from hf_xattn.commands.loading import load_processor
 from hf_xattn.commands.main import main
+from hf_xattn.commands.shared import load_processor
 from hf_xattn.utils import stub
 
 

@@ -27,7 +27,7 @@ from transformers import SiglipImageProcessor
 
 from hf_xattn import XAttnProcessor
 from hf_xattn.cache.image_cache import load_image_cache, save_image_cache
-from hf_xattn.processing import downloads
+from hf_xattn.processing import image_limits
 from hf_xattn.processing.image_limits import LIMITS, ImageLimits, check_image_processor
 from hf_xattn.processing.image_reading import read_image
 
@@ -268,25 +268,25 @@ def test_private_addresses(server, monkeypatch):
     assert Pages.asked == [], "the server was asked"
     answers = iter([["93.184.216.34"], ["127.0.0.1"]])
     monkeypatch.setattr(
-        downloads.socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (ip, port)) for ip in next(answers)]
+        image_limits.socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (ip, port)) for ip in next(answers)]
     )
-    where, options = downloads._pinned(f"http://example.com:{port}/a.png?b=c")
+    where, options = image_limits._pinned(f"http://example.com:{port}/a.png?b=c")
     assert where == f"http://93.184.216.34:{port}/a.png?b=c", "the name would be resolved once more"
     assert options["headers"] == {"Host": f"example.com:{port}"} and options["extensions"] == {
         "sni_hostname": "example.com"
     }
     with pytest.raises(ValueError, match=refused):
-        downloads._pinned("http://example.com/a.png")
+        image_limits._pinned("http://example.com/a.png")
     answers = iter([["93.184.216.34", "10.0.0.1"]])
     with pytest.raises(ValueError, match=refused):
-        downloads._pinned("http://example.com/a.png")
+        image_limits._pinned("http://example.com/a.png")
 
 
 def test_redirects_are_checked(server, monkeypatch):
     """A public address that leads to a private one."""
-    real = downloads._pinned
+    real = image_limits._pinned
     places = iter([(f"http://127.0.0.1:{server}/inside", {})])
-    monkeypatch.setattr(downloads, "_pinned", lambda url: next(places, None) or real(url))
+    monkeypatch.setattr(image_limits, "_pinned", lambda url: next(places, None) or real(url))
     with pytest.raises(ValueError, match="of this machine"):
         read_image("http://example.com/a.png", limits=CLOSED)
     assert Pages.asked == ["/inside"]
@@ -303,7 +303,7 @@ def test_redirects_are_checked(server, monkeypatch):
 )  # fmt: skip
 def test_public_addresses(address, public):
     """A way to write a private address that is not known as one."""
-    assert downloads.is_public(address) is public
+    assert image_limits.is_public(address) is public
 
 
 def caches(file):

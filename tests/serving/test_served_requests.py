@@ -8,7 +8,7 @@ from chat_models import data_url, drawing, make_chat_model
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from hf_xattn.commands.loading import load_processor
+from hf_xattn.commands.shared import load_processor
 
 
 pytest.importorskip("fastapi")

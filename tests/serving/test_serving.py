@@ -274,7 +274,7 @@ def test_command(chat_folder):
 
 def test_a_server_that_cannot_answer_does_not_start(chat_folder, tmp_path, capsys):
     """An error at the first question, which could have been known at the start."""
-    from hf_xattn.commands.options import bind
+    from hf_xattn.commands.servers import bind
 
     bare = tmp_path / "bare"
     AutoModelForImageTextToText.from_pretrained(chat_folder).save_pretrained(bare)

@@ -31,7 +31,7 @@ from web_server import nobody_answers, served, slow
 
 from hf_xattn.checkpoints.model_card import write_model_card
 from hf_xattn.commands.main import main
-from hf_xattn.commands.options import address_of
+from hf_xattn.commands.servers import address_of
 from hf_xattn.serving.web import build_page
 from hf_xattn.serving.web.page import MAX_QUEUE, MAX_REQUEST, STATIC
 
@@ -258,7 +258,7 @@ def test_addresses_of_hosts():
 
 def test_wrong_command_lines(chat_folder, tmp_path, capsys):
     """A model that is loaded before the command line is read to its end."""
-    from hf_xattn.commands.options import bind
+    from hf_xattn.commands.servers import bind
 
     with bind("localhost", 0) as taken:
         taken.listen()

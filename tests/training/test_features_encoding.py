@@ -307,16 +307,16 @@ def test_options_of_encode(model, data, tmp_path, capsys):
 
 KILLED = """
 import os, signal, sys
-from hf_xattn.training import features_encoding
+from hf_xattn.training import vision_features
 from hf_xattn.commands.main import main
-save, written = features_encoding.save_file, []
+save, written = vision_features.save_file, []
 def save_half(tensors, path, metadata):
     save(tensors, path, metadata)
     written.append(path)
     if len(written) == 3:
         os.truncate(path, os.path.getsize(path) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
-features_encoding.save_file = save_half
+vision_features.save_file = save_half
 main(sys.argv[1:])
 """
 

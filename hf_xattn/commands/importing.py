@@ -1,4 +1,4 @@
-"""`hf-xattn import`: brings a vision-language checkpoint with cross-attention to this package."""
+"""`hf-xattn import` and `hf-xattn export`: from and to checkpoints of other packages with cross-attention."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .loading import load_shapes
-from .output import new_folder, print_report, read_processor
+from .shared import add_number, load_shapes, new_folder, print_report, read_processor
 
 
 if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
 
 
-def register(commands: argparse._SubParsersAction) -> None:
+def register_import(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("import", help="convert a vision-language checkpoint with cross-attention")
     parser.add_argument(
         "source",
@@ -24,18 +23,17 @@ def register(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     state = parser.add_argument_group("options for a state dict")
-    state.add_argument(
-        "--text", metavar="TEXT", help="language model of the state dict: a folder, a GGUF file or a Hub id"
-    )
+    text = "language model of the state dict: a folder, a GGUF file or a Hub id"
+    state.add_argument("--text", metavar="TEXT", help=text)
     state.add_argument("--vision", metavar="V", help="vision tower (OpenFlamingo)")
-    state.add_argument("--image-token-id", type=int, metavar="ID", help="id of <image> (OpenFlamingo)")
-    state.add_argument("--head-dim", type=int, default=64, help="width of a head (OpenFlamingo; default: 64)")
-    state.add_argument("--heads", type=int, metavar="H", help="query heads (KempnerForge)")
-    state.add_argument("--every", type=int, metavar="N", help="a block after every N-th layer (KempnerForge)")
-    parser.set_defaults(run=run)
+    add_number(state, "--image-token-id", None, "id of <image> (OpenFlamingo)", metavar="ID")
+    add_number(state, "--head-dim", 64, "width of a head (OpenFlamingo)")
+    add_number(state, "--heads", None, "query heads (KempnerForge)", metavar="H")
+    add_number(state, "--every", None, "a block after every N-th layer (KempnerForge)")
+    parser.set_defaults(run=run_import)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_import(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
     if not Path(arguments.source).is_file():
         from ..importers import convert_checkpoint
@@ -57,10 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditionalGeneration:
     """Builds a model from the language model of `--text` and the blocks in a file."""
     if arguments.text is None:
-        raise ValueError(
-            f"{arguments.source} is a file with a state dict: --text is required, the language model that the blocks "
-            "belong to."
-        )
+        raise ValueError(f"{arguments.source} is a file with a state dict: --text is required, its language model.")
     from ..checkpoints.bases import load_text, load_vision
     from ..importers.blocks import read_state_dict
     from ..importers.kempnerforge import import_kempnerforge
@@ -71,9 +66,8 @@ def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditional
     kind, required = ("OpenFlamingo", ("image_token_id",)) if is_flamingo else ("KempnerForge", ("heads", "every"))
     for option in required:
         if getattr(arguments, option) is None:
-            raise ValueError(
-                f"{arguments.source} is read as a state dict of {kind}, which requires --{option.replace('_', '-')}."
-            )
+            name = option.replace("_", "-")
+            raise ValueError(f"{arguments.source} is read as a state dict of {kind}, which requires --{name}.")
     text = load_text(arguments.text, dtype="auto")
     if not is_flamingo:
         return import_kempnerforge(state, text, num_attention_heads=arguments.heads, every=arguments.every)
@@ -81,3 +75,20 @@ def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditional
     return import_open_flamingo(
         state, text, vision, image_token_id=arguments.image_token_id, head_dim=arguments.head_dim
     )
+
+
+def register_export(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("export", help="write a model of Llama 3.2 Vision's shape in its format")
+    parser.add_argument(
+        "model", metavar="DIR", help="an imported model, or a retrofit of the same shape: a folder or a Hub id"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the checkpoint goes")
+    parser.set_defaults(run=run_export)
+
+
+def run_export(arguments: argparse.Namespace) -> None:
+    output = new_folder(arguments.output)
+    from ..importers import export_checkpoint
+
+    export_checkpoint(arguments.model, output)
+    print(f"Written: {output}")

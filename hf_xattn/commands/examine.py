@@ -1,4 +1,4 @@
-"""`hf-xattn check`: measures on a model of the user's own what the package promises, one line a promise."""
+"""`hf-xattn inspect`: what a model's blocks add. `hf-xattn check`: measures on it what the package promises."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .loading import add_model, check_model
-from .options import device_of, hub_options
+from .shared import add_model, add_trust, check_model, device_of, hub_options, load_shapes, print_report
 
 
 if TYPE_CHECKING:
@@ -22,32 +21,24 @@ if TYPE_CHECKING:
 EXIT_STATUS = "Exit status: 0 if all that was checked holds, 1 if a promise is broken, 2 for wrong usage."
 
 
-def register(commands: argparse._SubParsersAction) -> None:
+def register_check(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "check",
         help="measure on a model what is promised: base untouched, caches exact, blocks alive, ...",
         epilog=f"Inputs are random and seeded. {EXIT_STATUS}",
     )
     add_model(parser, device="cpu")
-    parser.add_argument(
-        "--base",
-        metavar="TEXT",
-        help="the text-only model below the blocks: a folder, a GGUF file or a Hub id. Its weights and logits are "
-        "compared",
-    )
-    parser.add_argument(
-        "--skip", action="append", default=[], metavar="NAME", help="leave a check out, by its name; repeat for several"
-    )
-    parser.add_argument(
-        "--adapter-only",
-        action="store_true",
-        help="save only what was added to the bases, where saving and loading are checked: for models that fill a disk",
-    )
+    base = "the text-only model below the blocks, to compare with: a folder, a GGUF file or a Hub id"
+    parser.add_argument("--base", metavar="TEXT", help=base)
+    skip = "leave a check out, by its name; repeat for several"
+    parser.add_argument("--skip", action="append", default=[], metavar="NAME", help=skip)
+    adapter = "save only what was added to the bases, where saving and loading are checked: for models that fill a disk"
+    parser.add_argument("--adapter-only", action="store_true", help=adapter)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_check)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_check(arguments: argparse.Namespace) -> int:
     device_of(arguments.device)
     from ..checkpoints.folders import find_peft
     from ..utils.checkpoint_files import check_source
@@ -59,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_model(name, **hub_options(arguments))
     from ..checkpoints.adapters import Adapter
     from ..checks import BROKEN, NOT_CHECKED, run_checks
-    from ..checks.bases import load_base
+    from ..checks.weights import load_base
 
     model = _load(arguments.model, arguments)
     results: list[Result] = []
@@ -92,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _finite(number: float | None) -> float | None:
-    """A number that JSON has. It has no infinity."""
-    return number if number is None or math.isfinite(number) else None
+    return number if number is None or math.isfinite(number) else None  # JSON has no infinity
 
 
 def _load(name: str | Path, arguments: argparse.Namespace, dtype: str | None = None) -> XAttnForConditionalGeneration:
@@ -132,3 +122,24 @@ def _about(model: XAttnForConditionalGeneration) -> dict[str, str]:
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
+
+
+def register_inspect(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("inspect", help="print what a model's blocks add: parameters, K/V bytes, compute")
+    parser.add_argument("model", metavar="DIR", nargs="?", help="a retrofitted model: a folder or a Hub id")
+    architectures = "print which decoders are supported, and why others are not"
+    parser.add_argument("--architectures", action="store_true", help=architectures)
+    add_trust(parser)
+    parser.set_defaults(run=run_inspect)
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    if arguments.architectures == (arguments.model is not None):
+        got = "both" if arguments.architectures else "neither"
+        raise ValueError(f"Expected either a model (DIR) or --architectures, got {got}.")
+    if arguments.architectures:
+        from ..utils.architectures import markdown_table
+
+        print(markdown_table())
+    else:
+        print_report(load_shapes(arguments.model, **hub_options(arguments)))

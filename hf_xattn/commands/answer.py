@@ -1,4 +1,4 @@
-"""`hf-xattn chat`: a conversation about images in the terminal. Images can be added at any turn."""
+"""`hf-xattn generate`: answers one prompt about images. `hf-xattn chat`: a conversation about them in the terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .loading import add_model_and_images, load_model_and_images
-from .options import add_answers, answer_options
+from .shared import add_answers, add_images, add_model, add_number, answer_options, check_least, load_model_and_images
 
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
     from ..serving.chat_session import ChatSession
@@ -28,14 +29,104 @@ Ctrl-C       stops an answer"""
 COMMANDS = ("/image", "/clear", "/help", "/exit")
 
 
-def register(commands: argparse._SubParsersAction) -> None:
+def register_generate(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("generate", help="answer a prompt about images")
+    add_model(parser)
+    add_images(parser)
+    prompt = "a question, which goes into the model's chat template if it has one"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help=prompt)
+    parser.add_argument("--raw", action="store_true", help="take the prompt as it is, without a chat template")
+    cache = "encoded images, a file that `hf-xattn encode` wrote"
+    parser.add_argument("--image-cache", type=Path, metavar="FILE", help=cache)
+    add_number(parser, "--max-new-tokens", 64, "maximum number of tokens in the answer")
+    add_number(parser, "--num-beams", 1, "beams of beam search")
+    parser.set_defaults(run=run_generate)
+
+
+def run_generate(arguments: argparse.Namespace) -> None:
+    if arguments.image and arguments.image_cache:
+        raise ValueError("Expected --image or --image-cache, got both.")
+    check_least(arguments, 1, "max_new_tokens", "num_beams")
+    if arguments.image_cache is not None and not arguments.image_cache.is_file():
+        raise ValueError(f"`--image-cache` ({arguments.image_cache}) is not a file.")
+    model, processor, images = load_model_and_images(arguments)
+    cache = None
+    if arguments.image_cache is not None:
+        from ..cache.image_cache import load_image_cache
+
+        cache = load_image_cache(arguments.image_cache, model)
+    layout = None if cache is None else cache.cross_attention_cache.layout
+    num_images = 0 if layout is None else layout.num_images
+    if _has_template(processor) and not arguments.raw:
+        made = _chat(processor, arguments.prompt, images, num_images)
+    elif images:
+        made = processor(text=arguments.prompt, images=images, return_tensors="pt")
+    else:
+        made = _inputs_without_pixels(processor, arguments.prompt, num_images)
+    # Drop token types: some tokenizers return them, but decoders do not take them.
+    inputs: dict[str, Any] = {name: value.to(model.device) for name, value in made.items() if name != "token_type_ids"}
+    prompt_length = inputs["input_ids"].shape[1]
+    if cache is not None:
+        inputs["past_key_values"] = cache
+    tokens = model.generate(
+        **inputs, max_new_tokens=arguments.max_new_tokens, num_beams=arguments.num_beams, do_sample=False
+    )
+    tokenizer = getattr(processor, "tokenizer", processor)
+    print(tokenizer.decode(tokens[0, prompt_length:], skip_special_tokens=True))
+
+
+def _has_template(processor: Any) -> bool:
+    """Whether a processor or a tokenizer renders chats. An [`XAttnProcessor`] has a default template."""
+    from ..processing_xattn import XAttnProcessor
+
+    tokenizer = getattr(processor, "tokenizer", processor)
+    named = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    return isinstance(processor, XAttnProcessor) or bool(named)
+
+
+def _chat(processor: Any, prompt: str, images: list[Image], num_cached: int) -> Mapping[str, torch.Tensor]:
+    """Renders a chat with one question; for `num_cached` encoded images the ids alone, and no pixels."""
+    marker = getattr(processor, "image_token", None)
+    if marker and marker in prompt:
+        raise ValueError(f"`--prompt` contains {marker}, which the chat template writes. Leave it out, or add `--raw`.")
+    shown = images or [_blank()] * num_cached
+    parts = [*({"type": "image", "image": image} for image in shown), {"type": "text", "text": prompt}]
+    made = processor.apply_chat_template(
+        [{"role": "user", "content": parts if hasattr(processor, "tokenizer") else prompt}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return made if images else {name: made[name] for name in ("input_ids", "attention_mask")}
+
+
+def _blank() -> Image:
+    """An image in the place of one that is encoded already: processors make text according to their images."""
+    from PIL import Image
+
+    return Image.new("RGB", (32, 32))
+
+
+def _inputs_without_pixels(processor: Any, prompt: str, num_images: int) -> Mapping[str, torch.Tensor]:
+    """Tokenizes a prompt without pixels. The ids are those that the processor would make for `num_images` images."""
+    from ..processing_xattn import XAttnProcessor
+
+    if isinstance(processor, XAttnProcessor) or not hasattr(processor, "image_processor"):
+        return getattr(processor, "tokenizer", processor)(prompt, return_tensors="pt")
+    made = processor(text=prompt, images=[_blank()] * num_images or None, return_tensors="pt")
+    return {name: made[name] for name in ("input_ids", "attention_mask")}
+
+
+def register_chat(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("chat", help="talk with a model about images, in the terminal")
-    add_model_and_images(parser)
+    add_model(parser)
+    add_images(parser)
     add_answers(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_chat)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_chat(arguments: argparse.Namespace) -> int:
     options = answer_options(arguments)
     model, processor, images = load_model_and_images(arguments)
     from transformers import set_seed
@@ -107,7 +198,6 @@ def _lines(at_terminal: bool) -> Iterator[str]:
 
 
 def _read_image(name: str, processor: Any) -> Image:
-    """Returns the image of `/image`. Raises a `ValueError` if it cannot be read."""
     name = name.strip().strip("'\"")
     if not name:
         raise ValueError("Expected a file after /image, got nothing.")

@@ -1,0 +1,275 @@
+"""What several commands share: options, loading of a model with its processor and images, what they write and print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ..modeling_xattn import XAttnForConditionalGeneration
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that `hub_options` reads."""
+    parser.add_argument("--trust-remote-code", action="store_true", help="run custom code that a checkpoint contains")
+
+
+def hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns keyword arguments of every `from_pretrained`: here and elsewhere, `hub`."""
+    return {"trust_remote_code": arguments.trust_remote_code}
+
+
+def add_device(parser: argparse.ArgumentParser, default: str = "auto") -> None:
+    """Adds the option that `device_of` reads."""
+    told = f"auto (a GPU if there is one), cpu, cuda, cuda:1, ... (default: {default})"
+    parser.add_argument("--device", default=default, help=told)
+
+
+def device_of(name: str) -> Any:  # mypy knows no `to` of a model that takes a name
+    """Returns the device that `--device` names. Raises a `ValueError` for one that this machine does not have."""
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    gpus = [] if found is None else [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", *gpus, *(gpu.partition(":")[0] for gpu in gpus)):
+        built = "" if "cuda" not in name or torch.version.cuda else f" torch {torch.__version__} is built without CUDA."
+        raise ValueError(
+            f"Expected `--device` to be a device of this machine ({', '.join(['auto', 'cpu', *gpus])}), got "
+            f"{name!r}.{built}"
+        )
+    return name
+
+
+def add_answers(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `answer_options` reads."""
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    add_number(parser, "--max-new-tokens", 256, "maximum number of tokens in an answer")
+    temperature = "0 always takes the most likely token (default: the model's generation settings)"
+    add_number(parser, "--temperature", None, temperature, float, "X")
+    parser.add_argument("--seed", type=int, help="makes sampled answers repeatable")
+
+
+def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns keyword arguments of `generate`. Raises a `ValueError` for values out of bounds."""
+    check_least(arguments, 1, "max_new_tokens")
+    check_least(arguments, 0, "temperature")
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}
+    if arguments.temperature is not None:
+        options["do_sample"] = arguments.temperature > 0
+    if arguments.temperature:
+        options["temperature"] = arguments.temperature
+    return options
+
+
+def add_number(
+    parser: argparse._ActionsContainer,
+    option: str,
+    default: float | None,
+    told: str,
+    kind: type[int] | type[float] = int,
+    metavar: str = "N",
+) -> None:
+    """Adds an option that is a number. The help ends with the default, if there is one."""
+    told += "" if default is None else f" (default: {default})"
+    parser.add_argument(option, type=kind, default=default, metavar=metavar, help=told)
+
+
+def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises a `ValueError` for an option below a number."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be at least {least}, got {value}.")
+
+
+def add_images(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--image", action="append", type=Path, metavar="FILE", help="an image; repeat the option for several images"
+    )
+
+
+def add_model(parser: argparse.ArgumentParser, device: str = "auto") -> None:
+    """Adds the options that `load_model_and_images` reads, except `--image`."""
+    parser.add_argument("model", metavar="DIR", help="a retrofitted model: a folder or a Hub id")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES)
+    add_device(parser, device)
+    add_trust(parser)
+
+
+def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
+    """Loads a model, its processor, or its tokenizer if it has no processor, and the images of `--image`."""
+    files: list[Path] = arguments.image or []
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"Expected `--image` to be a file, got {file}, which is none.")
+    device = device_of(arguments.device)
+    from transformers import AutoModelForImageTextToText
+
+    from ..checkpoints.model_card import blindness
+    from ..processing.image_reading import read_image
+
+    hub = hub_options(arguments)
+    check_model(arguments.model, **hub)
+    processor = load_processor(arguments.model, **hub)
+    images = [read_image(file, "--image") for file in files]
+    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
+    model = model.to(device).eval()
+    if (why := blindness(model)) is not None:
+        print(f"{arguments.model}: {why}", file=sys.stderr, flush=True)
+    if images and getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"`--image` needs an image processor, but {arguments.model} was saved without one.")
+    return model, _with_images_at_markers(processor, model), images
+
+
+class DamagedError(ValueError):
+    """A tokenizer or a processor is there, but cannot be read."""
+
+
+@contextmanager
+def undamaged(what: str, source: str) -> Iterator[None]:
+    """Raises a `DamagedError` for a damaged file. For a missing one transformers' own error says so."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (OSError, ValueError, ImportError)) and not isinstance(error, json.JSONDecodeError):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise DamagedError(f"The {what} of {source} is damaged, or transformers does not read it: {why}") from error
+
+
+def load_processor(name: str, **hub: Any) -> Any:
+    """Loads the processor of a model, or its tokenizer if the model was saved without an image processor."""
+    from transformers import AutoProcessor, AutoTokenizer
+    from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
+
+    from ..processing_xattn import parts_of_bases
+
+    parts = parts_of_bases(name, hub)
+    if parts is not None and parts["image_processor"] is None:
+        return parts["tokenizer"]
+    absent_is_none = {f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")}
+    files = (cached_file(name, file, **absent_is_none) for file in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME))
+    only_text = parts is None and all(file is None for file in files)
+    with undamaged("processor", name):
+        return (AutoTokenizer if only_text else AutoProcessor).from_pretrained(name, **hub)
+
+
+def load_shapes(name: str, **hub: Any) -> XAttnForConditionalGeneration:
+    """Builds a saved model on the meta device. Reads only the configuration. Errors as [`check_model`]."""
+    check_model(name, **hub)
+    import torch
+
+    from ..configuration_xattn import XAttnConfig
+    from ..modeling_xattn import XAttnForConditionalGeneration
+    from ..utils.custom_code import trusting
+
+    with trusting(name, hub), torch.device("meta"):
+        return XAttnForConditionalGeneration._from_config(XAttnConfig.from_pretrained(name))
+
+
+def check_model(name: str, **hub: Any) -> None:
+    """Raises a `ValueError` for a model without blocks, and an error for a name that is no folder and no Hub id."""
+    from transformers import AutoConfig
+
+    from ..checkpoints.gguf_files import is_gguf_path
+    from ..utils.checkpoint_files import both_readings, check_source
+
+    kind = "a GGUF file"
+    if not is_gguf_path(name):
+        check_source("model", name)
+        with both_readings(name):
+            config = AutoConfig.from_pretrained(name, **hub)
+        if config.model_type == "xattn":
+            return
+        kind = f"a {config.model_type!r} model"
+    raise ValueError(
+        f"Expected a model with cross-attention blocks, got {name}, {kind} without cross-attention blocks. Run "
+        f"`hf-xattn retrofit {name} --vision VISION_MODEL --output DIR` first."
+    )
+
+
+def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration) -> Any:
+    """Makes an `IdeficsProcessor` an [`XAttnProcessor`], which follows markers."""
+    if type(processor).__name__ != "IdeficsProcessor":
+        return processor
+    from ..processing_xattn import XAttnProcessor
+
+    marker = processor.tokenizer.convert_ids_to_tokens(model.config.image_token_id)
+    return XAttnProcessor(processor.image_processor, processor.tokenizer, image_token=marker)
+
+
+def new_folder(folder: Path) -> Path:
+    """Returns a folder that is new or empty. Raises a `ValueError` for any other."""
+    from ..utils.whole_folder import is_free
+
+    if not is_free(folder):
+        raise ValueError(f"`--output` must be new or empty, got {folder}, which is not an empty folder.")
+    return folder
+
+
+def read_processor(
+    text: str, vision: str | None, output: Path, *, image_token_id: int | None = None, **load_kwargs: Any
+) -> Any:
+    """Reads the tokenizer of a text model and the image processor of a vision model. Prints which of them is missing.
+
+    Returns an [`XAttnProcessor`], the tokenizer if there is no image processor, or None if there is no tokenizer.
+    `output` is the folder that it goes to, for a message. `load_kwargs` may hold `gguf_file`, for the tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    from ..checkpoints.gguf_files import split_gguf
+    from ..processing_xattn import XAttnProcessor
+    from ..utils.transformers_api import AutoImageProcessor, check_tokenizer
+
+    source, text_kwargs = split_gguf("text", text, load_kwargs)
+    check_tokenizer(text_kwargs.get("gguf_file"))
+    load_kwargs.pop("gguf_file", None)
+    tokenizer = _read(AutoTokenizer, source, "tokenizer", text, text_kwargs)
+    if tokenizer is None:
+        print(f"No processor saved: {text} has no tokenizer.")
+        return None
+    if vision is None:
+        return tokenizer
+    image_processor = _read(AutoImageProcessor, vision, "image processor", vision, load_kwargs)
+    if image_processor is None:
+        print(f"Processor saved without images: {vision} has no image processor.")
+        return tokenizer
+    image_token: Any = None
+    if image_token_id is not None and image_token_id < len(tokenizer):
+        image_token = tokenizer.convert_ids_to_tokens(image_token_id)
+    elif image_token_id is not None:
+        print(
+            f"The tokenizer of {text} has no token {image_token_id}: add OpenFlamingo's tokens "
+            f"(<|endofchunk|>, <image>) to the tokenizer in {output} before you use it."
+        )
+    return XAttnProcessor(image_processor, tokenizer, image_token=image_token)
+
+
+def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict[str, Any]) -> Any:
+    try:
+        with undamaged(what, where):
+            return auto_class.from_pretrained(source, **load_kwargs)
+    except DamagedError:
+        raise
+    except (OSError, ValueError):
+        return None
+
+
+def print_report(model: XAttnForConditionalGeneration) -> None:
+    """Prints what the model's blocks add, one figure a line."""
+    from ..checkpoints.model_card import describe
+
+    for name, value in describe(model).items():
+        print(f"{name:<34} {value}")

@@ -1,0 +1,143 @@
+"""How a model is split over devices: the units of FSDP, and the blocks' rows in a plan of tensor parallelism.
+
+accelerate finds units by class names, transformers by a plan. A layer and its blocks are one unit. But a unit must have
+one dtype, and in half precision gates and norms stay float32. Then a block's projections are units of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.distributed.tensor_parallel import TensorParallelLayer
+
+from ..configuration_xattn import CrossAttentionConfig
+from ..layers.block import GatedCrossAttentionBlock, cross_attention_blocks
+from ..utils.distributed import is_distributed
+from ..utils.transformers_api import ALL_PARALLEL_STYLES
+
+
+# Submodules of a block that are half precision as a whole, but for the norms of queries and keys.
+PROJECTIONS = ("attn", "mlp")
+NORMS_OF_HEADS = ("q_norm", "k_norm")
+
+
+class XAttnUnitsMixin:
+    _no_split: set[str] = set()
+
+    def _names(self) -> set[str]:
+        return names_of_units(self) if is_distributed() else self._no_split
+
+    def _set_names(self, names: Iterable[str] | None) -> None:
+        self._no_split = set(names or ())  # transformers adds the names of submodules to it
+
+    # Class names of modules that are not split over devices. In a run of several processes, `names_of_units`.
+    _no_split_modules: Any = property(_names, _set_names)
+
+
+def names_of_units(model: Any) -> set[str]:
+    """Class names of the modules of a model that FSDP shards as units.
+
+    - Decoder layers, and what else may not be split. accelerate refuses a name that no module has, and the blocks have
+      changed the classes of the layers.
+    - Vision tower and connector, because `generate` and `encode_images` call them outside of the model's `forward`.
+    - The parts of a block with several dtypes.
+    """
+    inner = getattr(model, "model", model)
+    names, called = set(model._no_split) | inner._no_split, (inner.vision_tower, inner.connector)
+    for part in (inner.text_model, *called):
+        names |= set(getattr(part, "_no_split_modules", None) or ())
+    names &= {type(module).__name__ for module in model.modules()}
+    names |= {type(part).__name__ for part in called if part is not None}
+    for block in cross_attention_blocks(model):
+        if len({weight.dtype for weight in block.parameters() if weight.is_floating_point()}) > 1:
+            names.update(_classes_of_parts(block))
+    return names
+
+
+def fsdp_plan(model: Any, blocks: Iterable[str]) -> dict[str, str]:
+    """Rows for transformers' plan of FSDP units, which has the decoder's layers already: tower, connector, projections.
+
+    In half precision, transformers makes the module of each float32 weight a unit: that is each of the `blocks`, for
+    its gates.
+    """
+    inner = getattr(model, "model", model)
+    prefix = "" if inner is model else "model."
+    units = [f"{prefix}{name}" for name in ("vision_tower", "connector") if getattr(inner, name) is not None]
+    if model._get_dtype_plan(model.dtype):
+        units += [f"{block}.{name}" for block in blocks for name in PROJECTIONS]
+    return dict.fromkeys(units, "free_full_weight")
+
+
+def _classes_of_parts(block: GatedCrossAttentionBlock) -> set[str]:
+    attention: Any = block.attn
+    parts: list[nn.Module] = [block, *(getattr(block, name) for name in PROJECTIONS)]
+    parts += [norm for name in NORMS_OF_HEADS if (norm := getattr(attention, name)) is not None]
+    return {type(part).__name__ for part in parts}
+
+
+HEADS = "xattn_heads"
+OF_EACH_RANK = "replicated_with_grad_allreduce"
+
+QUERIES = {
+    "attn": HEADS,
+    "attn.q_proj": "colwise",
+    "attn.q_norm": OF_EACH_RANK,
+    "attn.k_norm": OF_EACH_RANK,
+    "attn.o_proj": "rowwise",
+}
+KEYS_VALUES = {"attn.k_proj": "colwise", "attn.v_proj": "colwise"}
+MLP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+
+
+def block_plan(config: CrossAttentionConfig, tp_size: int) -> dict[str, str]:
+    """Returns the styles of a block's modules for a number of ranks, as in Llama.
+
+    Query heads, K/V heads and the MLP go by column, the projections back to the residual stream by row. So a rank holds
+    some heads, their keys and values (also in a cross cache), and a part of the MLP. With fewer K/V heads than ranks,
+    each rank projects all keys and values, and keeps those of the one head that its queries read. Heads that cannot be
+    split evenly stay whole on each rank.
+    """
+    plan = dict(MLP)
+    if config.num_attention_heads % tp_size == 0 and not config.position_bias:  # its table holds all heads
+        if config.num_key_value_heads % tp_size == 0:
+            plan |= QUERIES | KEYS_VALUES
+        elif tp_size % config.num_key_value_heads == 0:
+            plan |= QUERIES  # the style of `attn` shares the heads
+    missing = {"mlp.gate_proj"} if config.mlp_type != "gated" else set()
+    if not config.qk_norm:
+        missing |= {"attn.q_norm", "attn.k_norm"}
+    return {name: style for name, style in plan.items() if name not in missing}
+
+
+class Heads(TensorParallelLayer):
+    """Attention with some of the heads."""
+
+    def install_forward(self, module: Any, mesh: Any) -> nn.Module:
+        ranks, heads = mesh.size(), module.config.num_key_value_heads
+        first = mesh.get_local_rank() * heads // ranks
+        module.num_key_value_heads = max(heads // ranks, 1)
+        if heads % ranks == 0:
+            return module
+        module.num_groups = module.config.num_attention_heads // ranks
+        for projection in (module.k_proj, module.v_proj):
+            ALL_PARALLEL_STYLES[OF_EACH_RANK].install_forward(projection, mesh)
+            projection.forward = _one_head(projection.forward, heads, first, mesh)
+        return module
+
+
+def _one_head(project, heads: int, read: int, mesh: Any):
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():  # the gradient of the states is a sum over the ranks' heads
+            whole = DTensor.from_local(states, mesh, [Replicate()], run_check=False)
+            states = whole.to_local(grad_placements=[Partial()])
+        return project(states).chunk(heads, dim=-1)[read]
+
+    return forward
+
+
+ALL_PARALLEL_STYLES.register(HEADS, Heads())  # type: ignore[arg-type]  # typed as a function, used as an object
