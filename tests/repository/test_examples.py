@@ -15,8 +15,9 @@ EXPECTED = {
     "import_export/import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
     "benchmarks/capacity": ["| Llama-3.2-1B"],
     "benchmarks/against_llava --hidden 64 --images 1 --questions --repeats 1": [
-        "1 image(s): first token",
-        "32 questions",
+        "| InternVL / ours |",
+        "1 image(s): decode step, static caches",
+        "one question, prefix kept, static caches",
     ],
     "benchmarks/bench --quick": ["decode attention, 4 beam(s)", "growth of a decode step"],
     "benchmarks/decode_attention --tokens 100 --repeats 1": ["read bandwidth", "| float16 | 100 | 32 | 1 |"],
