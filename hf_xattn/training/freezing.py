@@ -10,6 +10,7 @@ from torch import nn
 
 from ..decoders.model_parts import PARTS, part_of
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..utils.keywords import refuse_unknown
 from ..utils.quantized_weights import is_quantized, plain_tensors, shape_before, untrainable
 
 
@@ -28,6 +29,7 @@ def freeze(
     connector: bool = False,
     blocks: bool = False,
     names: Mapping[str, bool] | None = None,
+    **unknown: Any,
 ) -> Any:
     """Freezes the parts that are True, and lets the others train. What an earlier call has set does not matter.
 
@@ -48,10 +50,12 @@ def freeze(
         The model.
 
     Raises:
-        TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type.
+        TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type or an unknown
+            name.
         ValueError: for quantized weights that shall train, a pattern that no name matches, or a model with PEFT's
             adapters: PEFT decides there what trains. The model is not changed then.
     """
+    refuse_unknown(freeze, unknown, frozenset())
     chosen = choose(model, text=text, vision=vision, connector=connector, blocks=blocks, names=names)
     apply_choice(model, chosen)
     return model
