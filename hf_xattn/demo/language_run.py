@@ -34,7 +34,7 @@ from .language_scores import (
 )
 from .language_training import Recipe, block_layers, train, training_dtype
 from .questions import KINDS, PHRASINGS
-from .report import example_images, prepared, print_table, save_examples, say
+from .report import example_images, prepared, print_table, save_examples, say, undo_prepared
 from .text_prompts import TRAINING_PROMPTS
 
 
@@ -71,10 +71,15 @@ def run_language(
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     start = time.perf_counter()
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
+    existed = Path(output).exists()
     output = prepared(Path(output))
     set_seed(seed)
     say(f"1/5 The language model: {source}")
-    text = language_model(source, output)
+    try:
+        text = language_model(source, output)
+    except Exception:
+        undo_prepared(output, existed)
+        raise
     say("2/5 A small vision tower")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors of the tower are too small for more
