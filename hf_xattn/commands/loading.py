@@ -30,7 +30,7 @@ def add_model_and_images(parser: argparse.ArgumentParser) -> None:
 def add_images(parser: argparse._ActionsContainer) -> None:
     """Adds the option of the images, which are not required."""
     parser.add_argument(
-        "--image", action="append", type=Path, metavar="FILE", help="an image; repeat the option for several images"
+        "--image", action="append", metavar="FILE", help="an image; repeat the option for several images"
     )
 
 
@@ -47,10 +47,11 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
 
     Raises a `ValueError` for a missing file, a model without blocks, or images without an image processor.
     """
-    files: list[Path] = arguments.image or []
+    files: list[str] = arguments.image or []
     for file in files:
-        if not file.is_file():
-            raise ValueError(f"Expected `--image` to be a file, got {file}, which is not a file.")
+        if not Path(file).is_file():
+            kind = "a web address. Download it first" if "://" in file else "which is not a file"
+            raise ValueError(f"Expected `--image` to be a file, got {file}, {kind}.")
     device = device_of(arguments.device)
     from transformers import AutoModelForImageTextToText
 
@@ -60,7 +61,7 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     hub = hub_options(arguments)
     check_model(arguments.model, **hub)
     processor = load_processor(arguments.model, **hub)
-    images = [read_image(file, "--image") for file in files]
+    images = [read_image(Path(file), "--image") for file in files]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
     model = model.to(device).eval()
     if (why := blindness(model)) is not None:
