@@ -16,6 +16,8 @@ from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 # With tensors this small a second thread hardly helps, and on busy cores it is several times slower.
 torch.set_num_threads(1)
 
+RANDOM_WEIGHTS = "This model has random weights: its words mean nothing."  # what scripts print before its answers
+
 COLOURS, SHAPES = ("red", "blue"), ("circle", "square")
 # A text model's own template knows text only: the processor places the images.
 CHAT_TEMPLATE = (

@@ -1,9 +1,11 @@
-"""Blocks against image tokens in the prompt (LLaVA's way): the same decoder, the same projector, the same features.
+"""Blocks against image tokens in the prompt: the same decoder, the same tower, the same features.
 
 python examples/benchmarks/against_llava.py [--hidden SIZE] [--images N ...] [--repeats N] [--questions] [--output FILE]
 
-The features of the images are given. The tower's time is a figure of its own: both sides need it. Text and image
-tokens are random; the speed does not depend on them. Both sides run in bfloat16 with `sdpa`, in runs that take turns.
+The peers are LLaVA's way, 576 tokens an image, and InternVL's, which compresses them four to one
+(`image_token_peers.py`). The features of the images are given. The tower's time is a figure of its own: all sides need
+it. Text and image tokens are random; the speed does not depend on them. All sides run in bfloat16 with `sdpa`, with the
+same class of cache in a row, and in runs that take turns.
 """
 
 from __future__ import annotations
@@ -17,154 +19,81 @@ from typing import Any
 
 import torch
 from bench import machine
-from peers import VOCABULARY
+from image_token_peers import IMAGE_TOKEN, TOKENS, TOWERS, build
 from timing import DEVICE, seconds
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    Cache,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    DynamicCache,
-    EncoderDecoderCache,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedModel,
-    StaticCache,
-)
-from transformers.initialization import no_init_weights
-from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-from hf_xattn import retrofit
+from transformers import Cache, EncoderDecoderCache, StaticCache
 
 
-LAYERS, BLOCKS = 16, [3, 7, 11, 15]
-IMAGE_TOKEN = VOCABULARY - 1
-TEXT = 32  # tokens of the prompt, beside the image
+TEXT = 32  # tokens of the prompt, or of the system prompt in front of a question
 STEPS = 8  # of one timed run of decode steps
 QUESTIONS, QUESTION, ANSWER = 32, 16, 8  # their number, their tokens, the tokens of an answer
 AT_ONCE = 8  # questions of a batch that holds the image for each of them
-# the tower beside a hidden size. All make 576 tokens of an image, and a class token that both sides leave out.
-TOWERS = {
-    64: {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 128},
-    **dict.fromkeys(
-        (1024, 2048),  # CLIP ViT-L/14-336
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-    ),
-}
 
 
-class GivenFeatures(nn.Module):
-    """A tower that returns what it gets."""
-
-    def forward(self, features: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
-        return BaseModelOutputWithPooling(last_hidden_state=features, hidden_states=(features,))
-
-
-def both(hidden: int) -> tuple[Any, Any]:
-    """A decoder with blocks, and transformers' Llava over a copy of the decoder. The connector's weights are the
-    projector's.
-    """
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=min(8, hidden // 64),
-        intermediate_size=4 * hidden,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2**15,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    vision_config = CLIPVisionConfig(image_size=336, patch_size=14, **TOWERS[hidden])
-    with no_init_weights():  # slow for a large decoder; `fill` is fast
-        text = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        tower = CLIPVisionModel._from_config(vision_config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    fill(text)
-    fill(tower)
-    with torch.device("meta"):  # the parts that have weights are put in below
-        theirs: Any = LlavaForConditionalGeneration(
-            LlavaConfig(
-                vision_config=copy.deepcopy(vision_config),
-                text_config=copy.deepcopy(text.config),
-                image_token_index=IMAGE_TOKEN,
-                vision_feature_layer=-1,
-                vision_feature_select_strategy="default",
-            )
-        )
-    plain: Any = copy.deepcopy(text)
-    theirs.model.language_model, theirs.lm_head = plain.model, plain.lm_head
-    theirs.model.vision_tower = GivenFeatures()
-    theirs.generation_config = copy.deepcopy(plain.generation_config)
-
-    with no_init_weights():
-        ours: Any = retrofit(
-            text,
-            tower,
-            cross_attention_layers=BLOCKS,
-            cross_attention={"qk_norm": True},
-            vision_feature_select_strategy="default",
-        )
-    for part in (*ours.model.blocks, ours.model.connector):  # also what would start at zero: the blocks see
-        fill(part)
-    projector = theirs.model.multi_modal_projector.to_empty(device="cpu").to(torch.bfloat16)
-    layers = [layer for layer in ours.model.connector.layers if isinstance(layer, nn.Linear)]
-    for layer, of_ours in zip((projector.linear_1, projector.linear_2), layers, strict=True):
-        layer.load_state_dict(of_ours.state_dict())
-    assert theirs.model.language_model.config._attn_implementation == "sdpa"
-    assert not [name for name, weight in theirs.named_parameters() if weight.is_meta]
-    return ours.to(DEVICE).eval(), theirs.to(DEVICE).eval()
-
-
-def fill(module: nn.Module) -> None:
-    """Random weights, from a few values in turn. Norms are 1, biases 0; gates keep their value."""
-    noise = (torch.randn(2**20 + 7) * 0.02).to(torch.bfloat16)
-    for name, weight in module.named_parameters():
-        if "norm" in name and name.endswith("weight"):
-            nn.init.ones_(weight)
-        elif name.endswith("bias"):
-            nn.init.zeros_(weight)
-        elif not name.endswith("gate"):
-            weight.copy_(noise.repeat(weight.numel() // len(noise) + 1)[: weight.numel()].view_as(weight))
-
-
-class Sides:
-    """The same calls for both ways.
+class Side:
+    """One way to give images to the decoder.
 
     Args:
-        ours, theirs: the models of [`both`].
-        images (`int`): images in front of the text.
+        model: of [`build`].
+        features (`torch.Tensor`): `(1, images, 577, width)`, outputs of the tower.
+        tokens (`int`): of an image in the prompt. 0: the model has blocks.
     """
 
-    def __init__(self, ours: Any, theirs: Any, images: int):
-        self.ours, self.theirs = ours, theirs
-        width = ours.config.vision_config.hidden_size
-        self.features = torch.randn(1, images, 577, width, device=DEVICE, dtype=torch.bfloat16)
-        self.image_ids = torch.full((1, 576 * images), IMAGE_TOKEN, device=DEVICE)
-        self.text = torch.randint(3, 1000, (1, TEXT), device=DEVICE)
+    def __init__(self, model: Any, features: torch.Tensor, tokens: int = 0):
+        self.model, self.features, self.tokens = model, features, tokens
+        self.image_ids = torch.full((1, tokens * features.shape[1]), IMAGE_TOKEN, device=DEVICE)
 
-    def with_image(self, text: torch.Tensor) -> torch.Tensor:
-        """Their prompt: image tokens, then the text."""
+    def ids(self, text: torch.Tensor) -> torch.Tensor:
+        """The prompt: image tokens, then the text."""
         return torch.cat([self.image_ids.expand(len(text), -1), text], dim=1)
 
-    def their_images(self, rows: int = 1) -> torch.Tensor:
-        return self.features[0].repeat(rows, 1, 1)
+    def images(self, rows: int = 1) -> dict[str, torch.Tensor]:
+        """The same images for each row."""
+        if self.tokens:
+            return {"pixel_values": self.features[0].repeat(rows, 1, 1)}
+        return {"vision_features": self.features.expand(rows, -1, -1, -1)}
 
-    def first_token(self) -> dict[str, Callable[[], Any]]:
-        options = {**tokens(1), "return_dict_in_generate": True}
-        return {
-            "ours": lambda: self.ours.generate(self.text, vision_features=self.features, **options),
-            "theirs": lambda: self.theirs.generate(
-                self.with_image(self.text), pixel_values=self.their_images(), **options
-            ),
-        }
+    def read(self, text: torch.Tensor) -> Any:
+        """Reads images and text. Returns the cache."""
+        return self.model(self.ids(text), **self.images(), use_cache=True, logits_to_keep=1).past_key_values
+
+    def generate(self, text: torch.Tensor, number: int, cache: Any = None) -> Any:
+        """Generates a number of tokens after images and text, whose beginning may be in a cache. Returns the cache."""
+        known = {"past_key_values": cache} if cache is not None else self.images(len(text))
+        made = self.model.generate(
+            self.ids(text),
+            **known,
+            max_new_tokens=number,
+            min_new_tokens=number,
+            do_sample=False,
+            return_dict_in_generate=True,
+            disable_compile=True,  # a static cache would start the compiler on a GPU
+        )
+        return made.past_key_values
+
+    def static(self, cache: Any, room: int) -> Any:
+        """A copy of a cache, with the text's keys and values in tensors that are not copied at every step."""
+        text = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        static = StaticCache(config=self.model.config.get_text_config(), max_cache_len=text.get_seq_length() + room)
+        for index, layer in enumerate(text.layers):
+            static.update(layer.keys, layer.values, index)
+        if text is cache:
+            return static
+        whole = copy.deepcopy(cache)
+        whole.self_attention_cache = static
+        return whole
 
 
-def tokens(number: int) -> dict[str, Any]:
-    return {"max_new_tokens": number, "min_new_tokens": number, "do_sample": False}
+def sides(ours: Any, peers: dict[str, Any], number: int) -> dict[str, Side]:
+    """All sides with the same images."""
+    width = ours.config.vision_config.hidden_size
+    features = torch.randn(1, number, 577, width, device=DEVICE, dtype=torch.bfloat16)
+    return {"ours": Side(ours, features), **{name: Side(peers[name], features, TOKENS[name]) for name in peers}}
+
+
+def random_text(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 1000, (rows, length), device=DEVICE)
 
 
 def key_value_bytes(cache: Cache | EncoderDecoderCache) -> int:
@@ -174,134 +103,117 @@ def key_value_bytes(cache: Cache | EncoderDecoderCache) -> int:
     return sum(states.nbytes for half in halves for layer in half.layers for states in (layer.keys, layer.values))
 
 
-def check(sides: Sides) -> None:
-    """Both decoders are the same without an image; with one, both see it, also from a cache."""
-    ours, theirs = sides.ours(sides.text).logits, sides.theirs(sides.text).logits
-    assert torch.equal(ours, theirs), (ours - theirs).abs().max()
-    ours_seeing = sides.ours(sides.text, vision_features=sides.features).logits
-    theirs_seeing = sides.theirs(
-        sides.with_image(sides.text), pixel_values=sides.their_images(), logits_to_keep=TEXT
-    ).logits
-    image = sides.ours.encode_images(vision_features=sides.features)
-    prefix = sides.theirs(sides.image_ids, pixel_values=sides.their_images(), logits_to_keep=1).past_key_values
-    ours_cached = sides.ours(sides.text, past_key_values=image).logits
-    theirs_cached = sides.theirs(sides.text, past_key_values=prefix).logits
-    for name, without, seeing, cached in (
-        ("ours", ours, ours_seeing, ours_cached),
-        ("theirs", theirs, theirs_seeing, theirs_cached),
-    ):
-        changed, rounding = ((each - seeing)[:, -1].float().norm() for each in (without, cached))
-        assert seeing.isfinite().all(), name
-        assert changed > 0.01 and rounding < changed / 2, (name, changed, rounding)
+def check(ours: Any, peers: dict[str, Any]) -> None:
+    """All decoders are the same without an image. With one, all see it, also from a copied and from a static cache."""
+    text, more = random_text(1, TEXT), random_text(1, QUESTION)
+    whole = torch.cat([text, more], dim=1)
+    blind = ours(whole).logits
+    for name, side in sides(ours, peers, 1).items():
+        assert torch.equal(side.model(whole).logits, blind), name
+        seeing = side.model(side.ids(whole), **side.images()).logits[:, -1].float()
+        changed = (blind[:, -1] - seeing).norm()
+        assert seeing.isfinite().all() and changed > 0.01, (name, changed)
+        kept = side.read(text)
+        for cache in (copy.deepcopy(kept), side.static(kept, QUESTION)):
+            rounding = (side.model(more, past_key_values=cache).logits[:, -1] - seeing).norm()
+            assert rounding < changed / 2, (name, type(cache), changed, rounding)
 
 
-def static_copy(model: PreTrainedModel, cache: DynamicCache, room: int) -> StaticCache:
-    """The same keys and values in a cache that is not copied at every step."""
-    static = StaticCache(config=model.config.get_text_config(), max_cache_len=cache.get_seq_length() + room)
-    for index, layer in enumerate(cache.layers):
-        static.update(layer.keys, layer.values, index)
-    return static
-
-
-def images(ours: Any, theirs: Any, number: int, repeats: int, tower: float) -> dict[str, dict]:
+def images(ours: Any, peers: dict[str, Any], number: int, repeats: int, tower: float) -> dict[str, dict]:
     """First token, decode step and cache bytes with a number of images in front of the text."""
-    sides = Sides(ours, theirs, number)
-    kept: dict[str, Any] = {}
+    each = sides(ours, peers, number)
+    text, kept = random_text(1, TEXT), {}
 
-    def keep(name: str, run: Callable[[], Any]) -> None:
-        kept[name] = run().past_key_values
+    def keep(name: str) -> None:
+        kept[name] = each[name].generate(text, 1)
 
-    first = seconds({name: lambda n=name, r=run: keep(n, r) for name, run in sides.first_token().items()}, repeats)
+    first = seconds({name: lambda n=name: keep(n) for name in each}, repeats)
     sizes = {name: key_value_bytes(cache) for name, cache in kept.items()}
     rounds = 3 * repeats
-    kept["theirs, static"] = static_copy(theirs, kept["theirs"], STEPS * (rounds + 1))
-    token = sides.text[:, :1]
+    caches = {(name, "dynamic"): cache for name, cache in kept.items()}
+    caches |= {(name, "static"): each[name].static(cache, STEPS * (rounds + 1)) for name, cache in kept.items()}
 
-    def steps(name: str) -> None:
-        model = ours if name == "ours" else theirs
+    def steps(key: tuple[str, str]) -> None:
         for _ in range(STEPS):
-            model(input_ids=token, past_key_values=kept[name])
+            each[key[0]].model(input_ids=text[:, :1], past_key_values=caches[key])
 
-    decode = {name: time / STEPS for name, time in seconds({n: lambda n=n: steps(n) for n in kept}, rounds).items()}
+    times = seconds({key: lambda k=key: steps(k) for key in caches}, rounds)
+    decode = {kind: {name: times[name, kind] / STEPS for name in each} for kind in ("dynamic", "static")}
     at = f"{number} image(s): "
-    with_tower = {name: time + number * tower for name, time in first.items()}
     return {
         f"{at}first token": row(first, "ms", 1e3),
-        f"{at}first token, with the tower": row(with_tower, "ms", 1e3),
-        f"{at}decode step": row(decode, "ms", 1e3),
-        f"{at}decode step, their static cache": row(decode, "ms", 1e3, "theirs, static"),
+        f"{at}first token, with the tower": row({name: t + number * tower for name, t in first.items()}, "ms", 1e3),
+        f"{at}decode step": row(decode["dynamic"], "ms", 1e3),
+        f"{at}decode step, static caches": row(decode["static"], "ms", 1e3),
         f"{at}cache": row(sizes, "MB", 1e-6),
     }
 
 
-def questions(ours: Any, theirs: Any, repeats: int) -> dict[str, dict]:
-    """Questions about one image: 32 in a batch, the image read once; and one more, alone, after the image is known."""
-    sides = Sides(ours, theirs, 1)
-    asked = torch.randint(3, 1000, (QUESTIONS, QUESTION), device=DEVICE)
+def questions(ours: Any, peers: dict[str, Any], repeats: int) -> dict[str, dict]:
+    """Questions about one image. What all have in common, image and system prompt, is read once and copied for each
+    question; or each question brings it again.
+    """
+    each = sides(ours, peers, 1)
+    system = random_text(1, TEXT)
+    asked = torch.cat([system.expand(QUESTIONS, -1), random_text(QUESTIONS, QUESTION)], dim=1)
+    prefixes = {name: side.read(system) for name, side in each.items()}
+    static = {name: side.static(prefixes[name], QUESTION + ANSWER) for name, side in each.items()}
     kept: dict[str, Any] = {}
 
-    def read() -> DynamicCache:
-        """Their keys and values of the image's part of the prompt."""
-        return theirs(sides.image_ids, pixel_values=sides.their_images(), logits_to_keep=1).past_key_values
+    def in_batch(name: str) -> None:
+        cache = copy.deepcopy(prefixes[name])
+        cache.batch_repeat_interleave(QUESTIONS)
+        kept[name] = each[name].generate(asked, ANSWER, cache)
 
-    def answer(model: Any, ids: torch.Tensor, **inputs) -> Any:
-        return model.generate(ids, return_dict_in_generate=True, **inputs, **tokens(ANSWER))
+    def one(name: str, cache: Any = None) -> None:
+        each[name].generate(asked[:1], ANSWER, copy.deepcopy(cache))
 
-    def ours_in_batch() -> None:
-        image = ours.encode_images(vision_features=sides.features)
-        kept["ours"] = answer(ours, asked, past_key_values=image).past_key_values
+    def timed(run: Callable[[str], Any], rounds: int = repeats) -> dict[str, float]:
+        return seconds({name: lambda n=name: run(n) for name in each}, rounds)
 
-    def theirs_in_batch() -> None:
-        prefix = read()
-        prefix.batch_repeat_interleave(QUESTIONS)
-        kept["theirs"] = answer(theirs, sides.with_image(asked), past_key_values=prefix).past_key_values
-
-    def theirs_again(ids: torch.Tensor) -> None:
-        answer(theirs, sides.with_image(ids), pixel_values=sides.their_images(len(ids)))
-
-    batch = seconds({"ours": ours_in_batch, "theirs": theirs_in_batch}, repeats)
-    quarter = seconds({"again": lambda: theirs_again(asked[:AT_ONCE])}, max(1, repeats // 3))
-    batch["theirs, again"] = quarter["again"] * QUESTIONS / AT_ONCE
-    image, prefix = ours.encode_images(vision_features=sides.features), read()
-    one = asked[:1]
-    alone = seconds(
-        {
-            "ours": lambda: answer(ours, one, past_key_values=image),
-            "theirs": lambda: answer(theirs, sides.with_image(one), past_key_values=copy.deepcopy(prefix)),
-            "theirs, again": lambda: theirs_again(one),
-        },
-        repeats,
-    )
+    again = timed(lambda name: each[name].generate(asked[:AT_ONCE], ANSWER), max(1, repeats // 3))
+    rows = {
+        "image and system prompt, read once": row(timed(lambda name: each[name].read(system)), "ms", 1e3),
+        "32 questions in a batch, prefix kept": row(timed(in_batch), "ms", 1e3),
+        "32 questions, nothing kept": row({n: t * QUESTIONS / AT_ONCE for n, t in again.items()}, "ms", 1e3),
+        "one question, prefix kept": row(timed(lambda name: one(name, prefixes[name])), "ms", 1e3),
+        "one question, prefix kept, static caches": row(timed(lambda name: one(name, static[name])), "ms", 1e3),
+        "one question, nothing kept": row(timed(one), "ms", 1e3),
+    }
     sizes = {name: key_value_bytes(cache) for name, cache in kept.items()}
-    return {
-        "32 questions in a batch, their prefix reused": row(batch, "ms", 1e3),
-        "32 questions, their prompt read for each": row(batch, "ms", 1e3, "theirs, again"),
-        "32 questions in a batch, cache": row(sizes, "MB", 1e-6),
-        "one more question, their prefix copied": row(alone, "ms", 1e3),
-        "one more question, their prompt read again": row(alone, "ms", 1e3, "theirs, again"),
-    }
+    return {**rows, "32 questions in a batch, cache": row(sizes, "MB", 1e-6)}
 
 
-def row(values: dict[str, float], unit: str, scale: float, theirs: str = "theirs") -> dict[str, Any]:
-    return {
-        "ours": values["ours"] * scale,
-        "theirs": values[theirs] * scale,
-        "unit": unit,
-        "theirs / ours": values[theirs] / values["ours"],
-    }
+def row(values: dict[str, float], unit: str, scale: float) -> dict[str, Any]:
+    return {"unit": unit, **{name: value * scale for name, value in values.items()}}
 
 
-def price(ours: Any, theirs: Any) -> dict[str, float]:
-    """Million parameters. The connector has the projector's sizes; the blocks come on top."""
+def price(ours: Any, peers: dict[str, Any]) -> dict[str, float]:
+    """Million parameters. The connector has the sizes of Llava's projector; the blocks come on top."""
 
     def million(module: nn.Module) -> float:
         return sum(weight.numel() for weight in module.parameters()) / 1e6
 
+    llava = peers["Llava"]
     return {
-        "decoder": million(theirs.model.language_model) + million(theirs.lm_head),
-        "projector, both sides": million(theirs.model.multi_modal_projector),
-        "blocks, ours alone": sum(million(block) for block in ours.model.blocks),
+        "decoder": million(llava.model.language_model) + million(llava.lm_head),
+        "connector, ours": million(ours.model.connector),
+        "blocks, ours": sum(million(block) for block in ours.model.blocks),
+        **{f"projector, {name}": million(peer.model.multi_modal_projector) for name, peer in peers.items()},
     }
+
+
+def tower_seconds(ours: Any, repeats: int) -> float:
+    """The tower's time for an image."""
+    pixels = torch.randn(1, 3, 336, 336, device=DEVICE, dtype=torch.bfloat16)
+    return seconds({"tower": lambda: ours.model.vision_tower(pixels)}, repeats)["tower"]
+
+
+def markdown_line(name: str, figure: dict[str, Any]) -> str:
+    sizes = [f"{figure[side]:.1f} {figure['unit']}" for side in ("ours", *TOKENS)]
+    ratios = [f"{figure[peer] / figure['ours']:.2f}" for peer in TOKENS]
+    marked = [f"**{ratio}**" if float(ratio) < 1 else ratio for ratio in ratios]
+    return f"| {' | '.join([name, *sizes, *marked])} |"
 
 
 @torch.no_grad()
@@ -313,31 +225,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, after one that is not (default: 5)")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
-    ours, theirs = both(arguments.hidden)
-    check(Sides(ours, theirs, 1))
-    parameters = price(ours, theirs)
+    ours, peers = build(arguments.hidden)
+    check(ours, peers)
+    parameters = price(ours, peers)
     for name, number in parameters.items():
         print(f"parameters, million: {name:<24} {number:8.1f}", flush=True)
-    pixels = torch.randn(1, 3, 336, 336, device=DEVICE, dtype=torch.bfloat16)
-    tower = seconds({"tower": lambda: ours.model.vision_tower(pixels)}, arguments.repeats)["tower"]
-    print(
-        f"tower, an image: {tower * 1e3:.0f} ms\n\n{'| figure':<54} | ours | theirs | theirs / ours "
-        "|\n|---|---|---|---|"
-    )
+    tower = tower_seconds(ours, arguments.repeats)
+    print(f"tower, an image: {tower * 1e3:.0f} ms\n")
+    print(f"| | ours | {' | '.join(TOKENS)} | {' | '.join(f'{name} / ours' for name in TOKENS)} |")
+    print(f"|---{'|---' * (1 + 2 * len(TOKENS))}|", flush=True)
     figures: dict[str, dict] = {}
 
     def report(made: dict[str, dict]) -> None:
         figures.update(made)
-        for name, each in made.items():
-            sizes = f"{each['ours']:.1f} {each['unit']} | {each['theirs']:.1f} {each['unit']}"
-            print(f"| {name:<52} | {sizes} | {each['theirs / ours']:.2f} |", flush=True)
+        for name, figure in made.items():
+            print(markdown_line(name, figure), flush=True)
 
     for number in arguments.images:
-        report(images(ours, theirs, number, arguments.repeats, tower))
+        report(images(ours, peers, number, arguments.repeats, tower))
     if arguments.questions:
-        report(questions(ours, theirs, arguments.repeats))
+        report(questions(ours, peers, arguments.repeats))
+    made = {"machine": machine(), "million parameters": parameters, "tower, seconds": tower, "figures": figures}
     if arguments.output:
-        made = {"machine": machine(), "million parameters": parameters, "tower, seconds": tower, "figures": figures}
         arguments.output.write_text(json.dumps(made, indent=2) + "\n")
     print(json.dumps(machine()))
 

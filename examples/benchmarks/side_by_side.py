@@ -162,35 +162,31 @@ def measure(repeats: int, sections: list[str], images: list[int]) -> dict[str, A
 
 
 def image_tokens(repeats: int, numbers: list[int]) -> Iterator[Line]:
-    """Lines against image tokens in the prompt: transformers' Llava with the same decoder and features."""
+    """Lines against image tokens in the prompt: transformers' Llava and InternVL with the same decoder and features."""
     import against_llava
     import torch
 
     if not numbers:
         return
     with torch.no_grad():
-        ours, theirs = against_llava.both(1024)
-        against_llava.check(against_llava.Sides(ours, theirs, 1))
-        pixels = torch.randn(1, 3, 336, 336, device=against_llava.DEVICE, dtype=torch.bfloat16)
-        run = {"tower": lambda: ours.model.vision_tower(pixels)}
-        tower = against_llava.seconds(run, max(1, repeats // 3))["tower"]
+        ours, peers = against_llava.build(1024)
+        against_llava.check(ours, peers)
+        tower = against_llava.tower_seconds(ours, max(1, repeats // 3))
         for number in numbers:
-            figures = against_llava.images(ours, theirs, number, max(1, repeats // 5), tower)
+            figures = against_llava.images(ours, peers, number, max(1, repeats // 5), tower)
             images = f"{number} image{'s' * (number > 1)}"
             shape = f"{images} of 576 tokens, hidden 1024, 16 layers and 4 blocks"
-            at = f"{number} image(s): "
             for name, label in (
                 ("first token", f"first token from features, {shape}"),
                 ("first token, with the tower", f"first token from pixels (CLIP ViT-L/14-336), {images}"),
                 ("decode step", f"decode step behind {images}"),
+                ("decode step, static caches", f"decode step behind {images}, static caches"),
                 ("cache", f"bytes of the cache, {images}"),
             ):
-                figure = figures[at + name]
-                scale = {"ms": 1e-3, "MB": 1e6}[figure["unit"]]
-                peers = {"Llava": figure["theirs"] * scale}
-                if name == "decode step":
-                    peers["Llava, static cache"] = figures[f"{at}decode step, their static cache"]["theirs"] * scale
-                yield Line(label, figure["ours"] * scale, peers, "B" if figure["unit"] == "MB" else "s")
+                figure = figures[f"{number} image(s): {name}"]
+                unit, scale = {"ms": ("s", 1e-3), "MB": ("B", 1e6)}[figure["unit"]]
+                values = {side: figure[side] * scale for side in ("ours", *peers)}
+                yield Line(label, values.pop("ours"), values, unit)
 
 
 def amount(value: float, unit: str) -> str:

@@ -50,8 +50,9 @@ if __name__ == "__main__":
         if len(sys.argv) == 3:
             main(sys.argv[1], Image.open(sys.argv[2]).convert("RGB"), file)
         else:
-            from tiny_chat import make_chat_model
+            from tiny_chat import RANDOM_WEIGHTS, make_chat_model
             from tiny_checkpoints import make_picture
 
             make_chat_model(Path(folder))
+            print(RANDOM_WEIGHTS)
             main(str(Path(folder) / "model"), make_picture(), file)

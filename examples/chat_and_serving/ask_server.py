@@ -53,13 +53,14 @@ if __name__ == "__main__":
     if len(sys.argv) == 3:
         main(sys.argv[1], Path(sys.argv[2]))
     else:
-        from tiny_chat import make_chat_model
+        from tiny_chat import RANDOM_WEIGHTS, make_chat_model
         from tiny_checkpoints import make_picture
 
         with tempfile.TemporaryDirectory() as folder:
             make_chat_model(Path(folder))
             make_picture().save(Path(folder) / "picture.png")
             server, address = start_server(str(Path(folder) / "model"))
+            print(RANDOM_WEIGHTS)
             try:
                 main(address, Path(folder) / "picture.png")
             finally:

@@ -30,9 +30,10 @@ if __name__ == "__main__":
     if len(sys.argv) == 4:
         main(sys.argv[1], Image.open(sys.argv[2]).convert("RGB"), sys.argv[3])
     else:
-        from tiny_chat import make_chat_model
+        from tiny_chat import RANDOM_WEIGHTS, make_chat_model
         from tiny_checkpoints import make_picture
 
         with tempfile.TemporaryDirectory() as folder:
             make_chat_model(Path(folder))
+            print(RANDOM_WEIGHTS)
             main(str(Path(folder) / "model"), make_picture(), "what is in the picture ?")

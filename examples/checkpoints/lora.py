@@ -1,6 +1,7 @@
 """Trains a LoRA adapter on a retrofitted model, with PEFT: on the text model, beside blocks that train whole. Then
 merges it.
 
+pip install "peft>=0.20"
 python examples/checkpoints/lora.py
 
 `lora_targets` names exact modules. With `target_modules=["q_proj"]`, PEFT would also adapt the vision tower, whose
@@ -11,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, added_modules, lora_targets
@@ -20,6 +20,11 @@ from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, added_mod
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny_chat import caption_rows, captions_right, make_chat_model
 
+
+try:
+    from peft import LoraConfig, PeftModel, get_peft_model
+except ImportError as error:
+    sys.exit(f'This example needs PEFT: pip install "peft>=0.20" ({error})')
 
 QUESTION = "what is in the picture ?"
 

@@ -1,5 +1,6 @@
 """Puts blocks into a text model in 4 bit, trains them, and saves the whole.
 
+pip install bitsandbytes
 python examples/checkpoints/quantized_base.py
 
 bitsandbytes quantizes the text model. Blocks, connector and vision tower stay in high precision by themselves. torchao
@@ -19,6 +20,11 @@ from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, freeze_ba
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny_chat import caption_rows, captions_right, make_chat_model
 
+
+try:
+    import bitsandbytes  # noqa: F401 (transformers imports it later)
+except ImportError as error:
+    sys.exit(f"This example needs bitsandbytes: pip install bitsandbytes ({error})")
 
 QUESTION = "what is in the picture ?"
 

@@ -35,7 +35,6 @@ def write_folder(
         new (`float`): share of the questions in phrasings that training never holds.
     """
     rng = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
     rows, kinds = [], []
     for index in range(count):
         picture, things = place_things(pictures, rng, size)
@@ -69,7 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--labels", nargs="+", help="only these labels")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    source = read_source(options.source, options.labels)
+    try:
+        source = read_source(options.source, options.labels)
+        for name in ("train", "held_out"):
+            (options.output / name).mkdir(parents=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     for name, pictures, count, new in (
         ("train", source.train, options.pictures, 0.0),
         ("held_out", source.held_out, options.held_out, 0.5),

@@ -59,6 +59,8 @@ class Thing(NamedTuple):
 
 def read_source(folder: Path, chosen: list[str] | None = None) -> Source:
     """Reads the pictures of some labels, or of all."""
+    if not folder.is_dir():
+        raise ValueError(f"Expected a folder of labelled pictures, got {folder}, which is not a folder.")
     if (folder / FILES[0].format("train")).is_file():
         source = Source(list(GARMENTS), _read_idx(folder, "train"), _read_idx(folder, "t10k"))
     else:

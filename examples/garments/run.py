@@ -89,6 +89,7 @@ def main() -> None:
     sys.path.insert(0, str(HERE.parent))
     from tiny_checkpoints import make_text_checkpoint
 
+    print("This run has a text model with random weights and a few steps of training: its scores mean nothing.")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(

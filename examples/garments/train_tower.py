@@ -87,7 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=32, help="height of a picture, as for make_rows.py (default: 32)")
     parser.add_argument("--labels", nargs="+", help="only these labels")
     options = parser.parse_args(arguments)
-    source = read_source(options.source, options.labels)
+    try:
+        source = read_source(options.source, options.labels)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     torch.manual_seed(0)
     hidden_sizes = [options.hidden_size // 2, options.hidden_size]
     # Strides of the stem and of the second stage: a patch is 8 pixels high and wide.

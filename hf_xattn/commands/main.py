@@ -41,7 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         `int`: the exit status: the command's own, 0 by default, or 2 after an error, whose message goes to stderr.
     """
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = retrofit.only_in_python(unknown) if arguments.command == "retrofit" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if arguments.command is None:
         parser.print_help()
         return 0

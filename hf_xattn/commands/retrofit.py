@@ -16,8 +16,8 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--vision", metavar="V", help="vision model: a folder or a Hub id")
     add_number(parser, "--every", 4, "put a block in front of every N-th layer")
     parser.add_argument(
-        "--cross-attention-layers",
         "--layers",
+        "--cross-attention-layers",
         dest="layers",
         type=_integers,
         metavar="I,J,...",
@@ -77,6 +77,33 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"Next, to see: hf-xattn retrofit {shlex.quote(arguments.text)} --vision V --output DIR")
     else:
         print(f"Next: hf-xattn train {shlex.quote(str(output))} --data PICTURES --output TRAINED")
+
+
+def only_in_python(words: list[str]) -> str:
+    """For unknown words of the command line: how Python is given the first of them that it knows, or nothing."""
+    import inspect
+
+    from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig
+    from ..retrofit import retrofit
+
+    parameters = inspect.signature(retrofit).parameters
+    for word in words:
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if not word.startswith("--"):
+            continue
+        if name in parameters:
+            call = f"{name}=..."
+        elif name in CrossAttentionConfig.__annotations__:
+            call = f'cross_attention={{"{name}": ...}}'
+        elif name in PerceiverConfig.__annotations__:
+            call = f'perceiver_config={{"{name}": ...}}'
+        else:
+            continue
+        return (
+            f". `{name}` is for Python: hf_xattn.retrofit(TEXT, V, {call}). The guide examples/blocks/README.md shows "
+            "it, and how the result is saved for `hf-xattn train`."
+        )
+    return ""
 
 
 def _integers(text: str) -> list[int]:

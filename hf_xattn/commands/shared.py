@@ -96,7 +96,7 @@ def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
 
 def add_images(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--image", action="append", type=Path, metavar="FILE", help="an image; repeat the option for several images"
+        "--image", action="append", metavar="FILE", help="an image; repeat the option for several images"
     )
 
 
@@ -110,10 +110,11 @@ def add_model(parser: argparse.ArgumentParser, device: str = "auto") -> None:
 
 def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForConditionalGeneration, Any, list[Image]]:
     """Loads a model, its processor, or its tokenizer if it has no processor, and the images of `--image`."""
-    files: list[Path] = arguments.image or []
+    files: list[str] = arguments.image or []
     for file in files:
-        if not file.is_file():
-            raise ValueError(f"Expected `--image` to be a file, got {file}, which is none.")
+        if not Path(file).is_file():
+            kind = "a web address. Download it first" if "://" in file else "which is not a file"
+            raise ValueError(f"Expected `--image` to be a file, got {file}, {kind}.")
     device = device_of(arguments.device)
     from transformers import AutoModelForImageTextToText
 
@@ -123,7 +124,7 @@ def load_model_and_images(arguments: argparse.Namespace) -> tuple[XAttnForCondit
     hub = hub_options(arguments)
     check_model(arguments.model, **hub)
     processor = load_processor(arguments.model, **hub)
-    images = [read_image(file, "--image") for file in files]
+    images = [read_image(Path(file), "--image") for file in files]
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=arguments.dtype, **hub)
     model = model.to(device).eval()
     if (why := blindness(model)) is not None:

@@ -31,7 +31,15 @@ from .language_scores import (
 )
 from .language_training import Recipe, block_layers, start_connector, train, training_dtype
 from .questions import KINDS, PHRASINGS, TRAINING_PROMPTS, Question
-from .report import draw_questions, example_images, prepared, print_table, save_examples, say
+from .report import (
+    draw_questions,
+    example_images,
+    prepared,
+    print_table,
+    save_examples,
+    say,
+    undo_prepared,
+)
 
 
 IMAGE_TOKEN = "<image>"
@@ -63,10 +71,15 @@ def run_language(
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     start = time.perf_counter()
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
+    existed = Path(output).exists()
     output = prepared(Path(output))
     set_seed(seed)
     say(f"1/5 The language model: {source}")
-    text = language_model(source, output)
+    try:
+        text = language_model(source, output)
+    except Exception:
+        undo_prepared(output, existed)
+        raise
     say("2/5 A small vision tower")
     with one_thread():
         make_vision_checkpoint(output / "vision", pools[0], steps=30 if quick else 1000, seed=seed, where=True)

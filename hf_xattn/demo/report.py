@@ -42,6 +42,14 @@ def prepared(output: Path) -> Path:
     return output
 
 
+def undo_prepared(output: Path, existed: bool) -> None:
+    """Removes the folder that [`prepared`] made, or its mark where the folder was there before, if nothing followed."""
+    if [path.name for path in output.iterdir()] == [MARK]:
+        (output / MARK).unlink()
+        if not existed:
+            output.rmdir()
+
+
 def save_examples(output: Path, canvases: list[Canvas]) -> None:
     """Saves canvases in place of those of an earlier run."""
     folder = output / "examples"

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS, PARTS, part_of
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
+from ..utils.keywords import refuse_unknown
 from ..utils.quantized_weights import is_packed, is_quantized, plain_tensors, shape_before, untrainable
 
 
@@ -34,6 +35,7 @@ def freeze(
     connector: bool = False,
     blocks: bool = False,
     names: Mapping[str, bool] | None = None,
+    **unknown: Any,
 ) -> Any:
     """Freezes the parts that are True, and lets the others train. What an earlier call has set does not matter.
 
@@ -53,10 +55,11 @@ def freeze(
         The model.
 
     Raises:
-        TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type.
+        TypeError: for a model without blocks, or a wrapper around one; for an argument of a wrong type or name.
         ValueError: for quantized weights that shall train, a pattern that no name matches, or PEFT's adapters. The
             model is not changed then.
     """
+    refuse_unknown(freeze, unknown, frozenset())
     chosen = choose(model, text=text, vision=vision, connector=connector, blocks=blocks, names=names)
     apply_choice(model, chosen)
     return model

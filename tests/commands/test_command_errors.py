@@ -119,6 +119,25 @@ def test_a_damaged_tokenizer(saved, tmp_path, capsys):
     assert f"The processor of {tmp_path / 'model'} is damaged" in message
 
 
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (["--qk-norm"], '`qk_norm` is for Python: hf_xattn.retrofit(TEXT, V, cross_attention={"qk_norm": ...})'),
+        (["--gate=none"], 'cross_attention={"gate": ...}'),
+        (["--connector-type", "linear"], "hf_xattn.retrofit(TEXT, V, connector_type=...)"),
+        (["--num-latents", "8"], 'perceiver_config={"num_latents": ...}'),
+        (["--nothing"], None),
+    ],
+)
+def test_options_of_python_alone(capsys, words, call):
+    """An option of the guide for Python, which the command answers with "unrecognized" and no way to it."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["retrofit", "text", "--output", "out", *words])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"unrecognized arguments: {' '.join(words)}" in error
+    assert ("examples/blocks/README.md" in error) == (call is not None) and (call or "") in error
+
+
 def test_a_bug_keeps_its_traceback(saved, monkeypatch):
     """An error of this package's own code, cut down to `'NoneType' object is not subscriptable`."""
     for bug in (lambda *_: len(None), lambda *_: int("a"), lambda *_: {}["a"], lambda *_: 1 / 0):

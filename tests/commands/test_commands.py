@@ -255,6 +255,8 @@ def test_errors_are_one_line(saved, capsys, tmp_path):
         (["inspect"], "a model (DIR) or --architectures"),
         (["inspect", text, "--architectures"], "a model (DIR) or --architectures"),
         (["generate", model, "--prompt", "a", "--image", tmp_path / "no.png"], "no.png"),
+        (["generate", model, "--prompt", "a", "--image", "https://a.org/no.png"], "got https://a.org/no.png, a web"),
+        (["chat", model, "--image", "https://a.org/no.png"], "got https://a.org/no.png, a web"),
         (["generate", text, "--prompt", "a"], "hf-xattn retrofit"),
         (["generate", model, "--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
         (["generate", model, "--prompt", "a", "--num-beams", "0"], "`--num-beams` must be at least 1, got 0"),

@@ -490,10 +490,14 @@ def test_a_batch_in_parts_is_the_batch(parts):
 
 
 def test_the_command(source, tmp_path, capsys):
-    """`--steps` that does nothing without a language model; a source that fails after the tower was trained."""
+    """`--steps` that does nothing without a language model; a source that fails after the tower was trained, or
+    leaves an empty folder behind.
+    """
     assert main(["demo", "--steps", "3", "--output", str(tmp_path / "a")]) != 0
     assert "--language-model" in capsys.readouterr().err
     missing = str(tmp_path / "missing.gguf")
     assert main(["demo", "--language-model", missing, "--output", str(tmp_path / "b")]) != 0
-    assert missing in capsys.readouterr().err
-    assert not (tmp_path / "b" / "vision").exists()
+    assert missing in capsys.readouterr().err and not (tmp_path / "b").exists()
+    (tmp_path / "c").mkdir()  # a folder of the user's
+    assert main(["demo", "--language-model", missing, "--output", str(tmp_path / "c")]) != 0
+    assert (tmp_path / "c").is_dir() and not any((tmp_path / "c").iterdir())

@@ -6,6 +6,7 @@ import json
 import make_rows
 import numpy as np
 import pytest
+import train_tower
 from pictures import GARMENTS, patch_labels, place_things, read_source
 from PIL import Image
 from questions import PHRASINGS, TEXT, ask
@@ -43,6 +44,22 @@ def test_held_out_pictures_and_phrasings_are_not_trained_on(folder, tmp_path):
     assert set(phrasings["train"]) == {"known"} and set(phrasings["held_out"]) == {"known", "new"}
     for known, new in PHRASINGS.values():
         assert not set(known) & set(new)
+
+
+def test_folders_that_do_not_suit(folder, tmp_path, capsys):
+    """A traceback for a folder that is missing, or has no labels; rows that are mixed with those of an earlier run."""
+    (tmp_path / "rows" / "train").mkdir(parents=True)
+    for source, output, message in (
+        (tmp_path / "no", tmp_path / "out", "no, which is not a folder."),
+        (tmp_path / "rows", tmp_path / "out", "two pictures or more"),
+        (folder, tmp_path / "rows", "File exists"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            make_rows.main([str(source), str(output)])
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_tower.main([str(tmp_path / "no"), str(tmp_path / "out")])
+    assert "no, which is not a folder." in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_rows_are_what_the_pictures_show(folder, tmp_path):

@@ -1,5 +1,6 @@
 """Every example runs, as it stands."""
 
+import os
 import subprocess
 import sys
 
@@ -11,21 +12,32 @@ from hf_xattn.utils.transformers_api import has, needs
 
 EXPECTED = {
     "blocks/retrofit_text_model": ["bit-identical to the base: True", "parameters train"],
-    "chat_and_serving/load_and_generate": ["one image: ", "two images: ", "no image: "],
+    "chat_and_serving/load_and_generate": ["its words mean nothing", "one image: ", "two images: ", "no image: "],
     "import_export/import_checkpoint": ["largest difference of a logit: ", "written back, bit for bit: True"],
     "benchmarks/capacity": ["| Llama-3.2-1B"],
     "benchmarks/against_llava --hidden 64 --images 1 --questions --repeats 1": [
-        "1 image(s): first token",
-        "32 questions",
+        "| InternVL / ours |",
+        "1 image(s): decode step, static caches",
+        "one question, prefix kept, static caches",
     ],
     "benchmarks/bench --quick": ["decode attention, 4 beam(s)", "growth of a decode step"],
     "benchmarks/decode_attention --tokens 100 --repeats 1": ["read bandwidth", "| float16 | 100 | 32 | 1 |"],
     "benchmarks/side_by_side --only attention --repeats 1 --images": ["the same, 4 beams, N 1601", "| times better |"],
     "benchmarks/int8_images --quick --repeats 1": ["| bfloat16 | 1 | 1601 | 0.516 |", "| float32 | 1601 | 0.258 |"],
-    "chat_and_serving/chat_about_two_images": ["first answer: ", "pictures encoded: 2, taken from the store: 2"],
-    "chat_and_serving/ask_server": ["answer: ", "streamed: "],
+    "chat_and_serving/chat_about_two_images": [
+        "its words mean nothing",
+        "first answer: ",
+        "pictures encoded: 2, taken from the store: 2",
+    ],
+    "chat_and_serving/ask_server": ["its words mean nothing", "answer: ", "streamed: "],
     "training/train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
-    "garments/run": ["questions about 24 pictures", "saved to ", "| caption, ", "as the base answers them: 1 of 1"],
+    "garments/run": [
+        "its scores mean nothing",
+        "questions about 24 pictures",
+        "saved to ",
+        "| caption, ",
+        "as the base answers them: 1 of 1",
+    ],
     "training/caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
     "checkpoints/adapter_only": [
         "shapes: ['circle', 'square', 'circle', 'square']",
@@ -43,6 +55,7 @@ EXPECTED = {
     "training/fine_tune_with_trl": ["loss falls: True", "captions right: 4 of 4"],
     "blocks/time_series": ["frequencies right: ", "learnt: True"],
     "caches/encode_once_ask_many": [
+        "its words mean nothing",
         "K/V projections: 2 for 2 blocks and 4 questions",
         "the same answers from the file: True",
     ],
@@ -71,3 +84,27 @@ def test_example(example):
     assert output.returncode == 0, output.stderr
     for line in EXPECTED[example]:
         assert line in output.stdout
+
+
+@pytest.mark.parametrize(
+    ("example", "package", "line"),
+    [
+        ("checkpoints/lora", "peft", 'pip install "peft>=0.20"'),
+        ("checkpoints/quantized_base", "bitsandbytes", "pip install bitsandbytes"),
+        ("training/fine_tune_with_trl", "trl", 'pip install "trl>=1.16"'),
+    ],
+)
+def test_what_an_example_needs(example, package, line, tmp_path):
+    """A traceback where a package is not installed; a line for pip that the guide does not have."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    output = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{example}.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert output.returncode == 1 and line in output.stderr and "Traceback" not in output.stderr
+    if package != "trl":  # an extra of this package
+        assert line in (EXAMPLES / "checkpoints" / "README.md").read_text()

@@ -44,6 +44,15 @@ def test_names():
     assert learning(tied) == before
 
 
+def test_a_part_that_is_misspelt():
+    """Python's error, which some versions of Python end without the name that is meant."""
+    model = make_model()
+    before = learning(model)
+    with pytest.raises(TypeError, match=r"freeze\(\) got an unexpected keyword argument `txt`. Did you mean `text`\?"):
+        freeze(model, txt=True)
+    assert learning(model) == before
+
+
 def test_freeze_base_is_a_call_of_freeze():
     """Two rules of what `freeze_base` trains."""
     for vision in (True, False):
