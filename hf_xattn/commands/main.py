@@ -12,7 +12,7 @@ from .answer import register_chat, register_generate
 from .encode import register_encode
 from .examine import register_check, register_inspect
 from .importing import register_export, register_import
-from .retrofit import register_retrofit
+from .retrofit import only_in_python, register_retrofit
 from .servers import register_serve, register_web
 from .train import register_demo, register_train
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        hint = retrofit.only_in_python(unknown) if arguments.command == "retrofit" else ""
+        hint = only_in_python(unknown) if arguments.command == "retrofit" else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if arguments.command is None:
         parser.print_help()

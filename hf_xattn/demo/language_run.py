@@ -71,15 +71,9 @@ def run_language(
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     start = time.perf_counter()
     pools = DigitPool(held_out=False, seed=seed), DigitPool(held_out=True, seed=seed)
-    existed = Path(output).exists()
-    output = prepared(Path(output))
     set_seed(seed)
     say(f"1/5 The language model: {source}")
-    try:
-        text = language_model(source, output)
-    except Exception:
-        undo_prepared(output, existed)
-        raise
+    output, text = _prepared_with(source, Path(output))
     say("2/5 A small vision tower")
     with one_thread():
         make_vision_checkpoint(output / "vision", pools[0], steps=30 if quick else 1000, seed=seed, where=True)
@@ -130,6 +124,17 @@ def run_language(
     _write_cards(model, results, output)
     _print(results, output)
     return results
+
+
+def _prepared_with(source: str | Path, output: Path) -> tuple[Path, Path]:
+    """The demo's folder, and that of the language model. Where there is no such model, no empty folder is left."""
+    existed = output.exists()
+    output = prepared(output)
+    try:
+        return output, language_model(source, output)
+    except Exception:
+        undo_prepared(output, existed)
+        raise
 
 
 def _scores(
