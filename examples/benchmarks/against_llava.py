@@ -4,8 +4,8 @@ python examples/benchmarks/against_llava.py [--hidden SIZE] [--images N ...] [--
 
 The peers are LLaVA's way, 576 tokens an image, and InternVL's, which compresses them four to one
 (`image_token_peers.py`). The features of the images are given. The tower's time is a figure of its own: all sides need
-it. Text and image tokens are random; the speed does not depend on them. All sides run in bfloat16 with `sdpa`, with the
-same class of cache in a row, and in runs that take turns.
+it. Text and image tokens are random; the speed does not depend on them. All sides run in one dtype with `sdpa`, with
+the same class of cache in a row, and in runs that take turns. A CPU without bfloat16 arithmetic needs `--dtype float32`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Side:
 def sides(ours: Any, peers: dict[str, Any], number: int) -> dict[str, Side]:
     """All sides with the same images."""
     width = ours.config.vision_config.hidden_size
-    features = torch.randn(1, number, 577, width, device=DEVICE, dtype=torch.bfloat16)
+    features = torch.randn(1, number, 577, width, device=DEVICE, dtype=ours.model.vision_tower.dtype)
     return {"ours": Side(ours, features), **{name: Side(peers[name], features, TOKENS[name]) for name in peers}}
 
 
@@ -205,7 +205,7 @@ def price(ours: Any, peers: dict[str, Any]) -> dict[str, float]:
 
 def tower_seconds(ours: Any, repeats: int) -> float:
     """The tower's time for an image."""
-    pixels = torch.randn(1, 3, 336, 336, device=DEVICE, dtype=torch.bfloat16)
+    pixels = torch.randn(1, 3, 336, 336, device=DEVICE, dtype=ours.model.vision_tower.dtype)
     return seconds({"tower": lambda: ours.model.vision_tower(pixels)}, repeats)["tower"]
 
 
@@ -223,9 +223,10 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs="*", default=[1, 4, 16], help="images a prompt (default: 1 4 16)")
     parser.add_argument("--questions", action="store_true", help="also 32 questions about one image")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, after one that is not (default: 5)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
-    ours, peers = build(arguments.hidden)
+    ours, peers = build(arguments.hidden, getattr(torch, arguments.dtype))
     check(ours, peers)
     parameters = price(ours, peers)
     for name, number in parameters.items():
@@ -245,7 +246,13 @@ def main() -> None:
         report(images(ours, peers, number, arguments.repeats, tower))
     if arguments.questions:
         report(questions(ours, peers, arguments.repeats))
-    made = {"machine": machine(), "million parameters": parameters, "tower, seconds": tower, "figures": figures}
+    made = {
+        "machine": machine(),
+        "dtype": arguments.dtype,
+        "million parameters": parameters,
+        "tower, seconds": tower,
+        "figures": figures,
+    }
     if arguments.output:
         arguments.output.write_text(json.dumps(made, indent=2) + "\n")
     print(json.dumps(machine()))

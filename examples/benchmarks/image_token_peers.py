@@ -51,7 +51,7 @@ class GivenFeatures(nn.Module):
         return BaseModelOutputWithPooling(last_hidden_state=pixel_values, hidden_states=(pixel_values,))
 
 
-def build(hidden: int) -> tuple[Any, dict[str, Any]]:
+def build(hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, dict[str, Any]]:
     """A decoder with blocks, and the peers over a copy of the decoder. The connector's weights are those of Llava's
     projector.
     """
@@ -70,8 +70,8 @@ def build(hidden: int) -> tuple[Any, dict[str, Any]]:
     )
     vision_config = CLIPVisionConfig(image_size=336, patch_size=14, **TOWERS[hidden])
     with no_init_weights():  # slow for a large decoder; `fill` is fast
-        text = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        tower = CLIPVisionModel._from_config(vision_config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        text = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        tower = CLIPVisionModel._from_config(vision_config, dtype=dtype, attn_implementation="sdpa")
     fill(text)
     fill(tower)
     peers = build_peers(copy.deepcopy(text), vision_config)
@@ -110,7 +110,7 @@ def build_peers(decoder: Any, vision_config: PreTrainedConfig) -> dict[str, Any]
             peer = model_class(config_class(**configs, **shared))
         peer.model.language_model, peer.lm_head = decoder.model, decoder.lm_head
         peer.model.vision_tower = GivenFeatures()
-        peer.model.multi_modal_projector.to_empty(device="cpu").to(torch.bfloat16)
+        peer.model.multi_modal_projector.to_empty(device="cpu").to(decoder.dtype)
         fill(peer.model.multi_modal_projector)
         peer.generation_config = copy.deepcopy(decoder.generation_config)
         assert peer.model.language_model.config._attn_implementation == "sdpa"
@@ -122,7 +122,7 @@ def build_peers(decoder: Any, vision_config: PreTrainedConfig) -> dict[str, Any]
 @torch.no_grad()
 def fill(module: nn.Module) -> None:
     """Random weights, from a few values in turn. Norms are 1, biases 0; gates keep their value."""
-    noise = (torch.randn(2**20 + 7) * 0.02).to(torch.bfloat16)
+    noise = torch.randn(2**20 + 7) * 0.02
     for name, weight in module.named_parameters():
         if "norm" in name and name.endswith("weight"):
             nn.init.ones_(weight)
