@@ -131,7 +131,7 @@ class VisionFeatures:
         check_path("folder", folder)
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise ValueError(f"Expected a folder with vision features, got {folder}, which is no folder.")
+            raise ValueError(f"Expected `folder` to be a folder with vision features, got {folder}, which is none.")
         self._shards: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
         self._digests: dict[str, tuple[tuple[int, int], str]] = {}
