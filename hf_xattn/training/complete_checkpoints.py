@@ -51,7 +51,7 @@ def last_complete_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """
     check_path("folder", folder)
     if os.path.isfile(folder):
-        raise ValueError(f"Expected `folder` to be a folder with checkpoints, got {os.fspath(folder)!r}, which is a file.")
+        raise ValueError(f"Expected `folder` to be a folder with checkpoints, got a file: {os.fspath(folder)!r}.")
     found = find_checkpoints(Path(folder))
     for path, reason in found.skipped:
         logger.warning(f"{path} is skipped: it is not complete ({reason}).")
