@@ -10,33 +10,26 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, BatchFeature, ProcessorMixin
+from transformers import BatchFeature, ProcessorMixin
 from transformers.processing_utils import ImagesKwargs, TextKwargs
-from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, logging
 from transformers.utils.chat_template_utils import _get_template_variables, render_jinja_template
 
-from .checkpoints.adapters import Adapter
-from .checkpoints.bases import BaseSource
 from .checkpoints.folders import MANIFEST, find_manifest
-from .configuration_xattn import XAttnConfig
 from .processing.chat_messages import Conversation, is_batch, of_row, read_conversation, with_images
 from .processing.chat_templates import default_template, to_template
 from .processing.image_limits import check_image_processor
 from .processing.image_reading import read_images
 from .processing.samples import OF_VIDEOS, lay_out, read_samples, read_texts
-from .utils.keywords import HUB_KEYWORDS, given, refuse_unknown
+from .utils.keywords import refuse_unknown
 from .utils.stub import NamesItsStub, own_code, references, write_stub
 from .utils.tensor_checks import type_name
-from .utils.transformers_api import AutoImageProcessor, has, needs
+from .utils.transformers_api import has, needs
 from .utils.whole_folder import WholeFolder, refuse_unfinished
 
-
-logger = logging.get_logger(__name__)
 
 TILE_INPUTS = ("aspect_ratio_ids", "aspect_ratio_mask")
 # Keywords under which transformers' processors take the arguments of one part.
 NESTED = ("text_kwargs", "images_kwargs", "videos_kwargs", "common_kwargs")
-FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, "tokenizer_config.json")
 
 
 class XAttnProcessor(NamesItsStub, ProcessorMixin):
@@ -100,6 +93,8 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             refuse_unfinished(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
             if find_manifest(pretrained_model_name_or_path, kwargs) is not None:
+                from .processing.base_processors import parts_of_bases  # not a part of the code in a saved folder
+
                 if (parts := parts_of_bases(pretrained_model_name_or_path, kwargs)) is not None:
                     return cls(**parts)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -416,42 +411,3 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
     def model_input_names(self) -> list[str]:
         names = list(self.tokenizer.model_input_names)
         return [*names, "pixel_values", "image_mask", *TILE_INPUTS]
-
-
-def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Loads what a small checkpoint without a processor has in its bases, as arguments of [`XAttnProcessor`].
-
-    None for a folder with files of a processor, and for any other checkpoint. `image_processor` is None without a
-    vision tower. Raises a `ValueError` for a base without these files, and a tokenizer without the image marker.
-    """
-    adapter = Adapter.find(name, load_kwargs)
-    text = None if adapter is None else adapter.recorded_base("text_base")
-    if adapter is None or text is None or any(adapter.has(file) for file in FILES):
-        return None
-    hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
-    vision = adapter.recorded_base("vision_base")
-    tokenizer = _load(AutoTokenizer, text, adapter.name, hub)
-    image_processor = None if vision is None else _load(AutoImageProcessor, vision, adapter.name, hub)
-    token_id = XAttnConfig.from_pretrained(adapter.name, **adapter.hub).image_token_id
-    if token_id is not None and token_id >= len(tokenizer):
-        raise ValueError(
-            f"{adapter.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, the "
-            "marker of an image. Save the processor that the model was trained with into the folder."
-        )
-    logger.warning_once(
-        f"{adapter.name} holds no processor. It is made of the tokenizer of {text}"
-        + ("." if vision is None else f" and the image processor of {vision}.")
-        + " Save a processor with other settings, such as a chat template, into the folder."
-    )
-    token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
-    return {"tokenizer": tokenizer, "image_processor": image_processor, "image_token": token}
-
-
-def _load(auto_class: Any, base: BaseSource, name: str, hub: dict[str, Any]) -> Any:
-    try:
-        return base.load(auto_class.from_pretrained, **hub)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{name} holds no processor, and {auto_class.__name__} finds none in its base {base} ({error}). Save a "
-            "processor into the folder."
-        ) from error

@@ -155,7 +155,7 @@ def load_processor(name: str, **hub: Any) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
-    from ..processing_xattn import parts_of_bases
+    from ..processing.base_processors import parts_of_bases
 
     parts = parts_of_bases(name, hub)
     if parts is not None and parts["image_processor"] is None:

@@ -1,0 +1,60 @@
+"""The processor of a small checkpoint that holds none: the tokenizer and the image processor of its bases."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import AutoTokenizer
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, logging
+
+from ..checkpoints.adapters import Adapter
+from ..checkpoints.bases import BaseSource
+from ..configuration_xattn import XAttnConfig
+from ..utils.keywords import HUB_KEYWORDS, given
+from ..utils.transformers_api import AutoImageProcessor
+
+
+logger = logging.get_logger(__name__)
+
+FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, "tokenizer_config.json")
+
+
+def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Loads tokenizer and image processor of the bases, and says so. Returns arguments of [`XAttnProcessor`].
+
+    None for a folder with files of a processor, and for any other checkpoint. `image_processor` is None without a
+    vision tower. Raises a `ValueError` for a base without these files, and a tokenizer without the model's image
+    marker.
+    """
+    adapter = Adapter.find(name, load_kwargs)
+    text = None if adapter is None else adapter.recorded_base("text_base")
+    if adapter is None or text is None or any(adapter.has(file) for file in FILES):
+        return None
+    hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
+    vision = adapter.recorded_base("vision_base")
+    tokenizer = _load(AutoTokenizer, text, adapter.name, hub)
+    image_processor = None if vision is None else _load(AutoImageProcessor, vision, adapter.name, hub)
+    token_id = XAttnConfig.from_pretrained(adapter.name, **adapter.hub).image_token_id
+    if token_id is not None and token_id >= len(tokenizer):
+        raise ValueError(
+            f"{adapter.name} holds no processor, and the tokenizer of its base {text} has no token {token_id}, the "
+            "marker of an image. Save the processor that the model was trained with into the folder."
+        )
+    logger.warning_once(
+        f"{adapter.name} holds no processor. It is made of the tokenizer of {text}"
+        + ("." if vision is None else f" and the image processor of {vision}.")
+        + " Save a processor with other settings, such as a chat template, into the folder."
+    )
+    token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
+    return {"tokenizer": tokenizer, "image_processor": image_processor, "image_token": token}
+
+
+def _load(auto_class: Any, base: BaseSource, name: str, hub: dict[str, Any]) -> Any:
+    try:
+        return base.load(auto_class.from_pretrained, **hub)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} holds no processor, and {auto_class.__name__} finds none in its base {base} ({error}). Save a "
+            "processor into the folder."
+        ) from error
