@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.renderers.registry import RENDERER_REGISTRY
+from vllm.tokenizers.registry import TokenizerRegistry
 from vllm.transformers_utils.model_arch_config_convertor import (
     MODEL_ARCH_CONFIG_CONVERTORS,
     ModelArchConfigConvertorBase,
@@ -13,6 +15,10 @@ from vllm.transformers_utils.model_arch_config_convertor import (
 
 from ..configuration_xattn import XAttnConfig
 from .served import check_served
+
+
+# The engine's `tokenizer_mode`: it decides who renders chats.
+CHATS = "hf_xattn"
 
 
 class XAttnConvertor(ModelArchConfigConvertorBase):
@@ -36,6 +42,14 @@ class XAttnConvertor(ModelArchConfigConvertorBase):
 
 class XAttnEngineConfig(VerifyAndUpdateConfig):
     """Checks the options of the engine."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        if model_config.tokenizer_mode not in ("auto", "hf", CHATS):
+            raise ValueError(
+                f"Expected `tokenizer_mode='auto'`, the tokenizer of the folder, got {model_config.tokenizer_mode!r}."
+            )
+        model_config.tokenizer_mode = CHATS
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -101,5 +115,8 @@ def repair_order() -> None:
 
 
 def register_engine(architecture: str) -> None:
+    """Registers what is told by the class of a configuration or the name of an architecture."""
+    TokenizerRegistry.register(CHATS, "vllm.tokenizers.hf", "CachedHfTokenizer")
+    RENDERER_REGISTRY.register(CHATS, "hf_xattn.vllm_plugin.chat", "XAttnRenderer")
     MODEL_ARCH_CONFIG_CONVERTORS[XAttnConfig.model_type] = XAttnConvertor
     MODELS_CONFIG_MAP[architecture] = XAttnEngineConfig

@@ -11,8 +11,6 @@ OLDEST, NEWEST = "0.32.0", "0.32.0"
 
 # Module, and the names that are used of it.
 NAMES = {
-    "vllm.config": "VllmConfig",
-    "vllm.config.compilation": "CUDAGraphMode",
     "vllm.distributed": "get_tensor_model_parallel_world_size",
     "vllm.forward_context": "get_forward_context",
     "vllm.inputs.engine": "mm_enc_dec_input mm_input",
@@ -27,9 +25,14 @@ NAMES = {
     "vllm.multimodal.inputs": "MultiModalFieldConfig MultiModalKwargsItems PlaceholderRange",
     "vllm.multimodal.parse": "ImageProcessorItems",
     "vllm.multimodal.processing": "BaseDummyInputsBuilder BaseProcessingInfo EncDecMultiModalProcessor",
+    "vllm.renderers.chat_utils": "parse_chat_messages parse_chat_messages_async",
+    "vllm.renderers.hf": "HfRenderer",
+    "vllm.renderers.registry": "RENDERER_REGISTRY",
+    "vllm.tokenizers.registry": "TokenizerRegistry",
     "vllm.transformers_utils.model_arch_config_convertor": (
         "MODEL_ARCH_CONFIG_CONVERTORS ModelArchConfigConvertorBase"
     ),
+    "vllm.utils.async_utils": "make_async",
     "vllm.utils.torch_utils": "direct_register_custom_op",
     "vllm.v1.worker.gpu_model_runner": "GPUModelRunner",
 }

@@ -1,0 +1,75 @@
+"""Chats of the engine: rendered by the model's own processor, as for `generate`.
+
+vLLM would render them with the tokenizer's template. It joins the parts of a message with line breaks, and a template
+for text alone loses the images.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jinja2 import TemplateError
+from vllm.renderers.chat_utils import parse_chat_messages, parse_chat_messages_async
+from vllm.renderers.hf import HfRenderer
+from vllm.utils.async_utils import make_async
+
+from ..processing_xattn import XAttnProcessor
+
+
+# Arguments that vLLM gives to every template.
+OF_RENDERER = ("chat_template", "return_dict", "tokenize")
+
+
+class XAttnRenderer(HfRenderer):
+    """Turns chats into prompts."""
+
+    def __init__(self, config: Any, tokenizer: Any):
+        super().__init__(config, tokenizer)
+        self.render_async = make_async(self.render)
+
+    @functools.cached_property
+    def processor(self) -> XAttnProcessor:
+        model = self.model_config
+        return XAttnProcessor.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
+
+    def render(self, conversation: list[Any], params: Any) -> list[int]:
+        """The tokens of a chat.
+
+        Raises:
+            ValueError: for a chat that the template refuses, or whose texts or images it loses.
+        """
+        given = params.get_apply_chat_template_kwargs()
+        options = {name: value for name, value in given.items() if name not in OF_RENDERER}
+        try:
+            text = self.processor.apply_chat_template(
+                conversation, chat_template=given.get("chat_template"), tokenize=False, **options
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"The chat template refuses this conversation: {error}") from error
+        return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
+        conversation, images, uuids = parse_chat_messages(messages, self.model_config, **_options(params))
+        return conversation, _prompt(self.render(conversation, params), images, uuids)
+
+    async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
+        conversation, images, uuids = await parse_chat_messages_async(messages, self.model_config, **_options(params))
+        return conversation, _prompt(await self.render_async(conversation, params), images, uuids)
+
+
+def _options(params: Any) -> dict[str, Any]:
+    return {
+        "content_format": "openai",  # lists of parts, in which images have their places
+        "media_io_kwargs": params.media_io_kwargs,
+        "mm_processor_kwargs": params.mm_processor_kwargs,
+    }
+
+
+def _prompt(tokens: list[int], images: Any, uuids: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+    if images is not None:
+        prompt["multi_modal_data"] = images
+    if uuids is not None:
+        prompt["multi_modal_uuids"] = uuids
+    return prompt
