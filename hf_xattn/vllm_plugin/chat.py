@@ -6,19 +6,22 @@ for text alone loses the images.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import _get_template_variables
 from vllm.renderers.chat_utils import parse_chat_messages, parse_chat_messages_async
 from vllm.renderers.hf import HfRenderer
 from vllm.utils.async_utils import make_async
 
 from ..processing_xattn import XAttnProcessor
+from .served import check_markers
 
 
-# Arguments that vLLM gives to every template.
-OF_RENDERER = ("chat_template", "return_dict", "tokenize")
+# Arguments of a chat beside the variables of its template.
+OF_PROCESSOR = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
 
 
 class XAttnRenderer(HfRenderer):
@@ -40,14 +43,31 @@ class XAttnRenderer(HfRenderer):
             ValueError: for a chat that the template refuses, or whose texts or images it loses.
         """
         given = params.get_apply_chat_template_kwargs()
-        options = {name: value for name, value in given.items() if name not in OF_RENDERER}
+        named = given.get("chat_template")
+        template = self.processor._template(named, given.get("tools"))
+        # The engine passes more than any one template reads.
+        known = _get_template_variables(template) | OF_PROCESSOR
+        options = {name: value for name, value in given.items() if name in known}
         try:
-            text = self.processor.apply_chat_template(
-                conversation, chat_template=given.get("chat_template"), tokenize=False, **options
-            )
+            text = self.processor.apply_chat_template(conversation, chat_template=named, tokenize=False, **options)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"The chat template refuses this conversation: {error}") from error
-        return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        check_markers(self.processor, tokens, sum(_count_images(message) for message in conversation))
+        return tokens
+
+    def _tokenize_singleton_prompt(self, prompt: Any, params: Any) -> Any:
+        return super()._tokenize_singleton_prompt(prompt, self._without_second_bos(prompt, params))
+
+    async def _tokenize_singleton_prompt_async(self, prompt: Any, params: Any) -> Any:
+        return await super()._tokenize_singleton_prompt_async(prompt, self._without_second_bos(prompt, params))
+
+    def _without_second_bos(self, prompt: Any, params: Any) -> Any:
+        """As in the processor: a text that starts with the BOS token, as a rendered chat may, gets no second one."""
+        text, bos = prompt.get("prompt"), self.processor.tokenizer.bos_token
+        if isinstance(text, str) and bos is not None and text.startswith(bos):
+            return dataclasses.replace(params, add_special_tokens=False)
+        return params
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         conversation, images, uuids = parse_chat_messages(messages, self.model_config, **_options(params))
@@ -56,6 +76,11 @@ class XAttnRenderer(HfRenderer):
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         conversation, images, uuids = await parse_chat_messages_async(messages, self.model_config, **_options(params))
         return conversation, _prompt(await self.render_async(conversation, params), images, uuids)
+
+
+def _count_images(message: Any) -> int:
+    content = message.get("content")
+    return sum(part.get("type") == "image" for part in content) if isinstance(content, list) else 0
 
 
 def _options(params: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..images.vision import build_tower
 from .block import STEP, Block
 from .decoders import block_weight, insert, with_additional
 from .engine import repair_order
+from .folders import weights_of_folder
 from .requests import IMAGE, XAttnDummyInputs, XAttnMultiModalProcessor, XAttnProcessingInfo
 from .served import DECODERS, check_served
 from .steps import read_step, read_step_with_images
@@ -42,6 +43,7 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         config: XAttnConfig = vllm_config.model_config.hf_config
         check_served(config)
         self.config = config
+        self.source = (vllm_config.model_config.model, vllm_config.model_config.revision)
         self.served = DECODERS[config.text_config.model_type]
         assert config.vision_config is not None
         self.vision_tower = build_tower(config.vision_config).eval()
@@ -119,6 +121,9 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         Raises:
             ValueError: for a weight that is missing, or that has no place.
         """
+        of_adapter = weights_of_folder(*self.source)
+        if of_adapter is not None:
+            weights = of_adapter
         own = dict(self.named_parameters())
         parts: dict[str, dict[str, torch.Tensor]] = {"vision_tower": {}, "connector": {}}
         loaded: set[str] = set()

@@ -24,7 +24,7 @@ from ..images.connector import XAttnConnector
 from ..images.image_encoder import ImageEncoder
 from ..images.vision import build_tower
 from ..processing_xattn import XAttnProcessor
-from .served import last_seen
+from .served import check_markers, last_seen
 
 
 # vLLM's name of the kind of item.
@@ -114,8 +114,7 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         """Makes one item of all images of a request.
 
         Raises:
-            ValueError: for image embeddings, options of the processor, and fewer markers than images where the model
-                follows markers.
+            ValueError: for image embeddings, options of the processor, and another number of markers than of images.
         """
         prompt: list[int] = list(inputs.prompt)
         pictures = _pictures(inputs.mm_data_items)
@@ -125,6 +124,7 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
                 f"{sorted(inputs.hf_processor_mm_kwargs)}."
             )
         config, info = self.info.get_hf_config(), self.info
+        check_markers(info.processor, prompt, len(pictures))
         markers = [token == config.image_token_id for token in prompt]
         seen = last_seen(config.image_visibility, markers, len(pictures))
         with timing_ctx.record("apply_hf_processor"):

@@ -129,6 +129,18 @@ def check_served(config: PreTrainedConfig) -> None:
         raise ValueError(f"hf_xattn does not serve this model on vLLM, because of {reason}. `hf-xattn serve` does.")
 
 
+def check_markers(processor: Any, tokens: list[int], num_images: int) -> None:
+    """Raises a `ValueError` if a prompt does not have one marker for each image, where the processor has markers."""
+    if processor.image_token is None:
+        return
+    found = sum(token == processor.image_token_id for token in tokens)
+    if found != num_images:
+        raise ValueError(
+            f"Expected one image marker ({processor.image_token!r}) in the prompt for each image, got {found} markers "
+            f"and {num_images} images."
+        )
+
+
 def last_seen(rule: str, markers: list[bool], num_images: int) -> int:
     """How many images, the last ones, the text sees that follows a prompt.
 
