@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.tokenizers.registry import TokenizerRegistry
@@ -30,6 +32,8 @@ class XAttnConvertor(ModelArchConfigConvertorBase):
     def __init__(self, hf_config: Any, hf_text_config: Any, revision: str | None = None):
         if isinstance(hf_config, XAttnConfig) and not hf_config.is_encoder_decoder:
             check_served(hf_config)
+            # The other runner of vLLM 0.32 was not compared. A user's own choice is refused below.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             # vLLM then keeps keys and values of the images in a cache of their own.
             hf_config.is_encoder_decoder = True
             # vLLM asks the outer configuration. A text model of transformers ties its head as its own says.
@@ -55,6 +59,8 @@ class XAttnEngineConfig(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: Any) -> None:
         for option, reason in _refused_options(vllm_config):
             raise ValueError(f"hf_xattn does not serve models on vLLM with {option}: {reason}.")
+        # A recorded graph would have to hold what tokens see. Not compared: it needs a GPU.
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
         # A prompt is read at once with its images, so they must fit into one step.
         vllm_config.model_config.hf_config.tokens_of_a_step = vllm_config.scheduler_config.max_num_batched_tokens
 

@@ -22,6 +22,7 @@ from .block import STEP, Block
 from .decoders import block_weight, insert, with_additional
 from .engine import repair_order
 from .folders import weights_of_folder
+from .image_features import DEFAULT_BYTES, OPTION, ImageFeatures
 from .requests import IMAGE, XAttnDummyInputs, XAttnMultiModalProcessor, XAttnProcessingInfo
 from .served import DECODERS, check_served
 from .steps import read_step, read_step_with_images
@@ -63,18 +64,27 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
 
         insert(self.language_model, self.served, config, make_block)
         self.kernel_name = "cross_attention_blocks.0.attn.kernel"
+        self.image_features = ImageFeatures(vllm_config.additional_config.get(OPTION, DEFAULT_BYTES))
         self.tokens_per_image = 0  # known when the first image is encoded
 
     def embed_multimodal(self, **kwargs: Any) -> list[torch.Tensor]:
-        """Runs tower and connector. Returns `(image tokens, context_size)` for each request."""
-        pixels = list(kwargs["pixel_values"])
+        """Runs tower and connector on new pictures. Returns `(image tokens, context_size)` for each request."""
+        pixels, names = list(kwargs["pixel_values"]), list(kwargs["picture_names"])
         counts = [len(each) for each in pixels]
-        positions = None
+        flat = torch.cat(pixels)
+        positions: torch.Tensor | None = None
+        keys = [row.numpy().tobytes() for each in names for row in each.cpu()]
         perceiver = self.config.perceiver_config
         if perceiver is not None and perceiver.num_image_positions:
-            device = pixels[0].device
-            positions = torch.cat([torch.arange(count, device=device) for count in counts])[None]
-        features = self.image_encoder.features(torch.cat(pixels)[None], None, positions)[0]
+            places = [place for count in counts for place in range(count)]
+            positions = torch.tensor(places, device=flat.device)
+            keys = [key + place.to_bytes(4, "little") for key, place in zip(keys, places)]
+
+        def encode(indices: list[int]) -> torch.Tensor:
+            of_these = None if positions is None else positions[indices][None]
+            return self.image_encoder.features(flat[indices][None], None, of_these)[0]
+
+        features = self.image_features.read(flat, keys, encode)
         self.tokens_per_image = features.shape[1]
         return [each.flatten(0, 1) for each in features.split(counts)]
 

@@ -24,6 +24,7 @@ from ..images.connector import XAttnConnector
 from ..images.image_encoder import ImageEncoder
 from ..images.vision import build_tower
 from ..processing_xattn import XAttnProcessor
+from .image_features import keys_of
 from .served import check_markers, last_seen
 
 
@@ -66,12 +67,16 @@ class XAttnProcessingInfo(BaseProcessingInfo):
         if config.perceiver_config is not None:
             return config.perceiver_config.num_latents
         assert config.vision_config is not None
-        blank = self.processor(images=[Image.new("RGB", (64, 64))])["pixel_values"]
         with torch.device("meta"):
             tower, connector = build_tower(config.vision_config), XAttnConnector(config)
         encoder = ImageEncoder(config, tower, connector, lambda: next(connector.parameters()))
         with torch.no_grad():
-            return encoder.features(blank[:1, :1].to("meta")).shape[2]
+            return encoder.features(torch.empty(1, 1, *self.pixel_shape, device="meta")).shape[2]
+
+    @functools.cached_property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """`(channels, height, width)` that the image processor makes of a picture."""
+        return tuple(self.processor(images=[Image.new("RGB", (64, 64))])["pixel_values"].shape[-3:])
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
         return {IMAGE: self.tokens_per_image * self.allowed_mm_limits[IMAGE]}
@@ -105,7 +110,8 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         return prompt
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Mapping[str, Any]:
-        return {"pixel_values": MultiModalFieldConfig.batched(IMAGE)}
+        on_host = MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True)
+        return {"pixel_values": MultiModalFieldConfig.batched(IMAGE), "picture_names": on_host}
 
     def _get_prompt_updates(self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any) -> list[Any]:
         return []
@@ -114,7 +120,8 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         """Makes one item of all images of a request.
 
         Raises:
-            ValueError: for image embeddings, options of the processor, and another number of markers than of images.
+            ValueError: for image embeddings, options of the processor, another number of markers than of images, and pictures
+                of another size than others.
         """
         prompt: list[int] = list(inputs.prompt)
         pictures = _pictures(inputs.mm_data_items)
@@ -129,7 +136,13 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         seen = last_seen(config.image_visibility, markers, len(pictures))
         with timing_ctx.record("apply_hf_processor"):
             pixels = info.processor(images=[pictures])["pixel_values"]
-        found = BatchFeature({"pixel_values": pixels.reshape(1, len(pictures), *pixels.shape[-3:])})
+        if tuple(pixels.shape[-3:]) != info.pixel_shape:
+            raise ValueError(
+                f"Expected the image processor to make all pictures of one size, {info.pixel_shape}, got "
+                f"{tuple(pixels.shape[-3:])}. Set its `do_resize` or `size`."
+            )
+        pixels = pixels.reshape(len(pictures), *info.pixel_shape)
+        found = BatchFeature({"pixel_values": pixels[None], "picture_names": keys_of(pixels)[None]})
         items = MultiModalKwargsItems.from_hf_inputs(found, self._get_mm_fields_config(found, {}))
         with timing_ctx.record("get_mm_hashes"):
             hashes = self._get_mm_hashes(inputs)[IMAGE]

@@ -11,6 +11,7 @@ OLDEST, NEWEST = "0.32.0", "0.32.0"
 
 # Module, and the names that are used of it.
 NAMES = {
+    "vllm.config.compilation": "CUDAGraphMode",
     "vllm.distributed": "get_tensor_model_parallel_world_size",
     "vllm.forward_context": "get_forward_context",
     "vllm.inputs.engine": "mm_enc_dec_input mm_input",
