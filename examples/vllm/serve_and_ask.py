@@ -106,8 +106,11 @@ def main(folder: Path) -> None:
         for title, pictures in (("one picture", [one]), ("two pictures", [one, other]), ("no picture", [])):
             urls = [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in pictures]
             images = [{"type": "image", "image": each} for each in pictures]
-            same = ask([*urls, question], name) == generated(model, processor, [*images, question])
-            print(f"{title}: the answer of `generate`: {same}")
+            served, own = ask([*urls, question], name), generated(model, processor, [*images, question])
+            print(
+                f"{title}: the answer of `generate`: {served == own}"
+                + ("" if served == own else f" {served!r} {own!r}")
+            )
         broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         print(f"a broken picture: {ask([broken, question], name)}")
     finally:

@@ -120,8 +120,8 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         """Makes one item of all images of a request.
 
         Raises:
-            ValueError: for image embeddings, options of the processor, another number of markers than of images, and pictures
-                of another size than others.
+            ValueError: for image embeddings, options of the processor, another number of markers than of images, and
+                pictures of another size than others.
         """
         prompt: list[int] = list(inputs.prompt)
         pictures = _pictures(inputs.mm_data_items)
