@@ -71,14 +71,16 @@ def start_server(folder: Path) -> subprocess.Popen:
     raise RuntimeError((folder.parent / "server.log").read_text()[-3000:])
 
 
-def ask(content: list[dict] | str, model: str) -> str:
+def ask(content: list[dict], model: str) -> list[int] | str:
+    """The tokens of the answer, or the error."""
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
+    body |= {"return_token_ids": True, "ignore_eos": True}
     request = urllib.request.Request(
         f"{ADDRESS}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"]
+            return json.load(answer)["choices"][0]["token_ids"]
     except urllib.error.HTTPError as error:
         return f"{error.code}: {json.load(error)['error']['message']}"
 
@@ -89,11 +91,11 @@ def data_url(picture: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(made.getvalue()).decode()
 
 
-def generated(model: XAttnForConditionalGeneration, processor: XAttnProcessor, content: list[dict] | str) -> str:
+def generated(model: XAttnForConditionalGeneration, processor: XAttnProcessor, content: list[dict]) -> list[int]:
     chat = [{"role": "user", "content": content}]
     inputs = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
-    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    return processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    return tokens[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def main(folder: Path) -> None:
@@ -107,10 +109,7 @@ def main(folder: Path) -> None:
             urls = [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in pictures]
             images = [{"type": "image", "image": each} for each in pictures]
             served, own = ask([*urls, question], name), generated(model, processor, [*images, question])
-            print(
-                f"{title}: the answer of `generate`: {served == own}"
-                + ("" if served == own else f" {served!r} {own!r}")
-            )
+            print(f"{title}: the answer of `generate`: {served == own}", "" if served == own else (served, own))
         broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         print(f"a broken picture: {ask([broken, question], name)}")
     finally:

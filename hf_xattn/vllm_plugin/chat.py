@@ -34,7 +34,9 @@ class XAttnRenderer(HfRenderer):
     @functools.cached_property
     def processor(self) -> XAttnProcessor:
         model = self.model_config
-        return XAttnProcessor.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
+        return XAttnProcessor.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+        )
 
     def render(self, conversation: list[Any], params: Any) -> list[int]:
         """The tokens of a chat.

@@ -42,7 +42,9 @@ class XAttnProcessingInfo(BaseProcessingInfo):
     def processor(self) -> XAttnProcessor:
         """The processor of the folder, as `generate` would use it."""
         model = self.ctx.model_config
-        return XAttnProcessor.from_pretrained(model.tokenizer, revision=model.tokenizer_revision)
+        return XAttnProcessor.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+        )
 
     def get_hf_processor(self, **kwargs: object) -> XAttnProcessor:
         return self.processor
@@ -135,7 +137,10 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         markers = [token == config.image_token_id for token in prompt]
         seen = last_seen(config.image_visibility, markers, len(pictures))
         with timing_ctx.record("apply_hf_processor"):
-            pixels = info.processor(images=[pictures])["pixel_values"]
+            try:
+                pixels = info.processor(images=[pictures])["pixel_values"]
+            except TypeError as error:  # the server tells clients of a ValueError
+                raise ValueError(str(error)) from error
         if tuple(pixels.shape[-3:]) != info.pixel_shape:
             raise ValueError(
                 f"Expected the image processor to make all pictures of one size, {info.pixel_shape}, got "

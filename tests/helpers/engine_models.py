@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
 
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -90,6 +90,21 @@ def save_model(folder, text="llama", block=None, vocab_size=None, tied=None, **c
     return model, processor
 
 
+def save_adapter(folder, **model):
+    """Saves what a model adds to its bases, which lie beside it, and its processor."""
+    made, processor = save_model(folder / "whole", **model)
+    made.model.text_model.save_pretrained(folder / "text")
+    made.model.vision_tower.save_pretrained(folder / "vision")
+    block = made.config.cross_attention_config.to_dict()
+    sizes = {name: block[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads")}
+    layers = made.config.cross_attention_layers
+    again = retrofit(folder / "text", folder / "vision", cross_attention_layers=layers, cross_attention=sizes)
+    again.load_state_dict(made.state_dict(), strict=False)
+    again.save_pretrained(folder / "added", adapter_only=True)
+    processor.save_pretrained(folder / "added")
+    return str(folder / "added")
+
+
 REQUESTS = [
     ("what is it ?", []),
     ("<image>what is it ?", [1]),
@@ -122,4 +137,4 @@ def answers(model, processor, requests, new_tokens):
     return found
 
 
-__all__ = ["REQUESTS", "RESAMPLER", "TEXTS", "answers", "save_model"]
+__all__ = ["REQUESTS", "RESAMPLER", "TEXTS", "answers", "save_adapter", "save_model"]

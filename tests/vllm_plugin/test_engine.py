@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm.config", reason="vLLM is not installed (see examples/vllm)")
 
 from checkout import ROOT
-from engine_models import RESAMPLER, TEXTS
+from engine_models import RESAMPLER, TEXTS, save_adapter
 
 
 RUN = ROOT / "tests" / "helpers" / "engine_run.py"
@@ -103,6 +103,14 @@ def test_decoders(tmp_path, text):
     capped = text == "gemma2"
     result = run(folder=str(tmp_path), model=model, margin=GEMMA_2 if capped else 0.0)
     check(result, GEMMA_2 if capped else ROUNDING)
+
+
+@pytest.mark.parametrize("text", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_adapter_only(tmp_path, text):
+    """Weights of the bases under names that the engine does not know: experts are one tensor in transformers."""
+    folder = save_adapter(tmp_path, text=text)
+    assert not list((tmp_path / "added").glob("model*.safetensors"))
+    check(run(folder=folder))
 
 
 @pytest.mark.slow
