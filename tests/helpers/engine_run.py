@@ -91,7 +91,8 @@ def main():
     folder, mode = given["folder"], given.get("mode", "together")
     if "model" in given:
         save_model(folder, **given["model"])
-    model = XAttnForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    dtype = given.get("engine", {}).get("dtype", "float32")
+    model = XAttnForConditionalGeneration.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     processor = XAttnProcessor.from_pretrained(folder)
     requests = (given.get("requests") or REQUESTS) * given.get("repeat", 1)
     longer = [3 * index % 5 if mode == "staggered" else 0 for index in range(len(requests))]
