@@ -53,6 +53,12 @@ EXPECTED = {
     "checkpoints/lora": ["captions right: 4 of 4", "captions right after merging: 4 of 4"],
     "checkpoints/quantized_base": ["text model: torch.uint8", "blocks: torch.float32", "captions right: 4 of 4"],
     "training/fine_tune_with_trl": ["loss falls: True", "captions right: 4 of 4"],
+    "vllm/serve_and_ask": [
+        "one picture: the answer of `generate`: True",
+        "two pictures: the answer of `generate`: True",
+        "no picture: the answer of `generate`: True",
+        "a broken picture: 400",
+    ],
     "blocks/time_series": ["frequencies right: ", "learnt: True"],
     "caches/encode_once_ask_many": [
         "its words mean nothing",
@@ -62,7 +68,12 @@ EXPECTED = {
 }
 
 
-NEEDS = {"training/fine_tune_with_trl": "trl", "checkpoints/lora": "peft", "checkpoints/quantized_base": "bitsandbytes"}
+NEEDS = {
+    "training/fine_tune_with_trl": "trl",
+    "checkpoints/lora": "peft",
+    "checkpoints/quantized_base": "bitsandbytes",
+    "vllm/serve_and_ask": "vllm.config",  # `examples/vllm` looks like a package of this name
+}
 
 
 LONG = {"training/keep_text_ability --steps 60 --text-steps 400"}

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "hf_xattn"
 ORDER = (
     "version utils configuration_xattn cache layers images decoders learning checkpoints call images_xattn "
     "generation_xattn modeling_xattn retrofit processing processing_xattn registration training "
-    "importers maps __init__ serving checks demo commands __main__"
+    "importers maps __init__ serving vllm_plugin checks demo commands __main__"
 ).split()
 
 

@@ -1,0 +1,102 @@
+"""Chats of the engine: rendered by the model's own processor, as for `generate`.
+
+vLLM would render them with the tokenizer's template. It joins the parts of a message with line breaks, and a template
+for text alone loses the images.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import _get_template_variables
+from vllm.renderers.chat_utils import parse_chat_messages, parse_chat_messages_async
+from vllm.renderers.hf import HfRenderer
+from vllm.utils.async_utils import make_async
+
+from ..processing_xattn import XAttnProcessor
+from .served import check_markers
+
+
+# Arguments of a chat beside the variables of its template.
+OF_PROCESSOR = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+
+
+class XAttnRenderer(HfRenderer):
+    """Turns chats into prompts."""
+
+    def __init__(self, config: Any, tokenizer: Any):
+        super().__init__(config, tokenizer)
+        self.render_async = make_async(self.render)
+
+    @functools.cached_property
+    def processor(self) -> XAttnProcessor:
+        model = self.model_config
+        return XAttnProcessor.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+        )
+
+    def render(self, conversation: list[Any], params: Any) -> list[int]:
+        """The tokens of a chat.
+
+        Raises:
+            ValueError: for a chat that the template refuses, or whose texts or images it loses.
+        """
+        given = params.get_apply_chat_template_kwargs()
+        named = given.get("chat_template")
+        template = self.processor._template(named, given.get("tools"))
+        # The engine passes more than any one template reads.
+        known = _get_template_variables(template) | OF_PROCESSOR
+        options = {name: value for name, value in given.items() if name in known}
+        try:
+            text = self.processor.apply_chat_template(conversation, chat_template=named, tokenize=False, **options)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"The chat template refuses this conversation: {error}") from error
+        tokens = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        check_markers(self.processor, tokens, sum(_count_images(message) for message in conversation))
+        return tokens
+
+    def _tokenize_singleton_prompt(self, prompt: Any, params: Any) -> Any:
+        return super()._tokenize_singleton_prompt(prompt, self._without_second_bos(prompt, params))
+
+    async def _tokenize_singleton_prompt_async(self, prompt: Any, params: Any) -> Any:
+        return await super()._tokenize_singleton_prompt_async(prompt, self._without_second_bos(prompt, params))
+
+    def _without_second_bos(self, prompt: Any, params: Any) -> Any:
+        """As in the processor: a text that starts with the BOS token, as a rendered chat may, gets no second one."""
+        text, bos = prompt.get("prompt"), self.processor.tokenizer.bos_token
+        if isinstance(text, str) and bos is not None and text.startswith(bos):
+            return dataclasses.replace(params, add_special_tokens=False)
+        return params
+
+    def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
+        conversation, images, uuids = parse_chat_messages(messages, self.model_config, **_options(params))
+        return conversation, _prompt(self.render(conversation, params), images, uuids)
+
+    async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
+        conversation, images, uuids = await parse_chat_messages_async(messages, self.model_config, **_options(params))
+        return conversation, _prompt(await self.render_async(conversation, params), images, uuids)
+
+
+def _count_images(message: Any) -> int:
+    content = message.get("content")
+    return sum(part.get("type") == "image" for part in content) if isinstance(content, list) else 0
+
+
+def _options(params: Any) -> dict[str, Any]:
+    return {
+        "content_format": "openai",  # lists of parts, in which images have their places
+        "media_io_kwargs": params.media_io_kwargs,
+        "mm_processor_kwargs": params.mm_processor_kwargs,
+    }
+
+
+def _prompt(tokens: list[int], images: Any, uuids: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+    if images is not None:
+        prompt["multi_modal_data"] = images
+    if uuids is not None:
+        prompt["multi_modal_uuids"] = uuids
+    return prompt

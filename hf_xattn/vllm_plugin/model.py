@@ -1,0 +1,178 @@
+"""The model class that vLLM runs: its own decoder with our blocks, and our vision tower and connector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.utils import init_vllm_registered_model
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from ..checkpoints.saved_names import named_as_in_memory
+from ..configuration_xattn import XAttnConfig
+from ..images.connector import XAttnConnector
+from ..images.image_encoder import ImageEncoder
+from ..images.vision import build_tower
+from .block import STEP, Block
+from .decoders import block_weight, insert, with_additional
+from .engine import repair_order
+from .folders import weights_of_folder
+from .image_features import DEFAULT_BYTES, OPTION, ImageFeatures
+from .requests import IMAGE, XAttnDummyInputs, XAttnMultiModalProcessor, XAttnProcessingInfo
+from .served import DECODERS, check_served
+from .steps import read_step, read_step_with_images
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    XAttnMultiModalProcessor, info=XAttnProcessingInfo, dummy_inputs=XAttnDummyInputs
+)
+class XAttnForVLLM(nn.Module, SupportsMultiModal):
+    """[`XAttnForConditionalGeneration`] on vLLM."""
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return None  # the model's chat template places the markers
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__()
+        repair_order()
+        config: XAttnConfig = vllm_config.model_config.hf_config
+        check_served(config)
+        self.config = config
+        self.source = (vllm_config.model_config.model, vllm_config.model_config.revision)
+        self.served = DECODERS[config.text_config.model_type]
+        assert config.vision_config is not None
+        self.vision_tower = build_tower(config.vision_config).eval()
+        self.connector = XAttnConnector(config).eval()
+        self.image_encoder = ImageEncoder(
+            config, self.vision_tower, self.connector, lambda: next(self.connector.parameters())
+        )
+        self.language_model = init_vllm_registered_model(
+            vllm_config,
+            hf_config=config.text_config,
+            architectures=[self.served.architecture],
+            prefix="language_model",
+        )
+
+        def make_block(index: int) -> Block:
+            return Block(config.cross_attention_config, vllm_config, f"cross_attention_blocks.{index}")
+
+        insert(self.language_model, self.served, config, make_block)
+        self.kernel_name = "cross_attention_blocks.0.attn.kernel"
+        self.image_features = ImageFeatures(vllm_config.additional_config.get(OPTION, DEFAULT_BYTES))
+        self.tokens_per_image = 0  # known when the first image is encoded
+
+    def embed_multimodal(self, **kwargs: Any) -> list[torch.Tensor]:
+        """Runs tower and connector on new pictures. Returns `(image tokens, context_size)` for each request."""
+        pixels, names = list(kwargs["pixel_values"]), list(kwargs["picture_names"])
+        counts = [len(each) for each in pixels]
+        flat = torch.cat(pixels)
+        positions: torch.Tensor | None = None
+        keys = [row.numpy().tobytes() for each in names for row in each.cpu()]
+        perceiver = self.config.perceiver_config
+        if perceiver is not None and perceiver.num_image_positions:
+            places = [place for count in counts for place in range(count)]
+            positions = torch.tensor(places, device=flat.device)
+            keys = [key + place.to_bytes(4, "little") for key, place in zip(keys, places)]
+
+        def encode(indices: list[int]) -> torch.Tensor:
+            of_these = None if positions is None else positions[indices][None]
+            return self.image_encoder.features(flat[indices][None], None, of_these)[0]
+
+        features = self.image_features.read(flat, keys, encode)
+        self.tokens_per_image = features.shape[1]
+        return [each.flatten(0, 1) for each in features.split(counts)]
+
+    def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.language_model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_outputs: list[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`input_ids`, `positions`: `(tokens,)`. `encoder_outputs`: images of the prompts that begin in this step."""
+        context = get_forward_context()
+        if context.attn_metadata is not None:
+            metadata = context.attn_metadata[self.kernel_name]
+            if encoder_outputs:
+                context.additional_kwargs[STEP] = read_step_with_images(
+                    metadata,
+                    input_ids,
+                    positions,
+                    encoder_outputs,
+                    self.config.image_visibility,
+                    self.config.image_token_id,
+                    self.tokens_per_image,
+                )
+            else:
+                context.additional_kwargs[STEP] = read_step(metadata, input_ids.shape[0])
+        return self.language_model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        logits = self.language_model.compute_logits(hidden_states)
+        added = self.config.additional_vocab_size
+        if logits is not None and added and not self.config.additional_vocab_in_head:
+            logits[..., -added:] = -torch.inf  # tokens that the model reads, but does not generate
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads a saved folder: the parts have the names that they have in their own checkpoints.
+
+        Raises:
+            ValueError: for a weight that is missing, or that has no place.
+        """
+        of_adapter = weights_of_folder(*self.source)
+        if of_adapter is not None:
+            weights = of_adapter
+        own = dict(self.named_parameters())
+        parts: dict[str, dict[str, torch.Tensor]] = {"vision_tower": {}, "connector": {}}
+        loaded: set[str] = set()
+
+        def of_decoder() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights:
+                part, _, rest = name.removeprefix("model.").partition(".")
+                if part in parts:
+                    parts[part][rest] = weight
+                elif part != "text_model":
+                    raise ValueError(f"Expected weights of a model that hf_xattn saved, got {name!r}.")
+                elif (in_block := block_weight(rest)) is None:
+                    yield rest, weight
+                else:
+                    loaded.add(self._load_block(own, f"language_model.{in_block}", weight))
+
+        added = with_additional(of_decoder(), self.served, self.config.additional_vocab_size)
+        of_text = self.language_model.load_weights(added)
+        loaded |= {f"language_model.{name}" for name in of_text}
+        for part, given in parts.items():
+            module = getattr(self, part)
+            named = named_as_in_memory(module, given)
+            module.load_state_dict(dict(named), strict=True)
+            loaded |= {f"{part}.{name}" for name in module.state_dict()}
+        missing = [name for name in own if _is_of_block(name) and name not in loaded]
+        if missing:
+            raise ValueError(f"The checkpoint lacks {len(missing)} weights of the blocks: {', '.join(missing[:5])}.")
+        return loaded
+
+    def _load_block(self, own: dict[str, nn.Parameter], name: str, weight: torch.Tensor) -> str:
+        if name not in own:
+            raise ValueError(f"The checkpoint has a weight of a block without a place: {name}.")
+        load = getattr(own[name], "weight_loader", default_weight_loader)
+        load(own[name], weight)
+        return name
+
+
+def _is_of_block(name: str) -> bool:
+    return block_weight(name) is not None
+
+
+__all__ = ["IMAGE", "XAttnForVLLM"]

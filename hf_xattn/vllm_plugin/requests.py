@@ -1,0 +1,171 @@
+"""Turns a request into what the engine keeps of it: the prompt's tokens, and its images as one item.
+
+The images of a request are one item, because the engine takes one encoder input for each request. The item has one
+place in the cache for each image token that the generated text sees; the tokens of other images are needed only while
+the prompt is read (see `steps.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import BatchFeature
+from vllm.inputs.engine import mm_enc_dec_input, mm_input
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+from vllm.multimodal.parse import ImageProcessorItems
+from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseProcessingInfo, EncDecMultiModalProcessor
+
+from ..configuration_xattn import XAttnConfig
+from ..images.connector import XAttnConnector
+from ..images.image_encoder import ImageEncoder
+from ..images.vision import build_tower
+from ..processing_xattn import XAttnProcessor
+from .image_features import keys_of
+from .served import check_markers, last_seen
+
+
+# vLLM's name of the kind of item.
+IMAGE = "image"
+
+
+class XAttnProcessingInfo(BaseProcessingInfo):
+    """What the engine asks of a model before any request."""
+
+    def get_hf_config(self) -> XAttnConfig:
+        return self.ctx.get_hf_config(XAttnConfig)
+
+    @functools.cached_property
+    def processor(self) -> XAttnProcessor:
+        """The processor of the folder, as `generate` would use it."""
+        model = self.ctx.model_config
+        return XAttnProcessor.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+        )
+
+    def get_hf_processor(self, **kwargs: object) -> XAttnProcessor:
+        return self.processor
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {IMAGE: self.most_images}
+
+    @functools.cached_property
+    def most_images(self) -> int:
+        """How many images fit into one step of the engine, at least one."""
+        of_step = getattr(self.get_hf_config(), "tokens_of_a_step", None)
+        count = 1 if of_step is None else max(1, of_step // self.tokens_per_image)
+        perceiver = self.get_hf_config().perceiver_config
+        if perceiver is not None and perceiver.num_image_positions:
+            count = min(count, perceiver.num_image_positions)
+        return count
+
+    @functools.cached_property
+    def tokens_per_image(self) -> int:
+        """Number of image tokens that tower and connector make of a picture."""
+        config = self.get_hf_config()
+        if config.perceiver_config is not None:
+            return config.perceiver_config.num_latents
+        assert config.vision_config is not None
+        with torch.device("meta"):
+            tower, connector = build_tower(config.vision_config), XAttnConnector(config)
+        encoder = ImageEncoder(config, tower, connector, lambda: next(connector.parameters()))
+        with torch.no_grad():
+            return encoder.features(torch.empty(1, 1, *self.pixel_shape, device="meta")).shape[2]
+
+    @functools.cached_property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """`(channels, height, width)` that the image processor makes of a picture."""
+        return tuple(self.processor(images=[Image.new("RGB", (64, 64))])["pixel_values"].shape[-3:])
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        return {IMAGE: self.tokens_per_image * self.allowed_mm_limits[IMAGE]}
+
+    @property
+    def skip_prompt_length_check(self) -> bool:
+        return True  # images take no place in the prompt
+
+
+class XAttnDummyInputs(BaseDummyInputsBuilder[XAttnProcessingInfo]):
+    """The largest request, for which the engine measures memory."""
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        processor = self.info.processor
+        return (processor.image_token or "") * self._count(mm_counts)
+
+    def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> dict[str, Any]:
+        return {IMAGE: self._get_dummy_images(width=64, height=64, num_images=self._count(mm_counts))}
+
+    def _count(self, mm_counts: Mapping[str, int]) -> int:
+        return self.info.allowed_mm_limits[IMAGE] if mm_counts.get(IMAGE) else 0
+
+
+class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
+    """Reads the images of a request with the model's own processor. The tokens of the prompt stay as they are."""
+
+    # A decoder's prompt is complete: without this, the engine puts a token in front of it.
+    skip_decoder_start_token = True
+
+    def create_encoder_prompt(self, prompt: list[int], mm_items: Any) -> list[int]:
+        return prompt
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Mapping[str, Any]:
+        on_host = MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True)
+        return {"pixel_values": MultiModalFieldConfig.batched(IMAGE), "picture_names": on_host}
+
+    def _get_prompt_updates(self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any) -> list[Any]:
+        return []
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """Makes one item of all images of a request.
+
+        Raises:
+            ValueError: for image embeddings, options of the processor, another number of markers than of images, and
+                pictures of another size than others.
+        """
+        prompt: list[int] = list(inputs.prompt)
+        pictures = _pictures(inputs.mm_data_items)
+        if inputs.hf_processor_mm_kwargs:
+            raise ValueError(
+                "Expected no `mm_processor_kwargs`: the pictures are read as the model's processor is configured, got "
+                f"{sorted(inputs.hf_processor_mm_kwargs)}."
+            )
+        config, info = self.info.get_hf_config(), self.info
+        check_markers(info.processor, prompt, len(pictures))
+        markers = [token == config.image_token_id for token in prompt]
+        seen = last_seen(config.image_visibility, markers, len(pictures))
+        with timing_ctx.record("apply_hf_processor"):
+            try:
+                pixels = info.processor(images=[pictures])["pixel_values"]
+            except TypeError as error:  # the server tells clients of a ValueError
+                raise ValueError(str(error)) from error
+        if tuple(pixels.shape[-3:]) != info.pixel_shape:
+            raise ValueError(
+                f"Expected the image processor to make all pictures of one size, {info.pixel_shape}, got "
+                f"{tuple(pixels.shape[-3:])}. Set its `do_resize` or `size`."
+            )
+        pixels = pixels.reshape(len(pictures), *info.pixel_shape)
+        found = BatchFeature({"pixel_values": pixels[None], "picture_names": keys_of(pixels)[None]})
+        items = MultiModalKwargsItems.from_hf_inputs(found, self._get_mm_fields_config(found, {}))
+        with timing_ctx.record("get_mm_hashes"):
+            hashes = self._get_mm_hashes(inputs)[IMAGE]
+        # The prompt is part of the name: the engine must not take one item's length for the other's.
+        name = "-".join([*hashes, str(seen)])
+        place = PlaceholderRange(offset=0, length=seen * info.tokens_per_image)
+        read = mm_input(
+            prompt_token_ids=[0] * place.length,
+            mm_kwargs=items,
+            mm_hashes={IMAGE: [name]},
+            mm_placeholders={IMAGE: [place]},
+        )
+        return mm_enc_dec_input(read, prompt)
+
+
+def _pictures(items: Any) -> list[Any]:
+    """The pictures of a request. Raises a `ValueError` for anything else."""
+    unknown = sorted(set(items) - {IMAGE})
+    if unknown or not isinstance(items[IMAGE], ImageProcessorItems):
+        raise ValueError(f"Expected pictures, got {', '.join(unknown) or 'image embeddings'}.")
+    return items[IMAGE].get_all()

@@ -1,0 +1,106 @@
+"""What the tokens of one step of the engine see.
+
+A step computes tokens of many requests: all tokens of the prompts that begin, and one token of each that goes on. What
+a token sees is read anew in each step, from what the engine keeps of its request:
+
+- A request that goes on sees what its cache holds. The engine knows how many image tokens these are; 0 is a request
+  without images, whose tokens keep their hidden states.
+- A prompt that begins brings its images. Its markers and the rule of the model decide for each of its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache.text_progress import MarkerCounts
+from ..cache.visibility import image_order, visible_images
+
+
+class Masked(NamedTuple):
+    """A prompt whose tokens see different images."""
+
+    text: slice  # its tokens in the step
+    images: slice  # its image tokens in `Step.states`
+    mask: torch.Tensor  # `(text_len, image tokens)`, True = attend
+
+
+class Step(NamedTuple):
+    visible: torch.Tensor  # `(tokens, 1)`, False for a token that sees no image
+    states: torch.Tensor | None = None  # `(image tokens, context_size)` of the prompts that begin; None if none does
+    stored: torch.Tensor | None = None  # indices of the image tokens that the cache keeps; None: all, in order
+    masked: tuple[Masked, ...] = ()
+
+
+def request_of_token(query_start_loc: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The index of each token's request, `(tokens,)`. Reads no value on the host: the step may be recorded."""
+    places = torch.arange(num_tokens, device=query_start_loc.device, dtype=query_start_loc.dtype)
+    index = torch.searchsorted(query_start_loc[1:], places, right=True)
+    return index.clamp(max=query_start_loc.shape[0] - 2)
+
+
+def read_step(metadata: Any, num_tokens: int) -> Step:
+    """A step without new images. `metadata`: the engine's, of a cross-attention layer."""
+    requests = request_of_token(metadata.query_start_loc, num_tokens)
+    return Step((metadata.seq_lens > 0)[requests][:, None])
+
+
+def read_step_with_images(
+    metadata: Any,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    images: list[torch.Tensor],
+    rule: str,
+    image_token_id: int | None,
+    tokens_per_image: int,
+) -> Step:
+    """A step in which prompts with images begin.
+
+    Args:
+        input_ids, positions (`torch.LongTensor`): `(tokens,)`.
+        images (`list[torch.Tensor]`): `(image tokens, context_size)` of each such prompt, in the order of the batch.
+        rule (`str`): `image_visibility`.
+
+    Raises:
+        RuntimeError: if images and prompts do not fit together. The engine would give an answer to other images.
+    """
+    step = read_step(metadata, input_ids.shape[0])
+    visible = step.visible.clone()
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    begins = [
+        request
+        for request, length in enumerate(lengths)
+        if length > 0 and starts[request + 1] > starts[request] and int(positions[starts[request]]) == 0
+    ]
+    if len(begins) != len(images):
+        raise RuntimeError(f"{len(begins)} prompts with images begin, but the engine passed images of {len(images)}.")
+    stored, masked, first = [], [], 0
+    for request, states in zip(begins, images):
+        text, count = slice(starts[request], starts[request + 1]), states.shape[0]
+        sees = _images_seen(
+            rule, input_ids[text].eq(-1 if image_token_id is None else image_token_id), count // tokens_per_image
+        )
+        kept = int(sees[-1].sum()) * tokens_per_image
+        if kept != lengths[request]:
+            raise RuntimeError(
+                f"The text after a prompt sees {kept} image tokens, but the engine keeps {lengths[request]}."
+            )
+        visible[text, 0] = sees.any(dim=-1)
+        if not bool((sees.all(dim=-1) | ~sees.any(dim=-1)).all()):
+            masked.append(Masked(text, slice(first, first + count), sees.repeat_interleave(tokens_per_image, dim=1)))
+        # What later text sees are always the last images.
+        stored.append(torch.arange(first + count - kept, first + count, device=states.device))
+        first += count
+    keeps_all = sum(len(each) for each in stored) == first
+    return Step(visible, torch.cat(images), None if keeps_all else torch.cat(stored), tuple(masked))
+
+
+def _images_seen(rule: str, markers: torch.Tensor, num_images: int) -> torch.Tensor:
+    """Which images each token of a prompt sees, `(text_len, num_images)`."""
+    order = image_order(markers.new_ones(1, num_images))
+    if rule == "all":
+        return (order > 0).expand(markers.shape[0], -1)
+    total = torch.full((1, 1), num_images, device=markers.device)
+    _, seen, before_group = MarkerCounts.none(markers[None]).count_on(markers[None], total)
+    return visible_images(order, seen, before_group, rule)[0]

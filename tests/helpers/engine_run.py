@@ -1,0 +1,125 @@
+"""Asks vLLM and `generate` the same, and prints both as JSON. A process of its own: an engine leaves much behind.
+
+The argument is JSON: `folder`, `model` (arguments of `save_model`; without it the folder is there already), `engine`
+(options of `LLM`), `new_tokens`, and `mode`: "together" (all requests at once), "alone" (one after the other) or
+"staggered" (requests join and leave a running batch).
+"""
+
+import json
+import os
+import sys
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    if given.get("engine", {}).get("tensor_parallel_size", 1) == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(core) for core in sorted(os.sched_getaffinity(0))[: given["engine"]["tensor_parallel_size"]]
+        )
+
+from engine_models import REQUESTS, answers, save_model
+from template_models import picture
+
+
+def count_calls(owner, name, counted):
+    """Counts what happens inside the engine, so that a test knows that it happened."""
+    original = getattr(owner, name)
+
+    def counting(self, *args, **kwargs):
+        counted(self, *args)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, counting)
+
+
+def watch():
+    """How often the engine preempted a request, and chose prompts with images in another order than the batch's."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    counts = {"preempted": 0, "reordered": 0}
+
+    def preempted(self, *args):
+        counts["preempted"] += 1
+
+    def reordered(self, scheduler_output):
+        places = [self.input_batch.req_id_to_index[each] for each in scheduler_output.scheduled_encoder_inputs]
+        counts["reordered"] += places != sorted(places)
+
+    count_calls(Scheduler, "_preempt_request", preempted)
+    count_calls(GPUModelRunner, "_execute_mm_encoder", reordered)
+    return counts
+
+
+def prompt(text, images):
+    data = {"multi_modal_data": {"image": [picture(each) for each in images]}} if images else {}
+    return {"prompt": text, **data}
+
+
+def staggered(llm, prompts, params):
+    """Each request joins two steps after the one before it; lengths differ, so they leave in another order."""
+    finished, waiting, steps = {}, list(enumerate(zip(prompts, params))), 0
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        if waiting and steps % 2 == 0:
+            index, (each, options) = waiting.pop(0)
+            llm.llm_engine.add_request(str(index), each, options)
+        for output in llm.llm_engine.step():
+            if output.finished:
+                finished[int(output.request_id.split("-")[0])] = output
+        steps += 1
+    return [finished[index] for index in range(len(prompts))]
+
+
+def compared(expected, done, length, margin):
+    """Tokens and log-probabilities, up to where `generate` itself nearly takes another token."""
+    tokens, scores, gaps = expected
+    close = [index for index, gap in enumerate(gaps) if gap < margin]
+    end = min(length, *close) if close else length
+    got = [float(each[token].logprob) for each, token in zip(done.logprobs, done.token_ids)][:end]
+    off = max((abs(one - other) for one, other in zip(scores, got)), default=0.0)
+    return {"expected": tokens[:end], "got": list(done.token_ids)[:end], "off": off, "length": len(done.token_ids)}
+
+
+def main():
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
+
+    folder, mode = given["folder"], given.get("mode", "together")
+    if "model" in given:
+        save_model(folder, **given["model"])
+    dtype = given.get("engine", {}).get("dtype", "float32")
+    model = XAttnForConditionalGeneration.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    processor = XAttnProcessor.from_pretrained(folder)
+    requests = (given.get("requests") or REQUESTS) * given.get("repeat", 1)
+    longer = [3 * index % 5 if mode == "staggered" else 0 for index in range(len(requests))]
+    lengths = [given.get("new_tokens", 10) + each for each in longer]
+    # Before the engine: it changes classes of transformers that it runs itself.
+    expected = {}
+    for request in requests:
+        key = json.dumps(request)
+        if key not in expected:
+            expected[key] = answers(model, processor, [request], max(lengths))[0]
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
+    counts = watch()
+    llm = LLM(folder, **{**options, **given.get("engine", {})})
+    params = [SamplingParams(temperature=0, max_tokens=each, ignore_eos=True, logprobs=0) for each in lengths]
+    prompts = [prompt(*each) for each in requests]
+    if mode == "alone":
+        outputs = [llm.generate([each], one, use_tqdm=False)[0] for each, one in zip(prompts, params)]
+    elif mode == "staggered":
+        outputs = staggered(llm, prompts, params)
+    else:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    rows = [
+        compared(expected[json.dumps(request)], output.outputs[0], length, given.get("margin", 0.0))
+        for request, length, output in zip(requests, lengths, outputs)
+    ]
+    print("RESULT " + json.dumps({"rows": rows, **counts}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""vLLM gives the tokens of `generate`, in float32, for every kind of request in every kind of batch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+pytest.importorskip("vllm.config", reason="vLLM is not installed (see examples/vllm)")
+
+from checkout import ROOT
+from engine_models import RESAMPLER, TEXTS, save_adapter
+
+
+RUN = ROOT / "tests" / "helpers" / "engine_run.py"
+# The largest difference of log-probabilities, in float32. Gemma 2's soft cap is approximate in vLLM's CPU kernel.
+ROUNDING, GEMMA_2, BFLOAT16 = 1e-4, 1e-2, 0.1
+
+
+def run(**given):
+    made = subprocess.run([sys.executable, RUN, json.dumps(given)], capture_output=True, text=True, timeout=900)
+    line = next((line for line in made.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert line is not None, made.stdout[-2000:] + made.stderr[-4000:]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def check(result, rounding=ROUNDING):
+    for row in result["rows"]:
+        assert row["got"] == row["expected"]
+        assert row["off"] < rounding
+
+
+@pytest.mark.parametrize("mode", ["together", "alone", "staggered"])
+def test_batches(tmp_path, mode):
+    """Rows that see another row's images, or a state that is lost when requests join and leave."""
+    check(run(folder=str(tmp_path), model={"image_visibility": "previous", "block": {"qk_norm": True}}, mode=mode))
+
+
+def test_half_precision(tmp_path):
+    """Gates and norms that are not float32. Where `generate` nearly takes another token, the engine may take it."""
+    model = {"image_visibility": "previous", "block": {"qk_norm": True}}
+    result = run(folder=str(tmp_path), model=model, engine={"dtype": "bfloat16"}, margin=BFLOAT16)
+    check(result, 2 * BFLOAT16)
+    assert sum(len(row["expected"]) for row in result["rows"]) > 20
+
+
+def test_compiled_code(tmp_path):
+    """What a token sees is frozen into compiled code: text without an image would see one."""
+    model = {"image_visibility": "latest", "block": {"quiet_softmax": True}}
+    check(run(folder=str(tmp_path), model=model, mode="staggered", engine={"enforce_eager": False}))
+
+
+def test_preempted_requests(tmp_path):
+    """A request that starts again, in one step with a new one, gets the images of the other."""
+    engine = {"num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 128, "max_num_batched_tokens": 160}
+    model = {"image_visibility": "previous"}
+    result = run(folder=str(tmp_path), model=model, repeat=3, new_tokens=60, engine=engine)
+    assert result["preempted"] and result["reordered"]
+    check(result)
+
+
+OPTIONS = {
+    "all, one tanh gate a channel": {"block": {"gate_granularity": "channel", "qk_norm": True}},
+    "previous, quiet softmax": {"image_visibility": "previous", "block": {"quiet_softmax": True, "qk_norm": True}},
+    "latest, layer norms, biases, plain MLP, no GQA": {
+        "image_visibility": "latest",
+        "block": {
+            "norm_type": "layernorm",
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mlp_type": "plain",
+            "hidden_act": "gelu",
+            "num_key_value_heads": 4,
+        },
+    },
+    "latest_group, a resampler that counts images, no gate, several blocks at a place and after the last layer": {
+        **RESAMPLER,
+        "image_visibility": "latest_group",
+        "block": {"gate": "none", "context_size": 24, "quiet_softmax": True},
+        "cross_attention_layers": [0, 2, 2, 4],
+    },
+    "latest_group, one head": {
+        "image_visibility": "latest_group",
+        "connector_type": "linear",
+        "vision_feature_select_strategy": "default",
+        "block": {"num_attention_heads": 1, "num_key_value_heads": 1, "context_size": 40},
+    },
+    "added tokens": {"image_visibility": "previous", "vocab_size": 355, "additional_vocab_size": 10},
+    "added tokens that are generated, tied": {
+        "vocab_size": 355,
+        "additional_vocab_size": 10,
+        "additional_vocab_in_head": True,
+        "tied": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(tmp_path, name):
+    """An option of blocks or connector that the engine leaves out."""
+    check(run(folder=str(tmp_path), model=OPTIONS[name]))
+
+
+@pytest.mark.parametrize(
+    "text", [each if each == "gpt2" else pytest.param(each, marks=pytest.mark.slow) for each in TEXTS]
+)
+def test_decoders(tmp_path, text):
+    """A decoder whose layers get the sum of hidden states in another way."""
+    model = {"text": text, "image_visibility": "previous", "cross_attention_layers": [0, 2, 4]}
+    capped = text == "gemma2"
+    result = run(folder=str(tmp_path), model=model, margin=GEMMA_2 if capped else 0.0)
+    check(result, GEMMA_2 if capped else ROUNDING)
+
+
+@pytest.mark.parametrize("text", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_adapter_only(tmp_path, text):
+    """Weights of the bases under names that the engine does not know: experts are one tensor in transformers."""
+    folder = save_adapter(tmp_path, text=text)
+    assert not list((tmp_path / "added").glob("model*.safetensors"))
+    check(run(folder=folder))
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    """A rank with the keys of another's heads."""
+    model = {"image_visibility": "previous", "block": {"qk_norm": True, "quiet_softmax": True}}
+    check(run(folder=str(tmp_path), model=model, engine={"tensor_parallel_size": 2}))
