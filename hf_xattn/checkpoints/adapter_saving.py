@@ -20,9 +20,8 @@ from ..utils.whole_folder import WholeFolder
 from ..version import __version__
 from .adapters import FORMAT, PARTS, digest_of_shapes, fingerprint, weights_of, without_ties
 from .bases import BaseSource, base_of, named_base
-from .folders import MANIFEST, WEIGHTS, weight_files_of
+from .folders import MANIFEST, WEIGHTS, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers
-from .saving import check_target
 
 
 def save_adapter(

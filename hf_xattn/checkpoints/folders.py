@@ -293,3 +293,15 @@ def _check_ranks(config: Path, most: int) -> None:
             raise ValueError(
                 f"{config}: expected `r` to be the rank of the weights, from 0 to {most}, got {short(rank)}."
             )
+
+
+def check_target(target: Path, adapter_only: bool = True) -> None:
+    """Raises a `ValueError` for a folder with something that would be loaded in place of the save, or on top of it."""
+    if target.is_file():
+        raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file.")
+    if adapter_only and (whole := sorted(path.name for path in target.glob("model*.safetensors"))):
+        raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
+    if (target / PEFT_CONFIG).is_file():
+        raise ValueError(
+            f"{target} holds an adapter of PEFT ({PEFT_CONFIG}), which would be loaded, too. Choose another folder."
+        )

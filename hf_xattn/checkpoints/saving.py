@@ -26,7 +26,7 @@ from ..utils.stub import PACKAGE, own_code, write_stub
 from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
-from .folders import MANIFEST, PEFT_CONFIG, weight_files_of
+from .folders import MANIFEST, check_target, weight_files_of
 from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts
 from .saved_names import rules_of_parts
 
@@ -304,18 +304,6 @@ class XAttnSavingMixin(Model):
             files_timestamps = {name: math.inf for name in os.listdir(working_dir) if name not in new}
         uploading: Any = super()
         return uploading._upload_modified_files(working_dir, repo_id, files_timestamps, *args, **kwargs)
-
-
-def check_target(target: Path, adapter_only: bool = True) -> None:
-    """Raises a `ValueError` for a folder with something that would be loaded in place of the save, or on top of it."""
-    if target.is_file():
-        raise ValueError(f"Expected `save_directory` to be a folder, got {target}, a file.")
-    if adapter_only and (whole := sorted(path.name for path in target.glob("model*.safetensors"))):
-        raise ValueError(f"`adapter_only=True`: {target} holds a whole model ({whole[0]}). Choose another folder.")
-    if (target / PEFT_CONFIG).is_file():
-        raise ValueError(
-            f"{target} holds an adapter of PEFT ({PEFT_CONFIG}), which would be loaded, too. Choose another folder."
-        )
 
 
 def _refuse_bases(text_base: Any, vision_base: Any) -> None:
