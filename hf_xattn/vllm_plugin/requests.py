@@ -147,12 +147,11 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
                 f"{tuple(pixels.shape[-3:])}. Set its `do_resize` or `size`."
             )
         pixels = pixels.reshape(len(pictures), *info.pixel_shape)
-        found = BatchFeature({"pixel_values": pixels[None], "picture_names": keys_of(pixels)[None]})
+        names = keys_of(pixels)
+        found = BatchFeature({"pixel_values": pixels[None], "picture_names": names[None]})
         items = MultiModalKwargsItems.from_hf_inputs(found, self._get_mm_fields_config(found, {}))
-        with timing_ctx.record("get_mm_hashes"):
-            hashes = self._get_mm_hashes(inputs)[IMAGE]
-        # The prompt is part of the name: the engine must not take one item's length for the other's.
-        name = "-".join([*hashes, str(seen)])
+        # Of the pixels, not a client's identifier: two pictures may have one. And of the length in the cache.
+        name = f"{names.numpy().tobytes().hex()}-{seen}"
         place = PlaceholderRange(offset=0, length=seen * info.tokens_per_image)
         read = mm_input(
             prompt_token_ids=[0] * place.length,

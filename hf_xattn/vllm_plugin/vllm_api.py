@@ -43,5 +43,4 @@ PRIVATE = {
     "_tokenize_singleton_prompt_async": "vllm.renderers.hf.HfRenderer",
     "_batch_mm_inputs_from_scheduler": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     "_get_dummy_images": "vllm.multimodal.processing.BaseDummyInputsBuilder",
-    "_get_mm_hashes": "vllm.multimodal.processing.EncDecMultiModalProcessor",
 }

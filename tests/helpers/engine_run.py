@@ -1,8 +1,8 @@
 """Asks vLLM and `generate` the same, and prints both as JSON. A process of its own: an engine leaves much behind.
 
 The argument is JSON: `folder`, `model` (arguments of `save_model`; without it the folder is there already), `engine`
-(options of `LLM`), `new_tokens`, and `mode`: "together" (all requests at once), "alone" (one after the other) or
-"staggered" (requests join and leave a running batch).
+(options of `LLM`), `new_tokens`, `one_name` (the client gives all pictures one identifier), and `mode`: "together" (all
+requests at once), "alone" (one after the other) or "staggered" (requests join and leave a running batch).
 """
 
 import json
@@ -13,7 +13,8 @@ import sys
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     if given.get("engine", {}).get("tensor_parallel_size", 1) == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # As a server, the engine has a process of its own, with a cache of what requests bring.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if given.get("one_name") else "0"
     else:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             str(core) for core in sorted(os.sched_getaffinity(0))[: given["engine"]["tensor_parallel_size"]]
@@ -54,8 +55,10 @@ def watch():
 
 
 def prompt(text, images):
-    data = {"multi_modal_data": {"image": [picture(each) for each in images]}} if images else {}
-    return {"prompt": text, **data}
+    if not images:
+        return {"prompt": text}
+    names = {"multi_modal_uuids": {"image": ["one"] * len(images)}} if given.get("one_name") else {}
+    return {"prompt": text, "multi_modal_data": {"image": [picture(each) for each in images]}, **names}
 
 
 def staggered(llm, prompts, params):

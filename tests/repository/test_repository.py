@@ -121,6 +121,12 @@ def test_no_test_file_imports_another():
     assert len(tests) > 100 and found == []
 
 
+def test_no_two_test_files_have_one_name():
+    """pytest imports test files by their name alone, and stops at the second one."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_metadata():
     """A package without types for its users, or whose version is written in two places."""
     assert (Path(hf_xattn.__file__).parent / "py.typed").is_file()

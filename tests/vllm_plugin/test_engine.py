@@ -37,6 +37,11 @@ def test_batches(tmp_path, mode):
     check(run(folder=str(tmp_path), model={"image_visibility": "previous", "block": {"qk_norm": True}}, mode=mode))
 
 
+def test_pictures_with_one_name(tmp_path):
+    """A client that gives different pictures the same identifier must not get an answer about another's picture."""
+    check(run(folder=str(tmp_path), model={"image_visibility": "previous"}, mode="alone", one_name=True))
+
+
 def test_half_precision(tmp_path):
     """Gates and norms that are not float32. Where `generate` nearly takes another token, the engine may take it."""
     model = {"image_visibility": "previous", "block": {"qk_norm": True}}
