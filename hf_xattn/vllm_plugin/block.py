@@ -78,7 +78,7 @@ class Attention(nn.Module):
             assert key is not None and value is not None
             output[masked.text] = self._attend(query, key, value, masked)
         # Not a product: what the kernel leaves for tokens that see nothing may be NaN.
-        return self.o_proj(torch.where(step.visible, output, 0))[0]
+        return self.o_proj(torch.where(step.attends, output, 0))[0]
 
     def _project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `(image tokens, kv_heads, head_dim)`."""
@@ -162,8 +162,10 @@ class Block(nn.Module):
         normed = self.attn_norm(hidden_states)
         attended = normed if step is None else self.attn(normed, step)
         seen = hidden_states + _gated(attended, self.attn_gate, dtype)
-        seen = seen + _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, dtype)
-        return seen if step is None else torch.where(step.visible, seen, hidden_states)
+        if step is not None:
+            seen = torch.where(step.attends, seen, hidden_states)
+        made = seen + _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, dtype)
+        return made if step is None else torch.where(step.visible, made, seen)
 
 
 def _gated(branch: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

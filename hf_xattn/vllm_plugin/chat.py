@@ -17,6 +17,8 @@ from vllm.renderers.hf import HfRenderer
 from vllm.utils.async_utils import make_async
 
 from ..processing_xattn import XAttnProcessor
+from .mllama import is_mllama, written_prompt
+from .processors import processor_of
 from .served import check_markers
 
 
@@ -33,10 +35,7 @@ class XAttnRenderer(HfRenderer):
 
     @functools.cached_property
     def processor(self) -> XAttnProcessor:
-        model = self.model_config
-        return XAttnProcessor.from_pretrained(
-            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
-        )
+        return processor_of(self.model_config)
 
     def render(self, conversation: list[Any], params: Any) -> list[int]:
         """The tokens of a chat.
@@ -59,17 +58,21 @@ class XAttnRenderer(HfRenderer):
         return tokens
 
     def _tokenize_singleton_prompt(self, prompt: Any, params: Any) -> Any:
-        return super()._tokenize_singleton_prompt(prompt, self._without_second_bos(prompt, params))
+        return super()._tokenize_singleton_prompt(*self._as_processor(prompt, params))
 
     async def _tokenize_singleton_prompt_async(self, prompt: Any, params: Any) -> Any:
-        return await super()._tokenize_singleton_prompt_async(prompt, self._without_second_bos(prompt, params))
+        return await super()._tokenize_singleton_prompt_async(*self._as_processor(prompt, params))
 
-    def _without_second_bos(self, prompt: Any, params: Any) -> Any:
+    def _as_processor(self, prompt: Any, params: Any) -> tuple[Any, Any]:
         """As in the processor: a text that starts with the BOS token, as a rendered chat may, gets no second one."""
         text, bos = prompt.get("prompt"), self.processor.tokenizer.bos_token
-        if isinstance(text, str) and bos is not None and text.startswith(bos):
-            return dataclasses.replace(params, add_special_tokens=False)
-        return params
+        if not isinstance(text, str) or bos is None:
+            return prompt, params
+        if text.startswith(bos):
+            return prompt, dataclasses.replace(params, add_special_tokens=False)
+        if is_mllama(self.model_config.hf_config):
+            prompt = {**prompt, "prompt": written_prompt(text, self.processor)}
+        return prompt, params
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         conversation, images, uuids = parse_chat_messages(messages, self.model_config, **_options(params))

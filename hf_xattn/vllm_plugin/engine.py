@@ -10,17 +10,28 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.tokenizers.registry import TokenizerRegistry
+from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, HFConfigParser
 from vllm.transformers_utils.model_arch_config_convertor import (
     MODEL_ARCH_CONFIG_CONVERTORS,
     ModelArchConfigConvertorBase,
 )
 
 from ..configuration_xattn import XAttnConfig
+from .mllama import ARCHITECTURE as MLLAMA
+from .mllama import as_xattn
 from .served import check_served
 
 
 # The engine's `tokenizer_mode`: it decides who renders chats.
 CHATS = "hf_xattn"
+
+
+class ConfigParser(HFConfigParser):
+    """Reads `config.json`. Llama 3.2 Vision becomes a model of this package."""
+
+    def parse(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+        given, config = super().parse(*args, **kwargs)
+        return given, as_xattn(config) if config.model_type == "mllama" else config
 
 
 class XAttnConvertor(ModelArchConfigConvertorBase):
@@ -120,9 +131,11 @@ def repair_order() -> None:
     GPUModelRunner._batch_mm_inputs_from_scheduler = in_order_of_batch
 
 
-def register_engine(architecture: str) -> None:
+def register_engine(architectures: set[str]) -> None:
     """Registers what is told by the class of a configuration or the name of an architecture."""
     TokenizerRegistry.register(CHATS, "vllm.tokenizers.hf", "CachedHfTokenizer")
     RENDERER_REGISTRY.register(CHATS, "hf_xattn.vllm_plugin.chat", "XAttnRenderer")
     MODEL_ARCH_CONFIG_CONVERTORS[XAttnConfig.model_type] = XAttnConvertor
-    MODELS_CONFIG_MAP[architecture] = XAttnEngineConfig
+    MODELS_CONFIG_MAP.update(dict.fromkeys(architectures, XAttnEngineConfig))
+    if MLLAMA in architectures:
+        _CONFIG_FORMAT_TO_CONFIG_PARSER["hf"] = ConfigParser

@@ -18,14 +18,16 @@ DEFAULT_BYTES = 2**28
 OPTION = "hf_xattn_image_bytes"
 
 
-def keys_of(pixels: torch.Tensor) -> torch.Tensor:
+def keys_of(pixels: torch.Tensor, aspect_ratio_ids: torch.Tensor | None = None) -> torch.Tensor:
     """A name of each image's content, `(num_images, 4)` integers of a SHA-256 of its pixels `(num_images, ...)`.
 
-    The names are made of what the tower reads: a client may give two pictures the same identifier.
+    The names are made of what the tower reads: a client may give two pictures the same identifier. Tiles have an order,
+    which `aspect_ratio_ids` `(num_images,)` names.
     """
     names = []
-    for image in pixels.contiguous():
-        seen = hashlib.sha256(f"{tuple(image.shape)} {image.dtype}".encode())
+    ratios = [None] * len(pixels) if aspect_ratio_ids is None else aspect_ratio_ids.tolist()
+    for image, ratio in zip(pixels.contiguous(), ratios):
+        seen = hashlib.sha256(f"{tuple(image.shape)} {image.dtype} {ratio}".encode())
         seen.update(image.view(torch.uint8).numpy())
         names.append(torch.frombuffer(bytearray(seen.digest()), dtype=torch.int64))
     return torch.stack(names)

@@ -17,15 +17,17 @@ from ..checkpoints.saved_names import named_as_in_memory
 from ..configuration_xattn import XAttnConfig
 from ..images.connector import XAttnConnector
 from ..images.image_encoder import ImageEncoder
-from ..images.vision import build_tower
+from ..images.vision import Tiles, build_tower, is_tiled, token_mask_of
+from ..processing_xattn import TILE_INPUTS
 from .block import STEP, Block
 from .decoders import block_weight, insert, with_additional
 from .engine import repair_order
 from .folders import weights_of_folder
 from .image_features import DEFAULT_BYTES, OPTION, ImageFeatures
+from .mllama import as_saved, is_mllama
 from .requests import IMAGE, XAttnDummyInputs, XAttnMultiModalProcessor, XAttnProcessingInfo
 from .served import DECODERS, check_served
-from .steps import read_step, read_step_with_images
+from .steps import Images, read_step, read_step_with_images, with_real
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -65,10 +67,14 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         insert(self.language_model, self.served, config, make_block)
         self.kernel_name = "cross_attention_blocks.0.attn.kernel"
         self.image_features = ImageFeatures(vllm_config.additional_config.get(OPTION, DEFAULT_BYTES))
+        self.tiled = is_tiled(config.vision_config)
         self.tokens_per_image = 0  # known when the first image is encoded
 
     def embed_multimodal(self, **kwargs: Any) -> list[torch.Tensor]:
-        """Runs tower and connector on new pictures. Returns `(image tokens, context_size)` for each request."""
+        """Runs tower and connector on new pictures. Returns `(image tokens, context_size)` for each request.
+
+        With tiles, these are the tokens of padding tiles, too, and a last column tells them apart.
+        """
         pixels, names = list(kwargs["pixel_values"]), list(kwargs["picture_names"])
         counts = [len(each) for each in pixels]
         flat = torch.cat(pixels)
@@ -80,12 +86,19 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
             positions = torch.tensor(places, device=flat.device)
             keys = [key + place.to_bytes(4, "little") for key, place in zip(keys, places)]
 
+        tiles = Tiles(*(torch.cat(list(kwargs[name])) for name in TILE_INPUTS)) if self.tiled else None
+
         def encode(indices: list[int]) -> torch.Tensor:
             of_these = None if positions is None else positions[indices][None]
-            return self.image_encoder.features(flat[indices][None], None, of_these)[0]
+            tiles_of_these = None if tiles is None else Tiles(*(each[indices][None] for each in tiles))
+            return self.image_encoder.features(flat[indices][None], tiles_of_these, of_these)[0]
 
         features = self.image_features.read(flat, keys, encode)
         self.tokens_per_image = features.shape[1]
+        if tiles is not None:
+            real = token_mask_of(Tiles(*(each[None] for each in tiles)), None, self.tokens_per_image)
+            assert real is not None
+            features = with_real(features, real.view(features.shape[:2]))
         return [each.flatten(0, 1) for each in features.split(counts)]
 
     def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -105,14 +118,16 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         if context.attn_metadata is not None:
             metadata = context.attn_metadata[self.kernel_name]
             if encoder_outputs:
-                context.additional_kwargs[STEP] = read_step_with_images(
-                    metadata,
-                    input_ids,
-                    positions,
-                    encoder_outputs,
-                    self.config.image_visibility,
-                    self.config.image_token_id,
+                config = self.config
+                images = Images(
+                    config.image_visibility,
+                    config.image_token_id,
                     self.tokens_per_image,
+                    self.tiled,
+                    unseeing_reads_all=is_mllama(config),
+                )
+                context.additional_kwargs[STEP] = read_step_with_images(
+                    metadata, input_ids, positions, encoder_outputs, images
                 )
             else:
                 context.additional_kwargs[STEP] = read_step(metadata, input_ids.shape[0])
@@ -134,6 +149,8 @@ class XAttnForVLLM(nn.Module, SupportsMultiModal):
         of_adapter = weights_of_folder(*self.source)
         if of_adapter is not None:
             weights = of_adapter
+        elif is_mllama(self.config):
+            weights = as_saved(weights, self.config)
         own = dict(self.named_parameters())
         parts: dict[str, dict[str, torch.Tensor]] = {"vision_tower": {}, "connector": {}}
         loaded: set[str] = set()

@@ -22,9 +22,10 @@ from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseProcessingInf
 from ..configuration_xattn import XAttnConfig
 from ..images.connector import XAttnConnector
 from ..images.image_encoder import ImageEncoder
-from ..images.vision import build_tower
-from ..processing_xattn import XAttnProcessor
+from ..images.vision import blank_image, build_tower
+from ..processing_xattn import TILE_INPUTS, XAttnProcessor
 from .image_features import keys_of
+from .processors import processor_of
 from .served import check_markers, last_seen
 
 
@@ -40,11 +41,7 @@ class XAttnProcessingInfo(BaseProcessingInfo):
 
     @functools.cached_property
     def processor(self) -> XAttnProcessor:
-        """The processor of the folder, as `generate` would use it."""
-        model = self.ctx.model_config
-        return XAttnProcessor.from_pretrained(
-            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
-        )
+        return processor_of(self.ctx.model_config)
 
     def get_hf_processor(self, **kwargs: object) -> XAttnProcessor:
         return self.processor
@@ -64,21 +61,23 @@ class XAttnProcessingInfo(BaseProcessingInfo):
 
     @functools.cached_property
     def tokens_per_image(self) -> int:
-        """Number of image tokens that tower and connector make of a picture."""
+        """The most image tokens that tower and connector make of a picture: those of all its tiles."""
         config = self.get_hf_config()
-        if config.perceiver_config is not None:
-            return config.perceiver_config.num_latents
         assert config.vision_config is not None
         with torch.device("meta"):
             tower, connector = build_tower(config.vision_config), XAttnConnector(config)
         encoder = ImageEncoder(config, tower, connector, lambda: next(connector.parameters()))
+        pixels = torch.empty(1, 1, *self.pixel_shape, device="meta")
+        _, tiles = blank_image(config.vision_config, pixels.device, pixels.dtype)
+        perceiver = config.perceiver_config
+        place = pixels.new_zeros(1, 1, dtype=torch.long) if perceiver and perceiver.num_image_positions else None
         with torch.no_grad():
-            return encoder.features(torch.empty(1, 1, *self.pixel_shape, device="meta")).shape[2]
+            return encoder.features(pixels, tiles, place).shape[2]
 
     @functools.cached_property
     def pixel_shape(self) -> tuple[int, ...]:
-        """`(channels, height, width)` that the image processor makes of a picture."""
-        return tuple(self.processor(images=[Image.new("RGB", (64, 64))])["pixel_values"].shape[-3:])
+        """`(channels, height, width)` that the image processor makes of a picture. Of tiles: their number first."""
+        return tuple(self.processor(images=[Image.new("RGB", (64, 64))])["pixel_values"].shape[2:])
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
         return {IMAGE: self.tokens_per_image * self.allowed_mm_limits[IMAGE]}
@@ -113,7 +112,8 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Mapping[str, Any]:
         on_host = MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True)
-        return {"pixel_values": MultiModalFieldConfig.batched(IMAGE), "picture_names": on_host}
+        of_pictures = dict.fromkeys(("pixel_values", *TILE_INPUTS), MultiModalFieldConfig.batched(IMAGE))
+        return {**of_pictures, "picture_names": on_host}
 
     def _get_prompt_updates(self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any) -> list[Any]:
         return []
@@ -138,21 +138,25 @@ class XAttnMultiModalProcessor(EncDecMultiModalProcessor[XAttnProcessingInfo]):
         seen = last_seen(config.image_visibility, markers, len(pictures))
         with timing_ctx.record("apply_hf_processor"):
             try:
-                pixels = info.processor(images=[pictures])["pixel_values"]
+                made = info.processor(images=[pictures])
             except TypeError as error:  # the server tells clients of a ValueError
                 raise ValueError(str(error)) from error
-        if tuple(pixels.shape[-3:]) != info.pixel_shape:
+        made = {name: made[name] for name in ("pixel_values", *TILE_INPUTS) if name in made}
+        pixels, tokens = made["pixel_values"][0], info.tokens_per_image
+        if tuple(pixels.shape[1:]) != info.pixel_shape:
             raise ValueError(
                 f"Expected the image processor to make all pictures of one size, {info.pixel_shape}, got "
-                f"{tuple(pixels.shape[-3:])}. Set its `do_resize` or `size`."
+                f"{tuple(pixels.shape[1:])}. Set its `do_resize` or `size`."
             )
-        pixels = pixels.reshape(len(pictures), *info.pixel_shape)
-        names = keys_of(pixels)
-        found = BatchFeature({"pixel_values": pixels[None], "picture_names": names[None]})
+        lengths = [tokens] * len(pictures)
+        if (tiles := made.get("aspect_ratio_mask")) is not None:
+            lengths = [int(each.sum()) * tokens // len(each) for each in tiles[0]]
+        names = keys_of(pixels, made["aspect_ratio_ids"][0] if "aspect_ratio_ids" in made else None)
+        found = BatchFeature({**made, "picture_names": names[None]})
         items = MultiModalKwargsItems.from_hf_inputs(found, self._get_mm_fields_config(found, {}))
         # Of the pixels, not a client's identifier: two pictures may have one. And of the length in the cache.
         name = f"{names.numpy().tobytes().hex()}-{seen}"
-        place = PlaceholderRange(offset=0, length=seen * info.tokens_per_image)
+        place = PlaceholderRange(offset=0, length=sum(lengths[len(lengths) - seen :]))
         read = mm_input(
             prompt_token_ids=[0] * place.length,
             mm_kwargs=items,

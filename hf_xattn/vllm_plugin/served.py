@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
-from ..images.vision import is_tiled
 
 
 class Decoder(NamedTuple):
@@ -56,8 +55,6 @@ def _position_bias(config: Any) -> str | None:
 def _vision_config(config: Any) -> str | None:
     if config.vision_config is None:
         return "`vision_config=None`: a request brings pictures, and this model takes `cross_attention_states`"
-    if is_tiled(config.vision_config):
-        return f"the vision tower {config.vision_config.model_type!r}: tiles are not served yet"
     return None
 
 

@@ -26,8 +26,19 @@ class Masked(NamedTuple):
     mask: torch.Tensor  # `(text_len, image tokens)`, True = attend
 
 
+class Images(NamedTuple):
+    """What the images of a model are to its text."""
+
+    rule: str  # `image_visibility`
+    image_token_id: int | None
+    tokens: int  # of one image, with its padding tiles
+    tiled: bool = False  # a last column says which image tokens are of a real tile
+    unseeing_reads_all: bool = False  # Mllama: text that sees no image attends to all tokens, and gets no MLP
+
+
 class Step(NamedTuple):
     visible: torch.Tensor  # `(tokens, 1)`, False for a token that sees no image
+    attends: torch.Tensor  # `(tokens, 1)`, the same but for `Images.unseeing_reads_all`
     states: torch.Tensor | None = None  # `(image tokens, context_size)` of the prompts that begin; None if none does
     stored: torch.Tensor | None = None  # indices of the image tokens that the cache keeps; None: all, in order
     masked: tuple[Masked, ...] = ()
@@ -43,57 +54,74 @@ def request_of_token(query_start_loc: torch.Tensor, num_tokens: int) -> torch.Te
 def read_step(metadata: Any, num_tokens: int) -> Step:
     """A step without new images. `metadata`: the engine's, of a cross-attention layer."""
     requests = request_of_token(metadata.query_start_loc, num_tokens)
-    return Step((metadata.seq_lens > 0)[requests][:, None])
+    visible = (metadata.seq_lens > 0)[requests][:, None]
+    return Step(visible, visible)
 
 
 def read_step_with_images(
-    metadata: Any,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    images: list[torch.Tensor],
-    rule: str,
-    image_token_id: int | None,
-    tokens_per_image: int,
+    metadata: Any, input_ids: torch.Tensor, positions: torch.Tensor, given: list[torch.Tensor], images: Images
 ) -> Step:
     """A step in which prompts with images begin.
 
     Args:
         input_ids, positions (`torch.LongTensor`): `(tokens,)`.
-        images (`list[torch.Tensor]`): `(image tokens, context_size)` of each such prompt, in the order of the batch.
-        rule (`str`): `image_visibility`.
+        given (`list[torch.Tensor]`): `(image tokens, context_size)` of each such prompt, in the order of the batch.
 
     Raises:
         RuntimeError: if images and prompts do not fit together. The engine would give an answer to other images.
     """
     step = read_step(metadata, input_ids.shape[0])
-    visible = step.visible.clone()
+    visible, attends = step.visible.clone(), step.visible.clone()
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     begins = [
         request
         for request, length in enumerate(lengths)
         if length > 0 and starts[request + 1] > starts[request] and int(positions[starts[request]]) == 0
     ]
-    if len(begins) != len(images):
-        raise RuntimeError(f"{len(begins)} prompts with images begin, but the engine passed images of {len(images)}.")
-    stored, masked, first = [], [], 0
-    for request, states in zip(begins, images):
+    if len(begins) != len(given):
+        raise RuntimeError(f"{len(begins)} prompts with images begin, but the engine passed images of {len(given)}.")
+    read, stored, masked, first = [], [], [], 0
+    for request, states in zip(begins, given):
+        states, real = split_real(states) if images.tiled else (states, None)
         text, count = slice(starts[request], starts[request + 1]), states.shape[0]
-        sees = _images_seen(
-            rule, input_ids[text].eq(-1 if image_token_id is None else image_token_id), count // tokens_per_image
-        )
-        kept = int(sees[-1].sum()) * tokens_per_image
-        if kept != lengths[request]:
+        mask = _tokens_seen(images, input_ids[text], count, real)
+        # Text after the prompt sees what its last token sees, and the cache keeps that.
+        kept = mask[-1].nonzero()[:, 0]
+        if len(kept) != lengths[request]:
             raise RuntimeError(
-                f"The text after a prompt sees {kept} image tokens, but the engine keeps {lengths[request]}."
+                f"The text after a prompt sees {len(kept)} image tokens, but the engine keeps {lengths[request]}."
             )
-        visible[text, 0] = sees.any(dim=-1)
-        if not bool((sees.all(dim=-1) | ~sees.any(dim=-1)).all()):
-            masked.append(Masked(text, slice(first, first + count), sees.repeat_interleave(tokens_per_image, dim=1)))
-        # What later text sees are always the last images.
-        stored.append(torch.arange(first + count - kept, first + count, device=states.device))
+        seeing = mask.any(dim=-1)
+        if images.unseeing_reads_all:
+            mask = mask | ~seeing[:, None]
+        visible[text, 0], attends[text, 0] = seeing, mask.any(dim=-1)
+        if not bool((mask == mask[-1])[attends[text, 0]].all()):
+            masked.append(Masked(text, slice(first, first + count), mask))
+        read.append(states)
+        stored.append(kept + first)
         first += count
     keeps_all = sum(len(each) for each in stored) == first
-    return Step(visible, torch.cat(images), None if keeps_all else torch.cat(stored), tuple(masked))
+    return Step(visible, attends, torch.cat(read), None if keeps_all else torch.cat(stored), tuple(masked))
+
+
+def with_real(features: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Image tokens `(..., context_size)` with one more column: 1 for a token of a real tile, 0 for padding.
+
+    The engine carries one tensor for each request, and nothing beside it.
+    """
+    return torch.cat([features, real[..., None].to(features.dtype)], dim=-1)
+
+
+def split_real(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undoes [`with_real`]."""
+    return states[..., :-1], states[..., -1] != 0
+
+
+def _tokens_seen(images: Images, input_ids: torch.Tensor, count: int, real: torch.Tensor | None) -> torch.Tensor:
+    """Which of `count` image tokens each token of a prompt sees, `(text_len, count)`."""
+    markers = input_ids.eq(-1 if images.image_token_id is None else images.image_token_id)
+    sees = _images_seen(images.rule, markers, count // images.tokens).repeat_interleave(images.tokens, dim=1)
+    return sees if real is None else sees & real
 
 
 def _images_seen(rule: str, markers: torch.Tensor, num_images: int) -> torch.Tensor:

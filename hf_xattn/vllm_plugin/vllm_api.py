@@ -30,6 +30,7 @@ NAMES = {
     "vllm.renderers.hf": "HfRenderer",
     "vllm.renderers.registry": "RENDERER_REGISTRY",
     "vllm.tokenizers.registry": "TokenizerRegistry",
+    "vllm.transformers_utils.config": "HFConfigParser _CONFIG_FORMAT_TO_CONFIG_PARSER",
     "vllm.transformers_utils.model_arch_config_convertor": (
         "MODEL_ARCH_CONFIG_CONVERTORS ModelArchConfigConvertorBase"
     ),

@@ -1,7 +1,10 @@
 """Small models with heads that the CPU kernels of vLLM take, and requests for them."""
 
 import torch
-from template_models import make_processor, picture
+from template_models import make_processor
+from template_models import picture as plain_picture
+from tiny_mllama import make_mllama, make_mllama_processor
+from tiny_mllama import picture as wide_picture
 from tiny_models import PERCEIVER, randomize, strengthen, vision_config
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +23,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, retrofit
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration, XAttnProcessor, retrofit
+from hf_xattn.importers import export_checkpoint, import_checkpoint
 
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -116,11 +120,49 @@ REQUESTS = [
 ]
 
 
-def answers(model, processor, requests, new_tokens):
+# Text that sees no image, images of several tiles, images in a row.
+TILED_REQUESTS = [
+    ("w5 w6 w7", []),
+    ("<|image|> w5 w6", [1]),
+    ("w3 w4 <|image|> w5 w6", [2]),
+    ("<|image|> w5 <|image|> w6 w7", [3, 4]),
+    ("<s> <|image|> <|image|> w6", [5, 1]),
+    ("w8 <|image|> w2 <|image|> <|image|> w3", [2, 3, 4]),
+]
+TILES = [(28, 28), (60, 28), (28, 60), (56, 56), (90, 28)]
+
+
+def picture(seed, tiled=False):
+    """With `tiled`, a picture of another shape for each of five seeds: one to four tiles."""
+    return wide_picture(*TILES[seed % len(TILES)], seed) if tiled else plain_picture(seed)
+
+
+def save_tiled(folder, kind):
+    """Saves a Llama 3.2 Vision. `kind`: "mllama", transformers' own; "exported", by this package; or "imported"."""
+    model, processor = (
+        make_mllama(hidden_size=64, num_attention_heads=2, num_key_value_heads=1),
+        make_mllama_processor(),
+    )
+    if kind == "mllama":
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        return
+    own = folder if kind == "imported" else f"{folder}-imported"
+    import_checkpoint(model, own)
+    parts = processor.image_processor, processor.tokenizer
+    XAttnProcessor(*parts, image_token=processor.image_token).save_pretrained(own)
+    if kind == "exported":
+        export_checkpoint(own, folder)
+
+
+def answers(model, processor, requests, new_tokens, tiled=False):
     """Of `generate`, for each request: greedy tokens, their log-probabilities, and how far the next best one is."""
     found = []
     for text, images in requests:
-        inputs = processor(text=text, images=[picture(each) for each in images] or None)
+        pictures = [picture(each, tiled) for each in images] or None
+        # transformers' Mllama writes a second BOS token, if it is not told.
+        plain = {"add_special_tokens": False} if text.startswith("<s>") else {}
+        inputs = processor(text=text, images=pictures, return_tensors="pt", **plain)
         length = inputs["input_ids"].shape[1]
         out = model.generate(
             **inputs,
@@ -137,4 +179,14 @@ def answers(model, processor, requests, new_tokens):
     return found
 
 
-__all__ = ["REQUESTS", "RESAMPLER", "TEXTS", "answers", "save_adapter", "save_model"]
+__all__ = [
+    "REQUESTS",
+    "RESAMPLER",
+    "TEXTS",
+    "TILED_REQUESTS",
+    "answers",
+    "picture",
+    "save_adapter",
+    "save_model",
+    "save_tiled",
+]

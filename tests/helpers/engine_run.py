@@ -1,8 +1,9 @@
 """Asks vLLM and `generate` the same, and prints both as JSON. A process of its own: an engine leaves much behind.
 
-The argument is JSON: `folder`, `model` (arguments of `save_model`; without it the folder is there already), `engine`
-(options of `LLM`), `new_tokens`, `one_name` (the client gives all pictures one identifier), and `mode`: "together" (all
-requests at once), "alone" (one after the other) or "staggered" (requests join and leave a running batch).
+The argument is JSON: `folder`, `model` (arguments of `save_model`) or `tiled` (the kind of `save_tiled`; without both
+the folder is there already), `engine` (options of `LLM`), `new_tokens`, `one_name` (the client gives all pictures one
+identifier), and `mode`: "together" (all requests at once), "alone" (one after the other) or "staggered" (requests join
+and leave a running batch).
 """
 
 import json
@@ -20,8 +21,7 @@ if __name__ == "__main__":
             str(core) for core in sorted(os.sched_getaffinity(0))[: given["engine"]["tensor_parallel_size"]]
         )
 
-from engine_models import REQUESTS, answers, save_model
-from template_models import picture
+from engine_models import REQUESTS, TILED_REQUESTS, answers, picture, save_model, save_tiled
 
 
 def count_calls(owner, name, counted):
@@ -58,7 +58,8 @@ def prompt(text, images):
     if not images:
         return {"prompt": text}
     names = {"multi_modal_uuids": {"image": ["one"] * len(images)}} if given.get("one_name") else {}
-    return {"prompt": text, "multi_modal_data": {"image": [picture(each) for each in images]}, **names}
+    pictures = [picture(each, "tiled" in given) for each in images]
+    return {"prompt": text, "multi_modal_data": {"image": pictures}, **names}
 
 
 def staggered(llm, prompts, params):
@@ -85,19 +86,30 @@ def compared(expected, done, length, margin):
     return {"expected": tokens[:end], "got": list(done.token_ids)[:end], "off": off, "length": len(done.token_ids)}
 
 
+def loaded(folder, dtype, in_its_own_class):
+    from transformers import MllamaForConditionalGeneration, MllamaProcessor
+
+    from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
+
+    classes = XAttnForConditionalGeneration, XAttnProcessor
+    if in_its_own_class:
+        classes = MllamaForConditionalGeneration, MllamaProcessor
+    return classes[0].from_pretrained(folder, dtype=dtype).eval(), classes[1].from_pretrained(folder)
+
+
 def main():
     import torch
     from vllm import LLM, SamplingParams
 
-    from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
-
     folder, mode = given["folder"], given.get("mode", "together")
     if "model" in given:
         save_model(folder, **given["model"])
+    tiled = given.get("tiled")
+    if tiled:
+        save_tiled(folder, tiled)
     dtype = given.get("engine", {}).get("dtype", "float32")
-    model = XAttnForConditionalGeneration.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    processor = XAttnProcessor.from_pretrained(folder)
-    requests = (given.get("requests") or REQUESTS) * given.get("repeat", 1)
+    model, processor = loaded(folder, getattr(torch, dtype), in_its_own_class=tiled in ("mllama", "exported"))
+    requests = (given.get("requests") or (TILED_REQUESTS if tiled else REQUESTS)) * given.get("repeat", 1)
     longer = [3 * index % 5 if mode == "staggered" else 0 for index in range(len(requests))]
     lengths = [given.get("new_tokens", 10) + each for each in longer]
     # Before the engine: it changes classes of transformers that it runs itself.
@@ -105,7 +117,7 @@ def main():
     for request in requests:
         key = json.dumps(request)
         if key not in expected:
-            expected[key] = answers(model, processor, [request], max(lengths))[0]
+            expected[key] = answers(model, processor, [request], max(lengths), bool(tiled))[0]
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
     counts = watch()
     llm = LLM(folder, **{**options, **given.get("engine", {})})

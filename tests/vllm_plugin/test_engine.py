@@ -126,6 +126,12 @@ def test_adapter_only(tmp_path, text):
     check(run(folder=folder))
 
 
+@pytest.mark.parametrize("kind", ["mllama", "exported", "imported"])
+def test_llama_3_2_vision(tmp_path, kind):
+    """Tiles of padding that text sees, or text in front of its image, to which Mllama adds something."""
+    check(run(folder=str(tmp_path / "model"), tiled=kind))
+
+
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
     """A rank with the keys of another's heads."""

@@ -1,0 +1,62 @@
+"""Llama 3.2 Vision (`MllamaForConditionalGeneration`) on vLLM, which lost this model after 0.10.2.
+
+The engine sees the model that the importer would make of the checkpoint, and its answers are those of transformers'
+Mllama: at a text position that sees no image, also an average of all image tokens (see `importers/mllama.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from transformers import AutoConfig, MllamaConfig, MllamaProcessor
+from transformers.models.mllama.processing_mllama import build_string_from_input
+
+from ..configuration_xattn import XAttnConfig
+from ..importers.conversion import made_recipe
+from ..importers.mllama import recipe
+from ..processing_xattn import XAttnProcessor
+
+
+ARCHITECTURE = "MllamaForConditionalGeneration"
+
+
+def is_mllama(config: XAttnConfig) -> bool:
+    """Whether the checkpoint is Mllama's own, and not one that the importer wrote."""
+    return config.architectures == [ARCHITECTURE]
+
+
+def as_xattn(config: MllamaConfig) -> XAttnConfig:
+    """The configuration of the model that the importer would make. Raises a `ValueError` for one that cannot be."""
+    target = made_recipe(recipe, config).config
+    target.architectures = [ARCHITECTURE]
+    return target
+
+
+def as_saved(weights: Iterable[tuple[str, torch.Tensor]], config: XAttnConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of an Mllama checkpoint, under the names of a folder of this package.
+
+    Raises:
+        ValueError: for a name that Mllama does not have.
+    """
+    made = made_recipe(recipe, AutoConfig.for_model(**(config.source_config or {})))
+    for name, weight in weights:
+        targets = made.targets(name)
+        if targets is None:
+            raise ValueError(f"Expected weights of Llama 3.2 Vision, got {name!r}.")
+        for target in targets:
+            yield target.name, weight[target.rows]
+
+
+def load_processor(name: str, **options: Any) -> XAttnProcessor:
+    """The parts of a `MllamaProcessor`."""
+    given: Any = MllamaProcessor.from_pretrained(name, **options)
+    return XAttnProcessor(
+        given.image_processor, given.tokenizer, chat_template=given.chat_template, image_token=given.image_token
+    )
+
+
+def written_prompt(text: str, processor: Any) -> str:
+    """A plain text as `MllamaProcessor` writes it: with the BOS token, after the image markers that it starts with."""
+    return build_string_from_input(text, processor.tokenizer.bos_token, processor.image_token)
