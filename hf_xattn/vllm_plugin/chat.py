@@ -74,6 +74,26 @@ class XAttnRenderer(HfRenderer):
             prompt = {**prompt, "prompt": written_prompt(text, self.processor)}
         return prompt, params
 
+    def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check(prompt)
+        return super().process_for_engine(prompt, *args, **kwargs)
+
+    async def process_for_engine_async(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check(prompt)
+        return await super().process_for_engine_async(prompt, *args, **kwargs)
+
+    def _check(self, prompt: Any) -> None:
+        """The engine shows requests without images to no processor.
+
+        Raises:
+            ValueError: for a marker without an image, and for a prompt of two parts.
+        """
+        if prompt.get("decoder_prompt") is not None:
+            raise ValueError("Expected one prompt, got one for an encoder and one for a decoder.")
+        given = prompt.get("encoder_prompt", prompt)
+        if not given.get("multi_modal_data"):
+            check_markers(self.processor, given["prompt_token_ids"], 0)
+
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         conversation, images, uuids = parse_chat_messages(messages, self.model_config, **_options(params))
         return conversation, _prompt(self.render(conversation, params), images, uuids)
