@@ -94,6 +94,13 @@ def save_model(folder, text="llama", block=None, vocab_size=None, tied=None, **c
     return model, processor
 
 
+def save_with_base(folder, base, **model):
+    """Saves a model, and its text model alone."""
+    made, processor = save_model(folder, **model)
+    made.model.text_model.save_pretrained(base)
+    processor.tokenizer.save_pretrained(base)
+
+
 def save_adapter(folder, **model):
     """Saves what a model adds to its bases, which lie beside it, and its processor."""
     made, processor = save_model(folder / "whole", **model)
@@ -189,4 +196,5 @@ __all__ = [
     "save_adapter",
     "save_model",
     "save_tiled",
+    "save_with_base",
 ]

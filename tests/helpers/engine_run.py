@@ -1,9 +1,9 @@
 """Asks vLLM and `generate` the same, and prints both as JSON. A process of its own: an engine leaves much behind.
 
 The argument is JSON: `folder`, `model` (arguments of `save_model`) or `tiled` (the kind of `save_tiled`; without both
-the folder is there already), `engine` (options of `LLM`), `new_tokens`, `one_name` (the client gives all pictures one
-identifier), and `mode`: "together" (all requests at once), "alone" (one after the other) or "staggered" (requests join
-and leave a running batch).
+the folder is there already), `bare` (the folder is a text model of `save_with_base`), `engine` (options of `LLM`), `requests`, `new_tokens`, `one_name` (the client gives all pictures one identifier), and
+`mode`: "together" (all requests at once), "alone" (one after the other) or "staggered" (requests join and leave a
+running batch).
 """
 
 import json
@@ -22,6 +22,7 @@ if __name__ == "__main__":
         )
 
 from engine_models import REQUESTS, TILED_REQUESTS, answers, picture, save_model, save_tiled
+from template_models import make_processor
 
 
 def count_calls(owner, name, counted):
@@ -77,22 +78,34 @@ def staggered(llm, prompts, params):
 
 
 def compared(expected, done, length, margin):
-    """Tokens and log-probabilities, up to where `generate` itself nearly takes another token."""
+    """Tokens and log-probabilities, up to where `generate` itself nearly takes another token.
+
+    `gap_off`: how much the two best tokens are further apart, or closer, than in `generate`.
+    """
     tokens, scores, gaps = expected
     close = [index for index, gap in enumerate(gaps) if gap < margin]
     end = min(length, *close) if close else length
     got = [float(each[token].logprob) for each, token in zip(done.logprobs, done.token_ids)][:end]
-    off = max((abs(one - other) for one, other in zip(scores, got)), default=0.0)
-    return {"expected": tokens[:end], "got": list(done.token_ids)[:end], "off": off, "length": len(done.token_ids)}
+    best = [sorted((float(each.logprob) for each in found.values()), reverse=True) for found in done.logprobs][:end]
+    return {
+        "expected": tokens[:end],
+        "got": list(done.token_ids)[:end],
+        "off": max((abs(one - other) for one, other in zip(scores, got)), default=0.0),
+        "gap_off": max((abs(each[0] - each[1] - gap) for each, gap in zip(best, gaps)), default=0.0),
+        "all": list(done.token_ids),
+    }
 
 
-def loaded(folder, dtype, in_its_own_class):
-    from transformers import MllamaForConditionalGeneration, MllamaProcessor
+def loaded(folder, dtype, tiled, bare):
+    """The model and the processor that `generate` is called with."""
+    from transformers import AutoModelForCausalLM, MllamaForConditionalGeneration, MllamaProcessor
 
     from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor
 
+    if bare:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), make_processor()
     classes = XAttnForConditionalGeneration, XAttnProcessor
-    if in_its_own_class:
+    if tiled in ("mllama", "exported"):
         classes = MllamaForConditionalGeneration, MllamaProcessor
     return classes[0].from_pretrained(folder, dtype=dtype).eval(), classes[1].from_pretrained(folder)
 
@@ -108,7 +121,7 @@ def main():
     if tiled:
         save_tiled(folder, tiled)
     dtype = given.get("engine", {}).get("dtype", "float32")
-    model, processor = loaded(folder, getattr(torch, dtype), in_its_own_class=tiled in ("mllama", "exported"))
+    model, processor = loaded(folder, getattr(torch, dtype), tiled, given.get("bare"))
     requests = (given.get("requests") or (TILED_REQUESTS if tiled else REQUESTS)) * given.get("repeat", 1)
     longer = [3 * index % 5 if mode == "staggered" else 0 for index in range(len(requests))]
     lengths = [given.get("new_tokens", 10) + each for each in longer]
@@ -121,7 +134,7 @@ def main():
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
     counts = watch()
     llm = LLM(folder, **{**options, **given.get("engine", {})})
-    params = [SamplingParams(temperature=0, max_tokens=each, ignore_eos=True, logprobs=0) for each in lengths]
+    params = [SamplingParams(temperature=0, max_tokens=each, ignore_eos=True, logprobs=2) for each in lengths]
     prompts = [prompt(*each) for each in requests]
     if mode == "alone":
         outputs = [llm.generate([each], one, use_tqdm=False)[0] for each, one in zip(prompts, params)]

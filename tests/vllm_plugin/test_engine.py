@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm.config", reason="vLLM is not installed (see examples/vllm)")
 
 from checkout import ROOT
-from engine_models import RESAMPLER, TEXTS, save_adapter
+from engine_models import RESAMPLER, TEXTS, save_adapter, save_with_base
 
 
 RUN = ROOT / "tests" / "helpers" / "engine_run.py"
@@ -42,12 +42,32 @@ def test_pictures_with_one_name(tmp_path):
     check(run(folder=str(tmp_path), model={"image_visibility": "previous"}, mode="alone", one_name=True))
 
 
+def test_text_alone(tmp_path):
+    """Text without an image that is not what the base answers on the engine."""
+    texts = [[text, []] for text in ("what is it ?", "a red circle. user system", "a b c d e")]
+    whole, base = str(tmp_path / "whole"), str(tmp_path / "base")
+    save_with_base(whole, base, image_visibility="previous")
+    served, bare = (run(folder=whole, requests=texts), run(folder=base, bare=True, requests=texts))
+    check(served)
+    assert [row["all"] for row in served["rows"]] == [row["all"] for row in bare["rows"]]
+
+
 def test_half_precision(tmp_path):
-    """Gates and norms that are not float32. Where `generate` nearly takes another token, the engine may take it."""
-    model = {"image_visibility": "previous", "block": {"qk_norm": True}}
-    result = run(folder=str(tmp_path), model=model, engine={"dtype": "bfloat16"}, margin=BFLOAT16)
+    """Gates and norms that are not float32. Where `generate` nearly takes another token, the engine may take it.
+
+    Nearly: the two best are closer than the base alone moves them between transformers and vLLM. `-s` shows the share
+    of tokens that come before the first such place.
+    """
+    texts = [[text, []] for text in ("what is it ?", "a red circle. user system", "a b c d e", "so a blue square.")]
+    whole, base, engine = str(tmp_path / "whole"), str(tmp_path / "base"), {"dtype": "bfloat16"}
+    save_with_base(whole, base, image_visibility="previous", block={"qk_norm": True})
+    bare = run(folder=base, bare=True, requests=texts, engine=engine, new_tokens=30, margin=BFLOAT16)
+    margin = max(row["gap_off"] for row in bare["rows"])
+    result = run(folder=whole, engine=engine, margin=margin)
     check(result, 2 * BFLOAT16)
-    assert sum(len(row["expected"]) for row in result["rows"]) > 20
+    share = sum(len(row["expected"]) for row in result["rows"]) / sum(len(row["all"]) for row in result["rows"])
+    print(f"The base moves the two best by up to {margin:.3f}; share of tokens {share:.2f}")
+    assert share > 0.3
 
 
 def test_compiled_code(tmp_path):
