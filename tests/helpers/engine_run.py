@@ -1,9 +1,13 @@
 """Asks vLLM and `generate` the same, and prints both as JSON. A process of its own: an engine leaves much behind.
 
-The argument is JSON: `folder`, `model` (arguments of `save_model`) or `tiled` (the kind of `save_tiled`; without both
-the folder is there already), `bare` (the folder is a text model of `save_with_base`), `engine` (options of `LLM`), `requests`, `new_tokens`, `one_name` (the client gives all pictures one identifier), and
-`mode`: "together" (all requests at once), "alone" (one after the other) or "staggered" (requests join and leave a
-running batch).
+The argument is JSON:
+
+- `folder`, and what to save there first: `model` (arguments of `save_model`) or `tiled` (the kind of `save_tiled`);
+- `bare`: the folder is a text model of `save_with_base`;
+- `engine` (options of `LLM`), `requests`, `new_tokens`;
+- `one_name`: the client gives all pictures one identifier;
+- `mode`: "together" (all requests at once), "alone" (one after the other) or "staggered" (requests join and leave a
+  running batch).
 """
 
 import json
