@@ -74,6 +74,10 @@ class XAttnRenderer(HfRenderer):
             prompt = {**prompt, "prompt": written_prompt(text, self.processor)}
         return prompt, params
 
+    def get_dec_start_token_id(self) -> int:
+        """The engine asks for one, which a tokenizer may lack, and puts it nowhere (`skip_decoder_start_token`)."""
+        return 0
+
     def process_for_engine(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         self._check(prompt)
         return super().process_for_engine(prompt, *args, **kwargs)

@@ -49,7 +49,7 @@ class XAttnProcessingInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {IMAGE: self.most_images}
 
-    @functools.cached_property
+    @property
     def most_images(self) -> int:
         """How many images fit into one step of the engine, at least one."""
         of_step = getattr(self.get_hf_config(), "tokens_of_a_step", None)
@@ -59,10 +59,18 @@ class XAttnProcessingInfo(BaseProcessingInfo):
             count = min(count, perceiver.num_image_positions)
         return count
 
-    @functools.cached_property
+    @property
     def tokens_per_image(self) -> int:
-        """The most image tokens that tower and connector make of a picture: those of all its tiles."""
-        config = self.get_hf_config()
+        """The most image tokens that tower and connector make of a picture: those of all its tiles.
+
+        Kept with the configuration: the engine makes a new object of this class for each chat.
+        """
+        config: Any = self.get_hf_config()
+        if not hasattr(config, "tokens_per_image"):
+            config.tokens_per_image = self._count_tokens(config)
+        return config.tokens_per_image
+
+    def _count_tokens(self, config: XAttnConfig) -> int:
         assert config.vision_config is not None
         with torch.device("meta"):
             tower, connector = build_tower(config.vision_config), XAttnConnector(config)
