@@ -71,9 +71,9 @@ RESAMPLER = {
 }
 
 
-def save_model(folder, text="llama", block=None, vocab_size=None, tied=None, **config):
+def save_model(folder, text="llama", block=None, vocab_size=None, tied=None, bos=True, with_code=False, **config):
     """Saves a model with strong random weights, and its processor. Returns both."""
-    processor = make_processor()
+    processor = make_processor(**({} if bos else {"bos_token": None}))
     torch.manual_seed(0)
     sizes = {"vocab_size": vocab_size or len(processor.tokenizer)}
     if tied is not None:
@@ -89,7 +89,7 @@ def save_model(folder, text="llama", block=None, vocab_size=None, tied=None, **c
         with torch.no_grad():
             model.get_input_embeddings().additional.weight.normal_()
     randomize(model)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, with_code=with_code)
     processor.save_pretrained(folder)
     return model, processor
 

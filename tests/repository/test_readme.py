@@ -222,6 +222,19 @@ def test_figures_beside_image_tokens():
     assert f"takes {said('1 image(s): decode step, static caches', *against_llava.TOKENS, inverse=True)}" in README
 
 
+def test_figures_of_the_engine():
+    """A table whose figures are not those of its run, or a ratio that is better than they are."""
+    found, guide = json.loads((ROOT / "examples/benchmarks/engine.json").read_text())["results"], GUIDES["vllm"]
+    for name, row in found.items():
+        cells = [f"{row['cache bytes'] / 1e6:.2f} MB"]
+        for clients in ("1", "8", "32"):
+            first = row[clients]["first token, median"]
+            cells.append(f"{row[clients]['requests a second']:.2f} /s, {first:.2f} s")
+        assert f"{name} | " + " | ".join(cells) in guide.replace("**", "")
+    ours, *peers = [row["32"]["requests a second"] for row in found.values()]
+    assert [f"{ours / peer:.2f}" for peer in peers] == ["5.67", "1.87", "1.04"]
+
+
 def test_picture():
     """A picture that is missing or too large for a repository."""
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)

@@ -111,7 +111,13 @@ OPTIONS = {
         "vision_feature_select_strategy": "default",
         "block": {"num_attention_heads": 1, "num_key_value_heads": 1, "context_size": 40},
     },
-    "added tokens": {"image_visibility": "previous", "vocab_size": 355, "additional_vocab_size": 10},
+    "added tokens, no BOS token, code in the folder": {
+        "image_visibility": "previous",
+        "vocab_size": 355,
+        "additional_vocab_size": 10,
+        "bos": False,
+        "with_code": True,
+    },
     "added tokens that are generated, tied": {
         "vocab_size": 355,
         "additional_vocab_size": 10,
