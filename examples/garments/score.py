@@ -15,28 +15,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-import hf_xattn  # noqa: F401  # registers the model with the Auto classes
+from hf_xattn.evaluation.evaluation import Asker
+from hf_xattn.evaluation.questions import Question
 
 
-BATCH = 16
 TEXT = "without a picture"
 
 
 def answers(model, processor, chats: list[list[dict]]) -> list[str]:
     """The model's greedy answers."""
-    said = []
-    for start in range(0, len(chats), BATCH):
-        inputs = processor.apply_chat_template(
-            chats[start : start + BATCH],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True},
-        )
-        tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-        said += processor.batch_decode(tokens, skip_special_tokens=True)
-    return said
+    return Asker(model, processor, batch_size=16, max_new_tokens=24)(
+        "questions", [Question(each, "") for each in chats]
+    )
 
 
 def chat(row: dict, folder: Path, picture: str | None) -> list[dict]:

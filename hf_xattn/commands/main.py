@@ -10,6 +10,7 @@ import sys
 from ..version import __version__
 from .answer import register_chat, register_generate
 from .encode import register_encode
+from .evaluate import register_eval
 from .examine import register_check, register_inspect
 from .importing import register_export, register_import
 from .retrofit import only_in_python, register_retrofit
@@ -21,6 +22,7 @@ from .train import register_demo, register_train
 COMMANDS = (
     register_retrofit,
     register_train,
+    register_eval,
     register_import,
     register_export,
     register_inspect,

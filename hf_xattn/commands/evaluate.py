@@ -1,0 +1,93 @@
+"""`hf-xattn eval`: asks a model the questions of a data set, and counts the right answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .shared import add_model, add_number, check_least, load_model_and_images
+
+
+if TYPE_CHECKING:
+    from ..evaluation.evaluation import Evaluation
+
+EPILOG = """the same questions are asked again without their pictures and with other pictures of the data; the last line
+of the table is the share that one answer gets, the most frequent one. Intervals are 95 % ones (Wilson). Questions
+without a picture are compared with what the base answers, the model without its blocks."""
+
+
+def register_eval(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("eval", help="count the right answers to the questions of a data set", epilog=EPILOG)
+    add_model(parser)
+    data = "questions that the model was not trained on: a folder, as of `hf-xattn train --data`"
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=data)
+    parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
+    add_number(parser, "--limit", None, "ask the first N questions alone")
+    add_number(parser, "--batch-size", 8, "questions at once")
+    longest = "maximum number of tokens in an answer (default: 8 more than in the longest expected one)"
+    add_number(parser, "--max-new-tokens", None, longest)
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    card = "write the shares into the model card of DIR, a folder, where the Hub reads them (model-index)"
+    parser.add_argument("--card", action="store_true", help=card)
+    parser.set_defaults(run=run_eval, image=None)
+
+
+def run_eval(arguments: argparse.Namespace) -> None:
+    check_least(arguments, 1, "limit", "batch_size", "max_new_tokens")
+    folder = Path(arguments.model)
+    if arguments.card:
+        from ..evaluation.card import check_card
+
+        check_card(folder)
+    from ..training.training_data import CAPTION_PROMPT, pictures_by_content, read_folder
+
+    data = read_folder(arguments.data, arguments.prompt or CAPTION_PROMPT)
+    pictures_by_content(data)
+    if arguments.prompt is not None and not data.captions:
+        raise ValueError(f"`--prompt` is for pictures with a caption, and {data.file} has none. Remove it.")
+    from ..evaluation.evaluation import evaluate
+    from ..evaluation.questions import questions_of
+
+    questions = questions_of(data.rows)[: arguments.limit]
+    if arguments.card and not any(each.pictures for each in questions):
+        raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Remove it.")
+    model, processor, _ = load_model_and_images(arguments)
+    if getattr(processor, "image_processor", None) is None and any(each.pictures for each in questions):
+        raise ValueError(f"The questions have pictures, but {arguments.model} was saved without an image processor.")
+    found = evaluate(
+        model,
+        processor,
+        questions,
+        batch_size=arguments.batch_size,
+        max_new_tokens=arguments.max_new_tokens,
+        content_of=lambda part: data.contents[Path(part["path"])],
+    )
+    if arguments.json:
+        about: dict[str, Any] = {"model": arguments.model, "data": str(data.file), "questions": len(questions)}
+        json.dump({**about, **found.as_dict()}, sys.stdout, indent=2)
+        print()
+    else:
+        print("\n".join(_table(found)))
+    if arguments.card:
+        from ..evaluation.card import write_results
+
+        write_results(folder, found, arguments.data.resolve().name)
+
+
+def _table(found: Evaluation) -> list[str]:
+    lines = []
+    if found.ways:
+        lines += ["| questions about pictures | number | exact | normalised as VQA does |", "|---|---|---|---|"]
+        for way, scores in found.ways.items():
+            lines.append(f"| {way} | {scores.exact.of} | {scores.exact} | {scores.normalised} |")
+    if found.text is not None:
+        text = found.text
+        lines += ["", "| questions without a picture | number | exact | normalised as VQA does |", "|---|---|---|---|"]
+        lines.append(f"| the model | {text.exact.of} | {text.exact} | {text.normalised} |")
+        lines.append(f"| the model answers as its base, word for word | {text.exact.of} | {found.as_base} | |")
+    if found.cut:
+        lines.append(f"{found.cut} answers were cut after {found.max_new_tokens} tokens: see --max-new-tokens.")
+    return lines

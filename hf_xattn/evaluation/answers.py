@@ -1,0 +1,92 @@
+"""Compares answers, and counts the right ones."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+NUMBERS = {
+    "none": "0",
+    "zero": "0",
+    "one": "1",
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "ten": "10",
+}
+ARTICLES = ("a", "an", "the")
+PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+# Of a normal distribution: 95 % of it lie between its negative and it.
+QUANTILE = 1.959964
+
+
+def normalised(answer: str) -> str:
+    """An answer as the evaluation of VQA compares it: lower case, numbers as digits, no articles, no punctuation.
+
+    See https://visualqa.org/evaluation.html. One step is ours: VQA puts missing apostrophes into contractions, by a
+    table, and here apostrophes are taken out.
+    """
+    text = answer.replace("\n", " ").replace("\t", " ").strip().lower()
+    # A mark between two letters separates words; beside a space, or if digits are grouped by commas, it is nothing.
+    grouped = re.search(r"\d,\d", text) is not None
+    for mark in PUNCTUATION:
+        beside_space = f"{mark} " in text or f" {mark}" in text
+        text = text.replace(mark, "" if beside_space or grouped else " ")
+    text = re.sub(r"(?<!\d)\.|\.(?!\d)", "", text).replace("'", "")
+    return " ".join(NUMBERS.get(word, word) for word in text.split() if word not in ARTICLES)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many of some questions."""
+
+    count: int
+    of: int
+
+    @property
+    def value(self) -> float:
+        return self.count / self.of
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Lowest and highest share that 95 % of such samples allow: Wilson's score interval, good for few questions.
+
+        Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
+        """
+        square = QUANTILE**2 / self.of
+        middle = (self.value + square / 2) / (1 + square)
+        spread = QUANTILE * math.sqrt(self.value * (1 - self.value) / self.of + square / (4 * self.of)) / (1 + square)
+        return max(0.0, middle - spread), min(1.0, middle + spread)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.value:.1%} [{low:.1%}, {high:.1%}]"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "of": self.of, "share": self.value, "interval": list(self.interval)}
+
+
+class Scores(NamedTuple):
+    exact: Share  # the same characters, but for white space around them
+    normalised: Share  # the same by [`normalised`]
+
+    @classmethod
+    def of(cls, said: Sequence[str], expected: Sequence[str]) -> Scores:
+        """Compares answers with the expected ones, one by one."""
+        pairs = list(zip(said, expected, strict=True))
+        return cls(
+            Share(sum(one.strip() == other.strip() for one, other in pairs), len(pairs)),
+            Share(sum(normalised(one) == normalised(other) for one, other in pairs), len(pairs)),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"exact": self.exact.as_dict(), "normalised": self.normalised.as_dict()}

@@ -1,0 +1,75 @@
+"""Rows of a data set as questions: each answer of an assistant, and the messages in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..processing.chat_messages import IMAGES
+from ..training.training_rows import read_row, text_of
+
+
+Messages = list[dict[str, Any]]
+
+
+class Question(NamedTuple):
+    messages: Messages  # in front of the answer, with the pictures in their parts
+    answer: str
+
+    @property
+    def pictures(self) -> list[dict[str, Any]]:
+        """The parts that are pictures."""
+        return [part for message in self.messages for part in _parts(message) if part.get("type") in IMAGES]
+
+    def with_pictures(self, pictures: Sequence[dict[str, Any]]) -> Question:
+        """The same question about other pictures: as many as it has, or none."""
+        left = iter(pictures)
+        messages = []
+        for message in self.messages:
+            if parts := _parts(message):
+                kept = [part if part.get("type") not in IMAGES else next(left, None) for part in parts]
+                message = {**message, "content": [part for part in kept if part is not None]}
+            messages.append(message)
+        return Question(messages, self.answer)
+
+
+def questions_of(rows: Sequence[Any]) -> list[Question]:
+    """The questions of rows, as a collator takes them.
+
+    Raises:
+        ValueError: for a row without an answer.
+        TypeError, ValueError: for a row that is none, see [`read_row`].
+    """
+    questions = []
+    for number, row in enumerate(rows):
+        messages, answers = read_row(row)
+        if not answers:
+            raise ValueError(f"Expected row {number} to have an answer of the assistant, got none.")
+        questions += [Question(messages[:index], text_of(messages[index])) for index in answers]
+    return questions
+
+
+def other_pictures(
+    questions: Sequence[Question], content_of: Callable[[dict[str, Any]], Any]
+) -> list[list[dict[str, Any]] | None]:
+    """For each question, the pictures of the next question that has as many, and other ones. None if there is none.
+
+    `content_of` gives what is equal for equal pictures.
+    """
+    contents = [[content_of(part) for part in question.pictures] for question in questions]
+    found: list[list[dict[str, Any]] | None] = []
+    for index, own in enumerate(contents):
+        following = [*range(index + 1, len(contents)), *range(index)]
+        others = (each for each in following if len(contents[each]) == len(own) and _all_differ(contents[each], own))
+        other = next(others, None)
+        found.append(None if other is None else questions[other].pictures)
+    return found
+
+
+def _all_differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return all(left != right for left, right in zip(one, other))
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []

@@ -1,0 +1,50 @@
+"""How answers are compared and counted."""
+
+import math
+
+import pytest
+
+from hf_xattn.evaluation.answers import QUANTILE, Scores, Share, normalised
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("Yes.", "yes"),
+        ("two dogs", "2 dogs"),
+        ("the red car", "red car"),
+        ("a cat, and a dog", "cat and dog"),
+        ("10,000", "10000"),
+        ("dont know", "don't know"),
+        ("black-white", "black white"),
+        ("What\nis it?", "what is it"),
+    ],
+)
+def test_equal_for_vqa(one, other):
+    """An answer that VQA's evaluation counts as right."""
+    assert normalised(one) == normalised(other)
+
+
+@pytest.mark.parametrize("one, other", [("3.5", "35"), ("cat", "cats"), ("1", "11"), ("left", "right"), ("no", "none")])
+def test_not_equal(one, other):
+    """Normalisation that takes away what an answer says."""
+    assert normalised(one) != normalised(other)
+
+
+@pytest.mark.parametrize("count, of", [(0, 5), (5, 5), (1, 3), (70, 100), (999, 1000)])
+def test_interval(count, of):
+    """Ends of the interval: the shares from which the measured one is `QUANTILE` standard deviations away."""
+    share = Share(count, of)
+    for end in share.interval:
+        if end not in (0.0, 1.0):
+            assert abs(share.value - end) == pytest.approx(QUANTILE * math.sqrt(end * (1 - end) / of))
+    low, high = share.interval
+    assert 0 <= low <= share.value <= high <= 1 and low < high
+
+
+def test_scores():
+    """An answer that is right only without its full stop, and lists of different lengths."""
+    scores = Scores.of(["Two.", " red ", "blue"], ["2", "red", "green"])
+    assert (scores.exact.count, scores.normalised.count, scores.exact.of) == (1, 2, 3)
+    with pytest.raises(ValueError, match="argument 2"):
+        Scores.of(["a"], ["a", "b"])

@@ -1,0 +1,185 @@
+"""Questions of a data set, asked in several ways."""
+
+import copy
+import json
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from template_models import make_chat_model, make_processor, picture
+
+from hf_xattn.commands.main import main
+from hf_xattn.evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, evaluate
+from hf_xattn.evaluation.questions import Question, other_pictures, questions_of
+
+
+NEW_TOKENS = 6
+TEXTS = ["what is in the picture ?", "user system", "a red circle.", "is it blue ?"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder, processor = tmp_path_factory.mktemp("model"), make_processor()
+    torch.manual_seed(0)
+    model = make_chat_model(processor).eval()
+    with torch.no_grad():  # answers that depend on the picture
+        for block in model.blocks:
+            block.attn_gate.fill_(3.0)
+            block.mlp_gate.fill_(3.0)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder, model, processor
+
+
+def said(model, processor, messages, new_tokens=NEW_TOKENS):
+    """The answer to one question, alone."""
+    inputs = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    tokens = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+    return processor.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def asked(text, *pictures):
+    parts = [{"type": "image", "image": each} for each in pictures]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def rows(model, processor, pictures):
+    """A row for each text, the first half of them with what the model says as the expected answer."""
+    made = []
+    for index, (text, shown) in enumerate(zip(TEXTS, pictures)):
+        messages = asked(text, *shown)
+        answer = said(model, processor, messages) if index < len(TEXTS) // 2 else "nothing of the kind"
+        made.append({"messages": [*messages, {"role": "assistant", "content": answer}]})
+    return made
+
+
+def test_shares(saved):
+    """Counts that are not those of single calls: batches, padding, and each way to ask."""
+    _, model, processor = saved
+    pictures = [[picture(1)], [picture(2), picture(3)], [picture(4)], [picture(5), picture(6)]]
+    questions = questions_of(rows(model, processor, pictures))
+    found = evaluate(model, processor, questions, batch_size=3, max_new_tokens=NEW_TOKENS)
+    assert found.ways[MODEL].exact.count == 2 and found.ways[MODEL].exact.of == 4
+    for way, changed in ((BLIND, [[]] * 4), (ANOTHER, [pictures[each] for each in (2, 3, 0, 1)])):
+        alone = [said(model, processor, asked(text, *shown)) for text, shown in zip(TEXTS, changed)]
+        right = sum(one.strip() == each.answer.strip() for one, each in zip(alone, questions))
+        assert found.ways[way].exact.count == right < 2
+    assert found.ways[FREQUENT].exact.count == 2
+    assert found.text is None and found.as_base is None
+
+
+def test_text_alone(saved):
+    """Questions without a picture, in a model that has its blocks again afterwards."""
+    _, model, processor = saved
+    questions = questions_of(rows(model, processor, [[], [], [], []]))
+    active = model.active_cross_attention
+    found = evaluate(model, processor, questions, max_new_tokens=NEW_TOKENS)
+    assert found.ways == {} and found.text.exact.count == 2
+    assert found.as_base.count == 4 and model.active_cross_attention == active
+
+
+def test_cut_answers_are_counted(saved):
+    """An answer that would have been right, and is reported as wrong without a word."""
+    _, model, processor = saved
+    question = Question(asked(TEXTS[0], picture(1)), "w")
+    ends = copy.deepcopy(model.generation_config)
+    ends.eos_token_id = processor.tokenizer.eos_token_id
+    model.generation_config, before = ends, model.generation_config
+    try:
+        assert evaluate(model, processor, [question], max_new_tokens=2).cut == 1
+        first = evaluate(model, processor, [question], max_new_tokens=1)
+        model.generation_config.eos_token_id = list(range(len(processor.tokenizer)))
+        assert first.cut == 1 and evaluate(model, processor, [question], max_new_tokens=2).cut == 0
+    finally:
+        model.generation_config = before
+
+
+def test_every_answer_is_a_question():
+    """A chat of which only the last answer is asked for."""
+    chat = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    questions = questions_of([{"messages": [*chat, {"role": "assistant", "content": "d"}]}])
+    assert [(len(each.messages), each.answer) for each in questions] == [(1, "b"), (3, "d")]
+    with pytest.raises(ValueError, match="row 1 .* answer"):
+        questions_of([{"messages": chat}, {"messages": chat[:1]}])
+
+
+def test_other_pictures():
+    """Another picture that is the same one, or a number of pictures that the question does not have."""
+    parts = [{"type": "image", "path": each} for each in "abcde"]
+    lists = [parts[:1], parts[1:3], parts[1:2], parts[3:5], []]
+    questions = [Question([{"role": "user", "content": each}], "") for each in lists]
+    same = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4}
+    found = other_pictures(questions[:4], lambda part: same[part["path"]])
+    assert found == [None, lists[3], None, lists[1]]
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"max_new_tokens": 0}])
+def test_sizes(saved, wrong):
+    _, model, processor = saved
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        evaluate(model, processor, [Question(asked("a"), "b")], **wrong)
+    with pytest.raises(ValueError, match="questions"):
+        evaluate(model, processor, [])
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "held_out"
+    folder.mkdir()
+    lines = []
+    for index, text in enumerate(TEXTS):
+        picture(index).save(folder / f"{index}.png")
+        lines.append({"file_name": f"{index}.png", "question": text, "answer": "yes"})
+    lines.append({"question": "user ?", "answer": "no"})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def test_command(saved, data, capsys):
+    """The table, and the same figures as JSON."""
+    folder = str(saved[0])
+    assert main(["eval", folder, "--data", str(data), "--max-new-tokens", "4"]) == 0
+    table = capsys.readouterr().out
+    assert f"| {FREQUENT} | 4 | 100.0% [51.0%, 100.0%] |" in table
+    assert main(["eval", folder, "--data", str(data), "--max-new-tokens", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["questions"] == 5 and found["pictures"][FREQUENT]["exact"]["share"] == 1.0
+    assert found["pictures"][ANOTHER]["exact"]["of"] == 4 and found["as_base"]["share"] == 1.0
+    assert f"| {MODEL} | 4 | {found['pictures'][MODEL]['exact']['share']:.1%}" in table
+
+
+def test_card(saved, data, tmp_path, capsys):
+    """Results that the Hub does not find, that stand there twice, or that push out those of other data."""
+    _, model, processor = saved
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    command = ["eval", str(tmp_path / "model"), "--data", str(data), "--max-new-tokens", "4", "--card"]
+    assert main(command) == 0
+    once = ModelCard.load(tmp_path / "model" / "README.md").data.eval_results
+    assert [(each.dataset_name, each.metric_value) for each in once if "frequent" in each.metric_name] == [
+        ("held_out", 1.0)
+    ]
+    data.rename(tmp_path / "others")
+    assert main([*command[:3], str(tmp_path / "others"), *command[4:]]) == 0
+    assert main([*command[:3], str(tmp_path / "others"), *command[4:]]) == 0
+    names = [each.dataset_name for each in ModelCard.load(tmp_path / "model" / "README.md").data.eval_results]
+    assert names == ["held_out"] * 3 + ["others"] * 3
+
+
+def test_refused(saved, data, tmp_path, capsys):
+    """Wrong usage that is found after the questions were asked."""
+    folder = str(saved[0])
+    (tmp_path / "bare").mkdir()
+    for given, told in (
+        (["--limit", "0"], "--limit"),
+        (["--prompt", "what ?"], "--prompt"),
+        (["--card"], "model card"),
+    ):
+        model = str(tmp_path / "bare") if given == ["--card"] else folder
+        assert main(["eval", model, "--data", str(data), *given]) == 2
+        assert told in capsys.readouterr().err
+    (data / "1.png").unlink()
+    assert main(["eval", folder, "--data", str(data)]) == 2
+    assert "1.png" in capsys.readouterr().err
