@@ -39,9 +39,9 @@ def run_eval(arguments: argparse.Namespace) -> None:
     check_least(arguments, 1, "limit", "batch_size", "max_new_tokens")
     folder = Path(arguments.model)
     if arguments.card:
-        from ..evaluation.card import check_card
+        from ..evaluation.card import read_card
 
-        check_card(folder)
+        read_card(folder)
     from ..training.training_data import CAPTION_PROMPT, pictures_by_content, read_folder
 
     data = read_folder(arguments.data, arguments.prompt or CAPTION_PROMPT)
@@ -55,8 +55,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if arguments.card and not any(each.pictures for each in questions):
         raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Remove it.")
     model, processor, _ = load_model_and_images(arguments)
-    if getattr(processor, "image_processor", None) is None and any(each.pictures for each in questions):
-        raise ValueError(f"The questions have pictures, but {arguments.model} was saved without an image processor.")
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"Expected a model with a processor, but {arguments.model} was saved without one for images.")
     found = evaluate(
         model,
         processor,

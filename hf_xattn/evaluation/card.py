@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
@@ -13,12 +14,15 @@ NAMES = {MODEL: "accuracy", BLIND: "accuracy without the picture", FREQUENT: "ac
 TASK = "visual-question-answering"
 
 
-def check_card(folder: Path) -> Path:
-    """The model card of a folder. Raises a `ValueError` if there is none."""
+def read_card(folder: Path) -> ModelCard:
+    """The model card of a folder. Raises a `ValueError` if there is none, or if its metadata cannot be read."""
     file = folder / "README.md"
     if not file.is_file():
         raise ValueError(f"Expected {folder} to be a folder with a model card (README.md), got none there.")
-    return file
+    try:
+        return ModelCard.load(file)
+    except Exception as error:  # of the YAML reader, too
+        raise ValueError(f"The metadata of {file} cannot be read: {error}") from error
 
 
 def write_results(folder: Path, found: Evaluation, data: str) -> None:
@@ -27,8 +31,7 @@ def write_results(folder: Path, found: Evaluation, data: str) -> None:
     Args:
         data (`str`): the name of the data.
     """
-    file = check_card(folder)
-    card = ModelCard.load(file)
+    card: Any = read_card(folder)
     own = {(data, name) for name in NAMES.values()}
     kept = [each for each in card.data.eval_results or [] if (each.dataset_name, each.metric_name) not in own]
     made = [
@@ -45,4 +48,4 @@ def write_results(folder: Path, found: Evaluation, data: str) -> None:
     ]
     card.data.model_name = card.data.model_name or folder.resolve().name
     card.data.eval_results = [*kept, *made]
-    card.save(file)
+    card.save(folder / "README.md")

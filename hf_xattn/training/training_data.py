@@ -176,7 +176,7 @@ def _unreadable(path: Path, folder: Path) -> str | None:
 def _list_problems(file: Path, problems: list[tuple[int, str]]) -> str:
     shown = "".join(f"\n  line {number}: {problem}" for number, problem in problems[:MAX_PROBLEMS])
     more = f"\n  and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-    return f"{file} has {len(problems)} line(s) that cannot be trained on:{shown}{more}"
+    return f"{file} has {len(problems)} line(s) that cannot be used:{shown}{more}"
 
 
 def _metadata_file(folder: Path) -> Path:

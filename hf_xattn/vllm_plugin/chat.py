@@ -96,7 +96,7 @@ class XAttnRenderer(HfRenderer):
             raise ValueError("Expected one prompt, got one for an encoder and one for a decoder.")
         given = prompt.get("encoder_prompt", prompt)
         if not given.get("multi_modal_data"):
-            check_markers(self.processor, given["prompt_token_ids"], 0)
+            check_markers(self.processor, given.get("prompt_token_ids", []), 0)
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         conversation, images, uuids = parse_chat_messages(messages, self.model_config, **_options(params))

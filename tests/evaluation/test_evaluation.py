@@ -180,6 +180,13 @@ def test_refused(saved, data, tmp_path, capsys):
         model = str(tmp_path / "bare") if given == ["--card"] else folder
         assert main(["eval", model, "--data", str(data), *given]) == 2
         assert told in capsys.readouterr().err
+    saved[1].save_pretrained(tmp_path / "without")
+    saved[2].tokenizer.save_pretrained(tmp_path / "without")
+    assert main(["eval", str(tmp_path / "without"), "--data", str(data)]) == 2
+    assert "processor" in capsys.readouterr().err
+    (tmp_path / "without" / "README.md").write_text("---\ntags: [a\n---\n")
+    assert main(["eval", str(tmp_path / "without"), "--data", str(data), "--card"]) == 2
+    assert "metadata" in capsys.readouterr().err
     (data / "1.png").unlink()
     assert main(["eval", folder, "--data", str(data)]) == 2
     assert "1.png" in capsys.readouterr().err
