@@ -23,6 +23,13 @@ from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
+try:
+    import vllm.version  # noqa: F401  # the server is a process of its own
+except ImportError as error:
+    sys.exit(
+        f'This example needs vLLM: pip install ".[vllm]", or as the guide says for a machine without a GPU ({error})'
+    )
+
 sys.path.append(str(Path(__file__).parents[1]))  # where tiny_chat.py is
 
 from tiny_chat import CHAT_TEMPLATE, drawings

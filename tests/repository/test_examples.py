@@ -103,6 +103,7 @@ def test_example(example):
         ("checkpoints/lora", "peft", 'pip install "peft>=0.20"'),
         ("checkpoints/quantized_base", "bitsandbytes", "pip install bitsandbytes"),
         ("training/fine_tune_with_trl", "trl", 'pip install "trl>=1.16"'),
+        ("vllm/serve_and_ask", "vllm", 'pip install ".[vllm]"'),
     ],
 )
 def test_what_an_example_needs(example, package, line, tmp_path):
@@ -118,4 +119,4 @@ def test_what_an_example_needs(example, package, line, tmp_path):
     )
     assert output.returncode == 1 and line in output.stderr and "Traceback" not in output.stderr
     if package != "trl":  # an extra of this package
-        assert line in (EXAMPLES / "checkpoints" / "README.md").read_text()
+        assert line in (EXAMPLES / example).with_name("README.md").read_text()
