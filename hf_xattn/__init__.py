@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from .configuration_xattn import CrossAttentionConfig, XAttnConfig
+from .data.loading import load_rows
 from .layers.attention import GatedCrossAttention
 from .layers.block import GatedCrossAttentionBlock
 from .maps.attention_maps import AttentionMaps, attention_maps
@@ -58,6 +59,7 @@ __all__ = [
     "freeze",
     "freeze_base",
     "last_complete_checkpoint",
+    "load_rows",
     "lora_targets",
     "parameter_groups",
     "remove_blocks",

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, SiglipImageProcessor
 
 import hf_xattn
-from hf_xattn.training.training_data import pictures_by_content, read_folder
 from hf_xattn.training.vision_features import encode_pictures
 
 
@@ -54,14 +53,14 @@ def epoch(repeats: int) -> dict[str, dict[str, Any]]:
         data = Path(name, "pictures")
         data.mkdir()
         make_pictures(data)
-        folder = read_folder(data)
-        encode_pictures(model, processor, pictures_by_content(folder), Path(name, "features"))
+        rows = hf_xattn.load_rows(data)
+        encode_pictures(model, processor, rows, Path(name, "features"))
         features = hf_xattn.VisionFeatures(Path(name, "features"), model)
         collators: dict[str, Callable[[list[dict]], dict[str, torch.Tensor]]] = {
             "pictures": hf_xattn.XAttnDataCollator(processor, train_on="all"),
             "features": hf_xattn.XAttnDataCollator(processor, train_on="all", features=features),
         }
-        parts = [folder.rows[start : start + BATCH] for start in range(0, PICTURES, BATCH)]
+        parts = [rows[start : start + BATCH] for start in range(0, PICTURES, BATCH)]
         ready = {what: [collate(part) for part in parts] for what, collate in collators.items()}
 
         def steps(batches) -> list[float]:

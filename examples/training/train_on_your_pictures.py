@@ -3,7 +3,7 @@
 python examples/training/train_on_your_pictures.py [MODEL FOLDER OUTPUT]
 
 The folder holds pictures and `metadata.jsonl`, with one example a line. All forms of an example are described in
-`hf_xattn/training/training_data.py`; the shortest is {"file_name": "a.png", "text": "a caption"}.
+`hf_xattn/data/forms.py`; the shortest is {"file_name": "a.png", "text": "a caption"}.
 """
 
 import json

@@ -37,12 +37,14 @@ def register_encode(commands: argparse._SubParsersAction) -> None:
     add_images(images)
     images.add_argument(
         "--features",
-        type=Path,
-        metavar="FOLDER",
-        help="run the frozen vision tower once over all pictures of this folder (that of `hf-xattn train --data`); "
+        metavar="SOURCE",
+        action="append",
+        help="run the frozen vision tower once over all pictures of a source (that of `hf-xattn train --data`); "
         "`hf-xattn train --features` reads what it returns. A run that was stopped goes on where it was. Several "
         "processes (accelerate launch, torchrun) share the pictures",
     )
+    pictures = "with --features: where names of pictures begin (default: the folder of the source)"
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
     output = "a .safetensors file; with --features a folder"
     parser.add_argument("--output", type=Path, required=True, metavar="PATH", help=output)
     add_number(parser, "--batch-size", None, "pictures that the tower reads at once (default: 8)")
@@ -56,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _encode_images(arguments: argparse.Namespace) -> None:
-    for name in OF_FEATURES:
+    for name in (*OF_FEATURES, "pictures"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"`--{name.replace('_', '-')}` goes with `--features`, got `--image`. Remove it.")
     output: Path = arguments.output
@@ -83,13 +85,14 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     if output.is_file():
         raise ValueError(f"`--output` must be a folder with `--features`, got {output}, which is a file.")
-    from ..training.training_data import pictures_by_content, read_folder
+    from ..data.loading import load_rows
+    from ..training.bad_rows import list_problems, read_problems
+    from ..training.run_data import STREAM_ROWS
 
     device = device_of(arguments.device)
-    data = read_folder(arguments.features)
-    pictures = pictures_by_content(data)
-    if not pictures:
-        raise ValueError(f"Expected `--features` to be a folder with pictures, got no picture in {data.file}.")
+    rows = load_rows(arguments.features, arguments.pictures)
+    if len(rows) <= STREAM_ROWS and (found := read_problems(rows)):
+        raise ValueError(list_problems(rows, found))
     hub = hub_options(arguments)
     check_model(arguments.model, **hub)
     processor = load_processor(arguments.model, **hub)
@@ -106,7 +109,7 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     done = encode_pictures(
         model,
         _of_images(processor),
-        pictures,
+        rows,
         output,
         batch_size=options["batch_size"],
         workers=options["workers"],
@@ -117,8 +120,10 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     who = "" if process.world_size == 1 else f"process {process.rank}: "
     print(f"{who}{done.new} picture(s) encoded, {done.known} known, {done.nbytes:,} bytes: {output}")
     if done.problems:
-        lines = [f"\n  {pictures[digest]}: {reason}" for digest, reason in done.problems.items()]
+        lines = [f"\n  {name}: {reason}" for name, reason in done.problems.items()]
         raise ValueError(f"{len(lines)} picture(s) cannot be read. The others are encoded.{''.join(lines[:20])}")
+    if not done.new + done.known and process.world_size == 1:
+        raise ValueError(f"Expected `--features` to hold pictures, got no picture in {rows}.")
 
 
 def _own_device(device: str, local_rank: int, world_size: int) -> str:

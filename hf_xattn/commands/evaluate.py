@@ -13,6 +13,7 @@ from .shared import add_model, add_number, check_least, load_model_and_images
 
 if TYPE_CHECKING:
     from ..evaluation.evaluation import Evaluation
+    from ..evaluation.questions import Question
 
 EPILOG = """the same questions are asked again without their pictures and with other pictures of the data; the last line
 of the table is the share that one answer gets, the most frequent one. Intervals are 95 % ones (Wilson). Questions
@@ -22,8 +23,10 @@ without a picture are compared with what the base answers, the model without its
 def register_eval(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("eval", help="count the right answers to the questions of a data set", epilog=EPILOG)
     add_model(parser)
-    data = "questions that the model was not trained on: a folder, as of `hf-xattn train --data`"
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=data)
+    data = "questions that the model was not trained on, as of `hf-xattn train --data`"
+    parser.add_argument("--data", required=True, metavar="SOURCE", help=data)
+    pictures = "where names of pictures begin (default: the folder of the source)"
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
     parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
     add_number(parser, "--limit", None, "ask the first N questions alone")
     add_number(parser, "--batch-size", 8, "questions at once")
@@ -42,16 +45,9 @@ def run_eval(arguments: argparse.Namespace) -> None:
         from ..evaluation.card import read_card
 
         read_card(folder)
-    from ..training.training_data import CAPTION_PROMPT, pictures_by_content, read_folder
-
-    data = read_folder(arguments.data, arguments.prompt or CAPTION_PROMPT)
-    pictures_by_content(data)
-    if arguments.prompt is not None and not data.captions:
-        raise ValueError(f"`--prompt` is for pictures with a caption, and {data.file} has none. Remove it.")
     from ..evaluation.evaluation import evaluate
-    from ..evaluation.questions import questions_of
 
-    questions = questions_of(data.rows)[: arguments.limit]
+    questions = _questions(arguments)
     if arguments.card and not any(each.pictures for each in questions):
         raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Remove it.")
     model, processor, _ = load_model_and_images(arguments)
@@ -63,10 +59,9 @@ def run_eval(arguments: argparse.Namespace) -> None:
         questions,
         batch_size=arguments.batch_size,
         max_new_tokens=arguments.max_new_tokens,
-        content_of=lambda part: data.contents[Path(part["path"])],
     )
     if arguments.json:
-        about: dict[str, Any] = {"model": arguments.model, "data": str(data.file), "questions": len(questions)}
+        about: dict[str, Any] = {"model": arguments.model, "data": arguments.data, "questions": len(questions)}
         json.dump({**about, **found.as_dict()}, sys.stdout, indent=2)
         print()
     else:
@@ -74,7 +69,23 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if arguments.card:
         from ..evaluation.card import write_results
 
-        write_results(folder, found, arguments.data.resolve().name)
+        write_results(folder, found, Path(arguments.data).resolve().name)
+
+
+def _questions(arguments: argparse.Namespace) -> list[Question]:
+    """The first `--limit` questions. Raises a `ValueError` that lists the rows that cannot be used."""
+    from ..data.forms import CAPTION_PROMPT
+    from ..data.loading import load_rows
+    from ..evaluation.questions import questions_of
+    from ..training.bad_rows import list_problems, read_problems
+
+    rows = load_rows(arguments.data, arguments.pictures, arguments.prompt or CAPTION_PROMPT)
+    read = range(len(rows) if arguments.limit is None else min(arguments.limit, len(rows)))  # a row has one or more
+    if found := read_problems(rows, read):
+        raise ValueError(list_problems(rows, found))
+    if arguments.prompt is not None and not any(map(rows.is_caption, read)):
+        raise ValueError(f"`--prompt` is for pictures with a caption, and {rows} has none. Remove it.")
+    return questions_of(rows[index] for index in read)[: arguments.limit]
 
 
 def _table(found: Evaluation) -> list[str]:

@@ -1,4 +1,4 @@
-"""`hf-xattn train`: trains a retrofitted model on a folder of pictures with texts. `hf-xattn demo`: on digits."""
+"""`hf-xattn train`: trains a retrofitted model on pictures with texts. `hf-xattn demo`: on digits."""
 
 from __future__ import annotations
 
@@ -8,29 +8,42 @@ from pathlib import Path
 from .shared import add_device, add_number, add_trust, check_model, device_of, hub_options, new_folder
 
 
-EPILOG = """each line of metadata.jsonl is a JSON object with one of these sets of fields:
+EPILOG = """SOURCE is one of these; examples/data/README.md has examples:
+  a folder          pictures and metadata.jsonl, an example a line; or a data set saved by `datasets`, or laid out as
+                    on the Hub
+  .json, .jsonl     an array of examples, or one a line
+  .parquet          a row an example, with the bytes of pictures or names of files
+  .tar              shards of WebDataset, also as shards-{000..127}.tar; not compressed
+  OWNER/NAME        a data set on the Hub; OWNER/NAME@CONFIG#SPLIT where it has several (pip install "datasets>=4")
+each example is a JSON object, or a row, with one of these sets of fields:
   file_name, text               a picture and its caption; --prompt is the question
+  file_name, caption            the same
   file_name, question, answer   a picture, a question and its answer; file_name may be missing
   messages                      a chat; pictures are {"type": "image", "path": FILE} in the content of a message
   prompt, completion            a chat of which only the completion is trained on
-images, a list of files, may stand in place of file_name. Paths are relative to the folder.
+  conversations                 LLaVA's and ShareGPT's chats, with <image> where a picture is
+  texts                         chats of The Cauldron and FineVision
+images, a list of files, or image may stand in place of file_name. Other fields are not read.
 Roles of messages: system, developer, user, assistant, tool, function, ipython."""
 
 
 def register_train(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "train",
-        help="train a model on a folder of pictures with texts",
+        help="train a model on pictures with texts",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a retrofitted model: a folder or a Hub id")
-    data = "pictures and metadata.jsonl, one example a line"
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=data)
+    data = "what to train on (see below). Several are read together; NAME:0.3 reads 0.3 of its rows in an epoch"
+    parser.add_argument("--data", action="append", required=True, metavar="SOURCE", help=data)
+    pictures = "where names of pictures begin (default: the folder of the source)"
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the trained model")
     parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint in DIR")
     parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
     _add_numbers(parser)
+    _add_reading(parser)
     parser.add_argument("--train-text", action="store_true", help="train the text model too; it is frozen otherwise")
     vision = "train the vision tower too; it is frozen otherwise"
     parser.add_argument("--train-vision", action="store_true", help=vision)
@@ -65,13 +78,24 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--weight-decay", 0.0, "of AdamW", float, "X")
     add_number(parser, "--max-length", None, "cut texts to N tokens")
     add_number(evaluation, "--eval-share", None, "share of the examples to evaluate on, such as 0.1", float, "X")
-    folder = "examples to evaluate on, in a folder like --data"
-    evaluation.add_argument("--eval-data", type=Path, metavar="FOLDER", help=folder)
+    evaluation.add_argument("--eval-data", metavar="SOURCE", help="examples to evaluate on, as of --data")
     add_number(parser, "--eval-steps", None, "steps between evaluations (default: one epoch)")
     add_number(parser, "--save-steps", None, "steps between checkpoints (default: a tenth of all steps)")
     add_number(parser, "--log-steps", 10, "steps between lines of the log")
     add_number(parser, "--workers", 0, "processes that read pictures")
     add_number(parser, "--seed", 0, "of the order of the examples and of dropout")
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    stream = "check no row before training, but read rows as they come; by itself above 20,000 rows"
+    parser.add_argument("--stream", action="store_true", help=stream)
+    bad = (
+        "what to do with a row that cannot be trained on: end with an error (default), or leave it out and name it in "
+    )
+    parser.add_argument("--bad-rows", default="stop", choices=("stop", "skip"), help=bad + "DIR/bad_rows.jsonl")
+    add_number(parser, "--bad-rows-limit", 0.01, "share of all rows that may be left out", float, "X")
+    reports = "where `Trainer` sends its log, such as tensorboard or wandb; several may follow (default: nowhere)"
+    parser.add_argument("--report-to", nargs="+", metavar="NAME", help=reports)
 
 
 def run_train(arguments: argparse.Namespace) -> None:

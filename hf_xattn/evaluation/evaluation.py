@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
+from ..data.pictures import digest_of
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .answers import Scores, Share, normalised
 from .questions import Messages, Question, other_pictures
@@ -56,7 +58,7 @@ def evaluate(
         processor ([`XAttnProcessor`]): renders the chats.
         max_new_tokens (`int`, *optional*): of an answer. Default: of the longest expected one, and 8 more.
         content_of (`Callable`, *optional*): gives what is equal for equal pictures, of a part of a message. Default:
-            its path, or the object.
+            the content of its file, or the object.
 
     Raises:
         ValueError: for no questions, or sizes below 1.
@@ -161,4 +163,5 @@ def _most_frequent(answers: Sequence[str]) -> str:
 
 
 def _content(part: dict[str, Any]) -> Any:
-    return part.get("path") or id(part.get("image"))
+    image = part.get("path", part.get("image"))
+    return digest_of(image) if isinstance(image, (str, Path, bytes)) else id(image)

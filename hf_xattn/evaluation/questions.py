@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..data.rows import read_row, text_of
 from ..processing.chat_messages import IMAGES
-from ..training.training_rows import read_row, text_of
 
 
 Messages = list[dict[str, Any]]
@@ -33,7 +33,7 @@ class Question(NamedTuple):
         return Question(messages, self.answer)
 
 
-def questions_of(rows: Sequence[Any]) -> list[Question]:
+def questions_of(rows: Iterable[Any]) -> list[Question]:
     """The questions of rows, as a collator takes them.
 
     Raises:

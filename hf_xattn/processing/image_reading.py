@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 
 # Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
 OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
-KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64 or paths"
+KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64, paths or the bytes of files"
 
 
 def is_array(image: Any) -> bool:
@@ -58,7 +58,7 @@ def read_image(
     Transparent areas become white, as in transformers' `convert_to_rgb`.
 
     Args:
-        image: a PIL image, an array or tensor, a path, a URL, a data URL or base64.
+        image: a PIL image, an array or tensor, a path, a URL, a data URL, base64, or the bytes of a file.
         name (`str`): name of the argument in errors.
         input_data_format (*optional*): as in the image processor; for arrays only.
         rescale (`bool`): whether the image processor will divide the values by 255.
@@ -70,7 +70,7 @@ def read_image(
             cannot be loaded; and for an array with a wrong shape or wrong values.
     """
     limits = limits or LIMITS
-    if isinstance(image, (str, Path)):
+    if isinstance(image, (str, Path, bytes)):
         image = _open(image, name, limits)
     if is_pil(image):
         _check_size(image, name, limits)
@@ -85,7 +85,7 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
     kwargs.pop("return_tensors", None)
     if kwargs.get("do_convert_rgb", getattr(image_processor, "do_convert_rgb", None)) is False:
         # The caller passes images in the form that the vision tower reads.
-        return [read_image(image) if isinstance(image, (str, Path)) else image for image in images]
+        return [read_image(image) if isinstance(image, (str, Path, bytes)) else image for image in images]
     rescale = kwargs.get("do_rescale", getattr(image_processor, "do_rescale", True)) is not False
     layout = kwargs.pop("input_data_format", None)
     pictures = [read_image(image, input_data_format=layout, rescale=rescale) for image in images]
@@ -209,13 +209,15 @@ def _check_frames(number: int) -> None:
         )
 
 
-def _open(source: str | Path, name: str, limits: ImageLimits) -> Image:
-    """Opens the image of a path, URL, data URL or base64. Its pixels are not read yet.
+def _open(source: str | Path | bytes, name: str, limits: ImageLimits) -> Image:
+    """Opens the image of a path, URL, data URL, base64 or a file's content. Its pixels are not read yet.
 
     Transformers' `load_image` drops the alpha channel, so transparent areas would not become white.
     """
     from PIL import UnidentifiedImageError
 
+    if isinstance(source, bytes):
+        return _open_bytes(source, name, limits)
     text = str(source)
     try:
         if isinstance(source, str) and text.startswith(("http://", "https://")):
@@ -241,6 +243,18 @@ def _open(source: str | Path, name: str, limits: ImageLimits) -> Image:
         raise ValueError(str(error)) from error.__cause__
     except Exception as error:  # decoders of broken files raise errors of many kinds
         raise ValueError(f"`{name}` holds {_short(source)}, which cannot be read: {error}") from error
+
+
+def _open_bytes(content: bytes, name: str, limits: ImageLimits) -> Image:
+    if len(content) > limits.max_bytes:
+        raise ValueError(
+            f"`{name}` holds an image of {len(content)} bytes: expected at most {limits.max_bytes} "
+            "(`ImageLimits.max_bytes`)."
+        )
+    try:
+        return _decoder(BytesIO(content))
+    except Exception as error:  # decoders of broken files raise errors of many kinds
+        raise ValueError(f"`{name}` holds {len(content)} bytes that cannot be read as an image: {error}") from error
 
 
 class _Refused(Exception):

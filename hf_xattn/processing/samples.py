@@ -124,7 +124,7 @@ def _images(entry: Any) -> list[Any]:
     given = [image for image in ([entry] if entries is None else entries) if image is not None]
     images = [image for part in given for image in (part if getattr(part, "ndim", None) == 4 else [part])]
     for image in images:
-        if isinstance(image, (str, Path)):
+        if isinstance(image, (str, Path, bytes)):
             continue
         if not (is_array(image) or is_pil(image)):
             raise TypeError(f"Expected `images` to hold {KINDS}, got {type_name(image)}.")

@@ -17,10 +17,10 @@ from fastapi import HTTPException
 from transformers import GenerationConfig
 from transformers.utils.chat_template_utils import _get_template_variables
 
+from ..data.rows import ROLES
 from ..processing import image_reading
 from ..processing.image_limits import ImageLimits
 from ..processing.image_reading import is_pil
-from ..training.training_rows import ROLES
 from ..utils.checkpoint_files import short
 from ..utils.tensor_checks import type_name
 

@@ -111,7 +111,7 @@ class OneModel(ModelManager):
             progress_callback({"status": "ready", "model": self.force_model, "cached": True})
         return self.model, self.processor
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override, unused-ignore]
         return [{"id": self.force_model, "object": "model", "created": self.created, "owned_by": "hf_xattn"}]
 
     def shutdown(self) -> None:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
+from ..data.rows import Conversation, read_row, text_of
 from ..layers.image_rows import NO_IMAGE
 from ..learning.loss import IGNORED
 from ..processing_xattn import XAttnProcessor
 from ..utils.tensor_checks import type_name
-from .training_rows import AnswerSpan, Conversation, find_answers, read_row, squeezed, text_of
+from .answer_spans import AnswerSpan, find_answers, squeezed
 from .vision_features import VisionFeatures
 
 

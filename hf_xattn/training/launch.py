@@ -23,6 +23,14 @@ def is_first_process() -> bool:
     return _first(RANKS, 0) == 0
 
 
+def gpus_of_a_process(device: str) -> int:
+    """How many batches `Trainer` splits between the GPUs of this process (`DataParallel`); 1 without GPUs."""
+    import torch
+
+    alone = num_processes() == 1 and device != "cpu"
+    return max(1, torch.cuda.device_count()) if alone else 1
+
+
 def say(text: Any) -> None:
     """Prints in the first process only."""
     if is_first_process():

@@ -1,4 +1,4 @@
-"""The training run of `hf-xattn train`: from a folder of pictures to a folder with the trained model.
+"""The training run of `hf-xattn train`: from rows with pictures to a folder with the trained model.
 
 A run that was killed goes on from the last complete checkpoint, with the same options (saved beside the checkpoints)
 and data. Of several processes, each trains on its share of each batch, and the first one prints and writes.
@@ -6,10 +6,9 @@ and data. Of several processes, each trains on its share of each batch, and the 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,14 @@ from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
 from ..utils.quantized_weights import check_trainable
 from ..utils.whole_folder import replace_file
+from .bad_rows import BAD_ROWS_FILE, SKIP, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
 from .complete_checkpoints import STATE, find_checkpoints, step_of
 from .freezing import freeze
 from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .parameter_groups import train_in_float32
-from .training_data import CAPTION_PROMPT, PictureRows, check_rows, read_folder
+from .run_data import RunData
+from .training_options import TrainingOptions, option_of
 from .vision_features import VisionFeatures
 
 
@@ -36,74 +37,6 @@ UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
 CHECKPOINTS = "checkpoints"
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
-# Options that do not change the result. They may be different in a resumed run.
-FREE_OPTIONS = ("output", "device", "workers", "log_steps", "adapter_only", "trust_remote_code")
-
-COUNTS = ("batch_size", "gradient_accumulation", "log_steps", "steps", "eval_steps", "save_steps", "max_length")
-LEAST = {**dict.fromkeys(COUNTS, 1), **dict.fromkeys(("workers", "weight_decay", "seed"), 0)}
-
-
-@dataclasses.dataclass
-class TrainingOptions:
-    """The options of `hf-xattn train`, with the same names; see its `--help`."""
-
-    model: str
-    data: Path
-    output: Path
-    prompt: str | None = None
-    epochs: float = 1.0
-    steps: int | None = None
-    batch_size: int = 8
-    gradient_accumulation: int = 1
-    learning_rate: float = 1e-4
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    max_length: int | None = None
-    eval_share: float | None = None
-    eval_data: Path | None = None
-    eval_steps: int | None = None
-    save_steps: int | None = None
-    log_steps: int = 10
-    train_text: bool = False
-    train_vision: bool = False
-    adapter_only: bool = False
-    features: Path | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    workers: int = 0
-    seed: int = 0
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            number = getattr(self, name)
-            if number is not None and number < least:
-                raise ValueError(f"{_option(name)} must be at least {least}, got {number}.")
-        for name in ("epochs", "learning_rate"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{_option(name)} must be above 0, got {getattr(self, name)}.")
-        for name, low, above in (("warmup", 0.0, "at least 0"), ("eval_share", 1e-9, "above 0")):
-            share = getattr(self, name)
-            if share is not None and not low <= share < 1:
-                raise ValueError(f"{_option(name)} must be a share, {above} and below 1, got {share}.")
-        if self.eval_steps is not None and self.eval_data is None and self.eval_share is None:
-            raise ValueError(
-                f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither. Add "
-                "one, or remove `--eval-steps`."
-            )
-        if self.features is not None and self.train_vision:
-            raise ValueError("Expected `--features` or `--train-vision`, got both: features are of a frozen tower.")
-        if self.prompt is not None and not self.prompt.strip():
-            raise ValueError("`--prompt` must be a text that is not empty.")
-
-    def saved(self, *data: PictureRows) -> dict[str, Any]:
-        """Returns the values that must be the same when the run is resumed."""
-        options = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(self).items()
-            if name not in FREE_OPTIONS
-        }
-        return {**options, "processes": num_processes(), "fingerprints": [each.fingerprint for each in data]}
 
 
 def train(options: TrainingOptions, resume: bool = False) -> None:
@@ -115,21 +48,19 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     quiet_other_processes()
     if is_lone_on_cpu():
         say(ALONE)
-    prompt = options.prompt or CAPTION_PROMPT
-    data, *others = _read_data(options, prompt)
-    saved = options.saved(data, *others)
+    data = RunData(options)
+    saved = options.saved(data.fingerprints())
     if resume:
         _check_resumed(options.output, saved)
     hub = {"trust_remote_code": options.trust_remote_code}
     processor = _processor(options.model, **hub)
     features = None if options.features is None else VisionFeatures.before_weights(options.features)
-    collator, with_pixels = (
+    collators = [
         XAttnDataCollator(processor, max_length=options.max_length, padding_side="right", features=each)
         for each in (features, None)
-    )
-    longest = check_rows([data, *others], collator, with_pixels)
-    rows, held_out = _split(data, others, options)
-    say(f"{len(rows)} examples to train on, {len(held_out)} to evaluate on, at most {longest} tokens each")
+    ]
+    data.check(*collators)
+    data.say()
     if num_processes() > 1:
         say(f"{num_processes()} processes, each with {options.batch_size} examples per forward pass")
 
@@ -140,46 +71,38 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     if is_first_process():
         options.output.mkdir(parents=True, exist_ok=True)
         _write_options(options.output, saved)
+        data.write_bad_rows()
     checkpoint = _last_checkpoint(options.output) if resume else None
     if resume:
         say("No checkpoint found: training starts." if checkpoint is None else f"Continuing from {checkpoint}")
     before = 0 if checkpoint is None else step_of(checkpoint)
-    arguments = _arguments(options, len(rows), bool(held_out), half)
+    arguments = _arguments(options, data, half)
     finished = before >= arguments.max_steps
     if finished:  # `Trainer` would take one step more
         _load_weights(model, checkpoint, **hub)
     elif checkpoint is not None and not (checkpoint / SHARDS).is_dir():
         type(model).from_pretrained(checkpoint, device_map="meta", **hub)  # refused if not whole: `Trainer` only warns
     use_cache = getattr(model.config, "use_cache", None)
-    trainer = _make_trainer(model, arguments, rows, held_out, collator, processor)
+    trainer = _make_trainer(model, arguments, data, data.reader(*collators), processor)
     if finished:
         say(f"no steps left to train after step {before}")
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/{STATE}")  # for the model card
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if held_out:
+    if data.others is not None:
         say(f"evaluation loss {_last_evaluation(trainer):.4f}")
     _save(model, processor, trainer, options, dtypes, use_cache)
     if not is_first_process():
         return
-    facts = {"examples": f"{len(rows):,} of the folder {options.data.resolve().name}", "prompt for captions": prompt}
+    names = ", ".join(source.name for source in data.rows.sources)
+    facts = {"examples": f"{len(data.rows):,} of {names}", "prompt for captions": data.rows.prompt}
     write_model_card(model, options.output, trainer, training=facts)
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")
+    if bad := data.bad_rows().count():
+        say(f"{bad} bad row(s) were left out: {options.output / BAD_ROWS_FILE} has the reasons")
     if not finished:
         say(_last_loss(trainer.state.log_history, before, options.log_steps))
-
-
-def _read_data(options: TrainingOptions, prompt: str) -> list[PictureRows]:
-    """Returns the examples to train on, then those of `--eval-data`."""
-    folders = [options.data] if options.eval_data is None else [options.data, options.eval_data]
-    data = [read_folder(folder, prompt) for folder in folders]
-    if options.prompt is not None and not any(each.captions or each.problems for each in data):
-        raise ValueError(
-            f"Expected a line with the field `text` for `--prompt`, the question of captions, got none in "
-            f"{data[0].file}. Remove `--prompt`, or write captions as `file_name` and `text`."
-        )
-    return data
 
 
 def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub: Any) -> XAttnForConditionalGeneration:
@@ -199,23 +122,52 @@ def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub
 def _make_trainer(
     model: XAttnForConditionalGeneration,
     arguments: TrainingArguments,
-    rows: list[dict[str, Any]],
-    held_out: list[dict[str, Any]],
-    collator: XAttnDataCollator,
+    data: RunData,
+    reader: RowReader,
     processor: XAttnProcessor,
 ) -> Trainer:
     # A checkpoint holds tied weights once. `Trainer` ties the names that are listed here when it reads one, and warns
     # of any other.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
-    return Trainer(
+    callbacks: list[TrainerCallback] = [_CountsEpochs(data)]
+    if data.options.bad_rows == SKIP:
+        callbacks.append(StopsAtLimit(data.bad_rows(), data.total))
+    return _TimedTrainer(
+        data.rows_of_a_step,
         model=model,
         args=arguments,
-        train_dataset=rows,
-        eval_dataset=held_out or None,
-        data_collator=collator,
+        train_dataset=data.in_order(),
+        eval_dataset=data.held_out(),
+        data_collator=reader,
         processing_class=processor,
-        callbacks=[_LogsLastStep()],
+        callbacks=callbacks,
     )
+
+
+class _TimedTrainer(Trainer):
+    """Logs rows a second, and the share of the time in which a step waits for its rows."""
+
+    def __init__(self, rows_of_a_step: int, **given: Any):
+        super().__init__(**given)
+        self._rows_of_a_step = rows_of_a_step
+        self._waited, self._since, self._step_then = 0.0, 0.0, 0
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        if not self._since:
+            self._since, self._step_then = start, self.state.global_step
+        samples = super().get_batch_samples(*args, **kwargs)
+        self._waited += time.perf_counter() - start
+        return samples
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self._since:
+            seconds = time.perf_counter() - self._since
+            steps = self.state.global_step - self._step_then
+            rows = steps * self._rows_of_a_step
+            logs |= {"rows_per_second": round(rows / seconds, 2), "data_wait": round(self._waited / seconds, 4)}
+            self._waited, self._since = 0.0, 0.0
+        super().log(logs, *args, **kwargs)
 
 
 def _last_evaluation(trainer: Trainer) -> float:
@@ -226,10 +178,17 @@ def _last_evaluation(trainer: Trainer) -> float:
     return last["eval_loss"]
 
 
-class _LogsLastStep(TrainerCallback):
-    """Logs after the last step too, because `Trainer` averages a loss over the processes only when it logs."""
+class _CountsEpochs(TrainerCallback):
+    """Says which epoch of the data a step is in: for `Trainer`, a run is one pass through all its rows.
+
+    Logs after the last step too, because `Trainer` averages a loss over the processes only when it logs.
+    """
+
+    def __init__(self, data: RunData):
+        self.rows_of_a_step, self.epoch_rows = data.rows_of_a_step, data.epoch_rows
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.epoch = state.global_step * self.rows_of_a_step / self.epoch_rows
         control.should_log |= state.global_step >= state.max_steps
 
 
@@ -244,10 +203,6 @@ def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
         if end - start >= steps:
             break
     return f"training loss {total / (end - start):.4f} (mean of the steps {start + 1} to {end})"
-
-
-def _option(name: str) -> str:
-    return f"`--{name.replace('_', '-')}`"
 
 
 def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
@@ -273,7 +228,7 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
                 "train on other batches. Launch it in the same way, or start in a new folder."
             )
         raise ValueError(
-            f"`--resume`: expected {_option(name)} to be {before.get(name)!r}, as in the run in {output}, got "
+            f"`--resume`: expected {option_of(name)} to be {before.get(name)!r}, as in the run in {output}, got "
             f"{value!r}. Use the same value, or start in a new folder."
         )
 
@@ -344,27 +299,6 @@ def _processor(name: str, **hub: Any) -> XAttnProcessor:
     return processor
 
 
-def _split(
-    data: PictureRows, others: list[PictureRows], options: TrainingOptions
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the rows to train on, and those to evaluate on: of other data, or a random share."""
-    if not data.contents and not options.train_text:
-        raise ValueError(
-            f"Expected a picture in {data.file}, got none: blocks learn from pictures alone, and the text model is "
-            "frozen. Add pictures, or train the text model with `--train-text`."
-        )
-    if others:
-        return data.rows, others[0].rows
-    if options.eval_share is None:
-        return data.rows, []
-    if len(data.rows) < 2:
-        raise ValueError(f"`--eval-share` needs two examples or more, got {len(data.rows)}.")
-    count = min(max(1, round(len(data.rows) * options.eval_share)), len(data.rows) - 1)
-    chosen = set(random.Random(options.seed).sample(range(len(data.rows)), count))
-    rows = [row for index, row in enumerate(data.rows) if index not in chosen]
-    return rows, [row for index, row in enumerate(data.rows) if index in chosen]
-
-
 def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> dict[str, torch.dtype]:
     """Freezes what is not trained, and converts the rest to float32. Returns the dtypes before that."""
     if options.train_text:
@@ -377,14 +311,12 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
     return dtypes
 
 
-def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: bool) -> TrainingArguments:
-    # Each process gets batches of its own. Gradients are averaged over the labels of all processes.
-    an_epoch = math.ceil(num_rows / (options.batch_size * options.gradient_accumulation * num_processes()))
-    steps = options.steps or math.ceil(an_epoch * options.epochs)
+def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingArguments:
+    steps, an_epoch = data.steps(), data.steps_of_an_epoch()
     return TrainingArguments(
         output_dir=str(options.output / CHECKPOINTS),
-        num_train_epochs=options.epochs,
         max_steps=steps,
+        train_sampling_strategy="sequential",  # the rows come in their order
         per_device_train_batch_size=options.batch_size,
         per_device_eval_batch_size=options.batch_size,
         gradient_accumulation_steps=options.gradient_accumulation,
@@ -392,7 +324,7 @@ def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: b
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(options.warmup * steps),
         weight_decay=options.weight_decay,
-        eval_strategy="steps" if evaluates else "no",
+        eval_strategy="no" if data.others is None else "steps",
         eval_steps=min(options.eval_steps or an_epoch, steps),
         save_strategy="steps",
         save_steps=options.save_steps or max(1, steps // 10),
@@ -405,7 +337,7 @@ def _arguments(options: TrainingOptions, num_rows: int, evaluates: bool, half: b
         dataloader_num_workers=options.workers,
         prediction_loss_only=True,
         remove_unused_columns=False,
-        report_to="none",
+        report_to=options.report_to or "none",
     )
 
 

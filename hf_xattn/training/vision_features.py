@@ -8,15 +8,12 @@ processor: features of another tower have the right shape, but are noise for thi
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,10 +22,12 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ..checkpoints.model_identity import tower_identity
+from ..data.loading import Rows
+from ..data.pictures import digest_of, path_of, picture_of, picture_parts
 from ..images.vision import Tiles, run_tower
 from ..processing.samples import lay_out
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
-from ..utils.checkpoint_files import check_path, sha256_of
+from ..utils.checkpoint_files import check_path
 from ..utils.tensor_checks import type_name
 from ..utils.whole_folder import replace_file
 from .freezing import body_of
@@ -134,7 +133,6 @@ class VisionFeatures:
             raise ValueError(f"Expected `folder` to be a folder with vision features, got {folder}, which is none.")
         self._shards: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
-        self._digests: dict[str, tuple[tuple[int, int], str]] = {}
         makers: dict[Maker, Path] = {}
         for path in sorted(self.folder.glob(SHARDS)):
             shard = read_shard(path)
@@ -210,26 +208,21 @@ class VisionFeatures:
         return lay_out({"vision_features": torch.stack(features), **tensors}, samples)
 
     def _digest_of(self, image: Any) -> str:
-        """The SHA-256 of a picture's file, which is read again only if it has changed."""
+        """The SHA-256 of a picture's file."""
         expected = "Expected the images of the rows to be files, because `features` are found by the files' content"
-        if not isinstance(image, (str, Path)):
+        if not isinstance(image, (str, Path, bytes)):
             raise TypeError(f"{expected}, got {type_name(image)}. Write paths into the rows.")
-        text = str(image)
-        path = Path(url2pathname(urlsplit(text).path)) if text.startswith("file://") else Path(image)
-        if not os.path.isfile(path):  # unlike `Path.is_file`, this takes texts of any length
-            shown = text if len(text) <= 80 else text[:80] + "..."
-            raise ValueError(f"{expected}, got {shown!r}, which is no file.")
-        status = os.stat(path)
-        state = (status.st_mtime_ns, status.st_size)
-        known = self._digests.get(str(path))
-        if known is None or known[0] != state:
-            known = self._digests[str(path)] = (state, sha256_of(path))
-        if known[1] not in self._shards:
+        shown = "in the row" if isinstance(image, bytes) else str(path_of(image))
+        if not isinstance(image, bytes) and not os.path.isfile(shown):  # unlike `Path.is_file`, of texts of any length
+            text = str(image) if len(str(image)) <= 80 else str(image)[:80] + "..."
+            raise ValueError(f"{expected}, got {text!r}, which is no file.")
+        digest = digest_of(image)
+        if digest not in self._shards:
             raise ValueError(
-                f"{self.folder} holds no features of the picture {path}. Run `hf-xattn encode --features` again with "
+                f"{self.folder} holds no features of the picture {shown}. Run `hf-xattn encode --features` again with "
                 "the same `--output`: it adds the pictures that are missing."
             )
-        return known[1]
+        return digest
 
     def _features(self, digest: str) -> torch.Tensor:
         """The tower's output for a picture: `(tokens, width)`, or `(tiles, tokens, width)`. Refuses anything else."""
@@ -269,9 +262,6 @@ def _with_padding_tiles(features: torch.Tensor, mask: torch.Tensor) -> torch.Ten
 PARTIAL = "rank-{:05d}.partial"  # the file that a process is writing
 SHARD_BYTES = 2**28
 
-# Groups of pictures with the model's inputs; the pictures that cannot be read, with the reasons.
-_Batch = tuple[list[tuple[list[str], dict[str, torch.Tensor]]], dict[str, str]]
-
 
 class EncodedPictures(NamedTuple):
     """What one process has done with its share of the pictures."""
@@ -279,14 +269,14 @@ class EncodedPictures(NamedTuple):
     new: int  # pictures that were encoded
     known: int  # pictures whose features the folder held already
     nbytes: int  # of the files that were written
-    problems: dict[str, str]  # pictures that cannot be read, by the SHA-256 of the file, each with the reason
+    problems: dict[str, str]  # rows and pictures that cannot be read, each with the reason
 
 
 @torch.no_grad()
 def encode_pictures(
     model: Any,
     processor: XAttnProcessor,
-    pictures: Mapping[str, Path],
+    rows: Rows,
     folder: str | Path,
     *,
     batch_size: int = 8,
@@ -295,10 +285,10 @@ def encode_pictures(
     rank: int = 0,
     world_size: int = 1,
 ) -> EncodedPictures:
-    """Writes the vision tower's outputs for the pictures that no complete file of a folder holds yet.
+    """Writes the vision tower's outputs for the pictures of rows that no complete file of a folder holds yet.
 
-    `pictures` are those of `training_data.pictures_by_content`, the same in all processes (`world_size`). Each process
-    takes its share, has `workers` that read pictures, and writes files of about `shard_bytes`.
+    Rows are read as they come, the same in all processes (`world_size`). Each process takes its share of the pictures,
+    has `workers` that read them, and writes files of about `shard_bytes`.
 
     Raises:
         TypeError: for a model without blocks.
@@ -306,31 +296,86 @@ def encode_pictures(
     """
     folder, tower = Path(folder), tower_of(model)
     maker = maker_of(model, processor)
-    known = _known(folder, maker)
+    held = _known(folder, maker)
     folder.mkdir(parents=True, exist_ok=True)
-    share = sorted(pictures)[rank::world_size]
-    missing = [digest for digest in share if digest not in known]
     writer = _Writer(folder, maker, rank, shard_bytes)
-    problems: dict[str, str] = {}
+    new, known, problems = set[str](), set[str](), dict[str, str]()
     loader: Any = DataLoader(
-        missing,  # type: ignore[arg-type]  # a list is a data set too
+        range(len(rows)),  # type: ignore[arg-type]  # a range is a data set too
         batch_size=batch_size,
         num_workers=workers,
-        collate_fn=functools.partial(_read, processor, {digest: pictures[digest] for digest in missing}),
+        collate_fn=_PictureReader(processor, rows, held, batch_size, rank, world_size),
     )
     was_training = tower.training
     tower.eval()
     try:
-        for groups, unreadable in tqdm(loader, desc="Encoding", disable=rank > 0, leave=False):
-            problems.update(unreadable)
-            for digests, inputs in groups:
+        for batch in tqdm(loader, desc="Encoding", disable=rank > 0, leave=False):
+            problems.update(batch.problems)
+            known |= batch.known
+            for digests, inputs in batch.groups:
+                if new.issuperset(digests):  # another worker has read them too
+                    continue
                 for digest, tensors in zip(digests, _outputs(tower, inputs)):
-                    writer.add(digest, tensors)
+                    if digest not in new:
+                        writer.add(digest, tensors)
+                        new.add(digest)
         writer.close()
     finally:
         tower.train(was_training)
-    new = len(missing) - len(problems)
-    return EncodedPictures(new, len(share) - len(missing), writer.nbytes, problems)
+    return EncodedPictures(len(new), len(known), writer.nbytes, problems)
+
+
+class _Batch(NamedTuple):
+    groups: list[tuple[list[str], dict[str, torch.Tensor]]]  # digests of pictures, with the model's inputs
+    known: set[str]  # pictures whose features the folder holds
+    problems: dict[str, str]
+
+
+class _PictureReader:
+    """Reads the pictures of a batch of rows that have no features yet and are of this process's share."""
+
+    def __init__(self, processor: XAttnProcessor, rows: Rows, held: set[str], size: int, rank: int, world_size: int):
+        self.processor, self.rows, self.held, self.size = processor, rows, held, size
+        self.rank, self.world_size = rank, world_size
+        self._read = set[str]()  # by this worker
+
+    def __call__(self, indices: list[int]) -> _Batch:
+        batch = _Batch([], set(), {})
+        pictures: dict[str, Any] = {}
+        for index in indices:
+            try:
+                own = [each for each in map(picture_of, picture_parts(self.rows.read(index))) if self._is_own(each)]
+                digests = {digest_of(picture): picture for picture in own}
+            except (OSError, TypeError, ValueError) as error:
+                batch.problems[self.rows.where(index)] = str(error)
+                continue
+            batch.known.update(digests.keys() & self.held)
+            pictures |= {name: each for name, each in digests.items() if name not in self.held | self._read}
+        self._read.update(pictures)
+        names = list(pictures)
+        for start in range(0, len(names), self.size):
+            self._add(names[start : start + self.size], pictures, batch)
+        return batch
+
+    def _is_own(self, picture: Any) -> bool:
+        """Whether this process encodes a picture. Its name decides, so that a file is not read for that."""
+        if self.world_size == 1:
+            return True
+        name = picture if isinstance(picture, bytes) else str(picture).encode()
+        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % self.world_size == self.rank
+
+    def _add(self, digests: list[str], pictures: Mapping[str, Any], batch: _Batch) -> None:
+        """Prepares pictures: one group if all have the same size, otherwise a group for each."""
+        try:
+            images = [[pictures[digest]] for digest in digests]
+            batch.groups.append((digests, dict(self.processor(images=images))))
+        except (OSError, TypeError, ValueError) as error:
+            if len(digests) > 1:
+                for digest in digests:
+                    self._add([digest], pictures, batch)
+            else:
+                picture = pictures[digests[0]]
+                batch.problems[digests[0] if isinstance(picture, bytes) else str(picture)] = str(error)
 
 
 def _known(folder: Path, maker: Maker) -> set[str]:
@@ -358,21 +403,6 @@ def _known(folder: Path, maker: Maker) -> set[str]:
                 )
         known.update(shard.digests)
     return known
-
-
-def _read(processor: XAttnProcessor, pictures: Mapping[str, Path], digests: list[str]) -> _Batch:
-    """Reads a batch of pictures: one group if all have the same size, otherwise a group for each."""
-    try:
-        return [(digests, dict(processor(images=[[pictures[digest]] for digest in digests])))], {}
-    except (OSError, TypeError, ValueError) as error:
-        if len(digests) == 1:
-            return [], {digests[0]: str(error)}
-    groups, problems = [], {}
-    for digest in digests:
-        group, unreadable = _read(processor, pictures, [digest])
-        groups.extend(group)
-        problems.update(unreadable)
-    return groups, problems
 
 
 def _outputs(tower: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

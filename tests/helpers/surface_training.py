@@ -13,6 +13,7 @@ from hf_xattn import (
     check_images,
     freeze,
     last_complete_checkpoint,
+    load_rows,
     lora_targets,
     parameter_groups,
     sharding_units,
@@ -44,6 +45,15 @@ SURFACES = {
             "share_images": FLAG,
             "padding_free": FLAG,
             "features": value(none=Fine(None), kind="features"),
+        },
+    ),
+    "load_rows": Surface(
+        load_rows,
+        lambda **given: load_rows(**needs(given, source="/no/such/file")),
+        {
+            "source": value(none=Wrong(None, "got NoneType"), kind=3, size="/no/such/file"),
+            "pictures": value(none=NOTHING, kind=3, size="/no/such/folder"),
+            "prompt": value(none=None, kind=3, size=" "),
         },
     ),
     "vision_features": Surface(

@@ -93,7 +93,7 @@ def test_errors_name_what_an_extra_installs():
     """A package in an error message that the extra of the same purpose does not have."""
     code = "\n".join(path.read_text() for path in (ROOT / "hf_xattn").rglob("*.py"))
     project = (ROOT / "pyproject.toml").read_text()
-    for extra in ("web", "plot", "serve", "demo"):
+    for extra in ("web", "plot", "serve", "demo", "data"):
         first = re.search(rf'^{extra} = \["(.+?)"', project, re.MULTILINE)[1]
         assert re.search(rf"pip install ['\"]{re.escape(first)}['\"]", code), first
 

@@ -21,7 +21,7 @@ from template_models import (
 )
 
 from hf_xattn import XAttnDataCollator
-from hf_xattn.training import training_rows
+from hf_xattn.training import answer_spans
 
 
 def test_labels_by_hand():
@@ -112,7 +112,7 @@ def test_answer_that_stands_elsewhere_too():
 def test_template_without_end_of_turn(monkeypatch):
     """A model that never learns to stop, and nobody says so; or that learns to write the user's next header."""
     warnings = []
-    monkeypatch.setattr(training_rows.logger, "warning_once", warnings.append)
+    monkeypatch.setattr(answer_spans.logger, "warning_once", warnings.append)
     for template in (PLAIN, CHATML.replace("<|im_end|>", "")):
         processor = make_processor(template)
         batch = XAttnDataCollator(processor)([LONG])

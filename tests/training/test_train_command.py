@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from hf_xattn import XAttnForConditionalGeneration, XAttnProcessor, retrofit
 from hf_xattn.commands.main import main
-from hf_xattn.training.training_data import FORMS, read_folder
-from hf_xattn.training.training_rows import ROLES
+from hf_xattn.data.forms import FORMS
+from hf_xattn.data.loading import load_rows
+from hf_xattn.data.rows import ROLES
+from hf_xattn.training.bad_rows import digest_of_pictures
 from hf_xattn.training.training_run import OPTIONS_FILE
 
 
@@ -242,20 +244,20 @@ def test_separators_that_are_no_ends_of_lines(tmp_path):
     """A line of valid JSON that is cut where only Python's `splitlines` sees an end."""
     texts = ["a\u2028b", "a\u0085b", "a\u2029b"]
     write_examples(tmp_path, [json.dumps({"file_name": "red.png", "text": text}, ensure_ascii=False) for text in texts])
-    data = read_folder(tmp_path)
-    assert not data.problems and data.lines == [1, 2, 3]
-    assert [row["messages"][1]["content"] for row in data.rows] == texts
+    rows = load_rows(tmp_path)
+    assert [rows.place_of(index)[1] for index in range(len(rows))] == ["line 1", "line 2", "line 3"]
+    assert [row["messages"][1]["content"] for row in rows] == texts
 
 
 def test_fingerprint_of_the_content(tmp_path):
     """A run resumed on other pictures, because their files have the same size."""
     write_examples(tmp_path, CAPTIONS)
-    before = read_folder(tmp_path).fingerprint
-    assert read_folder(tmp_path).fingerprint == before
+    before = digest_of_pictures(load_rows(tmp_path))
+    assert digest_of_pictures(load_rows(tmp_path)) == before
     content = bytearray((tmp_path / "red.png").read_bytes())
     content[-20] ^= 1
     (tmp_path / "red.png").write_bytes(content)
-    assert read_folder(tmp_path).fingerprint != before
+    assert digest_of_pictures(load_rows(tmp_path)) != before
 
 
 def test_help_names_the_fields(capsys):
@@ -304,9 +306,9 @@ def test_wrong_options_and_folders(model, tmp_path, capsys):
     out = ["--output", tmp_path / "out"]
     wrong = [
         ([model, "--data", data, "--output", data], "not an empty folder"),
-        ([model, "--data", tmp_path / "no", *out], "is not a folder"),
-        ([model, "--data", tmp_path / "text", *out], "got no .jsonl file"),
-        ([model, "--data", tmp_path / "two", *out], "several other files"),
+        ([model, "--data", tmp_path / "no", *out], "there is no such file or folder"),
+        ([model, "--data", tmp_path / "text", *out], "or Parquet or tar files, got no such file"),
+        ([model, "--data", tmp_path / "two", *out], "got ['a.jsonl', 'b.jsonl']"),
         ([model, "--data", tmp_path / "empty", *out], "to hold examples"),
         ([tmp_path / "text", "--data", data, *out], "hf-xattn retrofit"),
         ([tmp_path / "blocks", "--data", data, *out], "saved without a processor"),
@@ -342,20 +344,20 @@ def test_options_of_the_parser(tmp_path):
 
 def test_rows_of_a_folder(tmp_path):
     """A question or an answer that comes out as another one, and pictures in another order."""
-    data = read_folder(write_examples(tmp_path, ["", *MIXED]), "what is it ?")
-    assert data.lines == list(range(2, 2 + len(MIXED)))
-    caption = data.rows[0]["messages"]
+    rows = load_rows(write_examples(tmp_path, ["", *MIXED]), prompt="what is it ?")
+    assert [rows.place_of(index)[1] for index in range(len(rows))] == [f"line {2 + each}" for each in range(len(MIXED))]
+    caption = rows[0]["messages"]
     assert caption[0]["content"] == [
         {"type": "image", "path": str(tmp_path / "red.png")},
         {"type": "text", "text": "what is it ?"},
     ]
     assert caption[1] == {"role": "assistant", "content": "a red circle."}
-    assert [part.get("path") for part in data.rows[-1]["messages"][0]["content"]] == [
+    assert [part.get("path") for part in rows[-1]["messages"][0]["content"]] == [
         str(tmp_path / "red.png"),
         str(tmp_path / "blue.png"),
         None,
     ]
-    assert data.rows[6].keys() == {"prompt", "completion"}
+    assert rows[6].keys() == {"prompt", "completion"}
     assert OPTIONS_FILE.endswith(".json")
 
 

@@ -1,0 +1,216 @@
+"""The forms of an example, and the row for a collator that each becomes.
+
+A form is known by its fields. Beside them an example may have pictures (`PICTURES`) and other columns, which stay in
+the row, so that a picture in a column of another name is refused later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..processing.chat_messages import IMAGES
+from ..utils.keywords import suggestion
+from .rows import IMAGE_SOURCES, read_row
+from .tar_shards import OWN_PICTURES
+
+
+CAPTION_PROMPT = "Describe the image."
+# The fields that each form needs. `system` may stand beside `conversations`.
+FORMS = (
+    ("text",),
+    ("caption",),
+    ("question", "answer"),
+    ("messages",),
+    ("prompt", "completion"),
+    ("conversations",),
+    ("texts",),
+)
+TEXTS = FORMS[:3]  # whose fields are texts
+PICTURES = ("file_name", "image", "images")
+SYSTEM = "system"
+# Who speaks, in LLaVA's and ShareGPT's files.
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
+    "system": "system",
+}
+MARKER = re.compile(r"\s*<image>\s*")  # the place of a picture in a text, with the space around it
+Messages = list[dict[str, Any]]
+
+
+def is_caption(example: Mapping[str, Any]) -> bool:
+    return any(example.get(name) is not None for name in ("text", "caption"))
+
+
+def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, Any]:
+    """Returns the row of an example: `messages`, or `prompt` and `completion`, with pictures in their parts.
+
+    Args:
+        folder (`Path`): where names of pictures begin.
+        prompt (`str`): the question for a caption.
+
+    Raises:
+        TypeError, ValueError: for an example of no form or of several, and for pictures that are no files in a folder.
+    """
+    example = {name: value for name, value in example.items() if value is not None}
+    form = _form_of(example)
+    pictures = _pictures(example)
+    made = _MESSAGES_OF.get(form[0], _as_they_are)(example, prompt)
+    others = {name: value for name, value in example.items() if name not in (*form, *PICTURES, SYSTEM, OWN_PICTURES)}
+    if form[0] in ("text", "caption") and not pictures:
+        raise ValueError("a caption needs the field 'file_name' or 'image'")
+    made = {name: _with_markers(messages) if pictures else messages for name, messages in made.items()}
+    read = read_row({**others, **made, **({"images": pictures} if pictures else {})})
+    messages = [_with_files(message, folder) for message in read.messages]
+    for message in messages:
+        _check_markers(message)
+    if "prompt" in made:
+        first = len(made["prompt"])
+        return {**others, "prompt": messages[:first], "completion": messages[first:]}
+    return {**others, "messages": messages}
+
+
+def _form_of(example: Mapping[str, Any]) -> tuple[str, ...]:
+    forms = [form for form in FORMS if any(name in example for name in form)]
+    given = sorted(name for name in example if name != OWN_PICTURES)
+    if len(forms) != 1:
+        _check_names(given, [name for form in FORMS for name in form])
+        raise ValueError(f"expected the fields of one of {[list(form) for form in FORMS]}, got {given}")
+    if not any(name in example for name in (*PICTURES, OWN_PICTURES)):  # a picture under another name would be missed
+        _check_names([name for name in given if not isinstance(example[name], (int, float))], PICTURES)
+    for name in forms[0]:
+        if name not in example:
+            raise ValueError(f"the field {name!r} is missing, got {given}")
+        if forms[0] in TEXTS and not (isinstance(example[name], str) and example[name].strip()):
+            raise ValueError(f"{name!r} must be a text that is not empty, got {example[name]!r}")
+    return forms[0]
+
+
+def _check_names(given: Sequence[str], known: Sequence[str]) -> None:
+    """Raises a `ValueError` for a field whose name is close to a known one."""
+    every = [*PICTURES, SYSTEM, *(name for form in FORMS for name in form)]
+    for name in given:
+        if name not in every and (hint := suggestion(name, known)):
+            raise ValueError(f"unknown field {name!r}.{hint} Known are {every}")
+
+
+def _pictures(example: Mapping[str, Any]) -> list[Any]:
+    """The pictures of an example: names of files, or dicts with `bytes`, as `datasets` keeps them."""
+    own = example.get(OWN_PICTURES, [])
+    given = [name for name in PICTURES if name in example]
+    if len(given) > 1:
+        raise ValueError(f"expected one of {list(PICTURES)}, got both {given[0]!r} and {given[1]!r}")
+    images = example[given[0]] if given else []
+    images = images if given == ["images"] or (given == ["image"] and isinstance(images, list)) else [images]
+    images = images if given else []
+    if not isinstance(images, list) or not all(_is_picture(image) for image in images):
+        raise ValueError(f"pictures must be names of files, got {images!r:.200}")
+    if own and images and len(own) != len(images):
+        raise ValueError(f"expected {len(images)} picture(s) in the sample, as `{given[0]}` names, got {len(own)}")
+    return own or images
+
+
+def _is_picture(image: Any) -> bool:
+    if isinstance(image, Mapping):
+        return isinstance(image.get("bytes"), bytes) or isinstance(image.get("path"), str)
+    return isinstance(image, (str, bytes)) and bool(image)
+
+
+def _as_they_are(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
+    return {name: example[name] for name in ("messages", "prompt", "completion") if name in example}
+
+
+def _question(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
+    return _asked(example["question"], example["answer"])
+
+
+def _asked(question: str, answer: str) -> dict[str, Messages]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def _conversations(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
+    """LLaVA's and ShareGPT's form: [{"from": "human", "value": "<image>\\nwhat is it ?"}, {"from": "gpt", ...}]."""
+    turns = example["conversations"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ValueError(f"`conversations` must be a list of turns that is not empty, got {turns!r:.200}")
+    messages = [{"role": "system", "content": example[SYSTEM]}] if example.get(SYSTEM) else []
+    for index, turn in enumerate(turns):
+        speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if speaker not in SPEAKERS or not isinstance(text, str):
+            raise ValueError(
+                f"expected turn {index} of `conversations` to have `from`, one of {list(SPEAKERS)}, and a text as "
+                f"`value`, got {dict(turn)!r:.200}"
+            )
+        messages.append({"role": SPEAKERS[speaker], "content": text})
+    return {"messages": messages}
+
+
+def _texts(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
+    """The form of The Cauldron and FineVision: [{"user": "what is it ?", "assistant": "a circle"}, ...]."""
+    turns = example["texts"]
+    kinds = ("user", "assistant")
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"`texts` must be a list of turns that is not empty, got {turns!r:.200}")
+    for index, turn in enumerate(turns):
+        if not (isinstance(turn, Mapping) and all(isinstance(turn.get(kind), str) for kind in kinds)):
+            raise ValueError(f"expected turn {index} of `texts` to have `user` and `assistant`, got {turn!r:.200}")
+    return {"messages": [{"role": kind, "content": turn[kind]} for turn in turns for kind in kinds]}
+
+
+_MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]] = {
+    "text": lambda example, prompt: _asked(prompt, example["text"]),
+    "caption": lambda example, prompt: _asked(prompt, example["caption"]),
+    "question": _question,
+    "conversations": _conversations,
+    "texts": _texts,
+}
+
+
+def _with_markers(messages: Any) -> Any:
+    """Puts a part for a picture where a text that is no answer says `<image>`."""
+    if not isinstance(messages, list) or any(
+        isinstance(message, Mapping) and isinstance(message.get("content"), list) for message in messages
+    ):
+        return messages  # parts say where the pictures are
+    return [_with_marked_parts(message) for message in messages]
+
+
+def _with_marked_parts(message: Any) -> Any:
+    text = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(text, str) or message.get("role") == "assistant" or not MARKER.search(text):
+        return message
+    parts: list[dict[str, Any]] = []
+    for index, piece in enumerate(MARKER.split(text)):
+        parts += [{"type": "image"}] * (index > 0) + [{"type": "text", "text": piece}] * bool(piece)
+    return {**message, "content": parts}
+
+
+def _check_markers(message: Mapping[str, Any]) -> None:
+    content = message.get("content")
+    texts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content or []]
+    if any("<image>" in text for text in texts):
+        raise ValueError("a text holds '<image>', the place of a picture, and has no picture for it")
+
+
+def _with_files(message: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The message with pictures as paths of files or as their contents."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [_file(part, folder) if part["type"] in IMAGES else part for part in content]}
+
+
+def _file(part: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    source = next(part[name] for name in IMAGE_SOURCES if name in part)
+    if isinstance(source, bytes):
+        return {"type": "image", "image": source}
+    if isinstance(source, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
+        source = source.get("url")
+    if not isinstance(source, str):
+        raise ValueError(f"pictures must be names of files, got {source!r:.200}")
+    if source.startswith(("http:", "https:", "data:")) or "base64" in part:
+        raise ValueError(f"pictures must be files in the folder, got {source[:60]!r}")
+    return {"type": "image", "path": str(folder / source.removeprefix("file://"))}

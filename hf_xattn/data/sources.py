@@ -1,0 +1,176 @@
+"""Finds the files behind a source, such as `pictures`, `llava.json:0.5`, `shards-{000..127}.tar` or a Hub id."""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..utils.checkpoint_files import check_path
+from .json_files import index_json
+from .tables import index_parquet, table_of
+from .tar_shards import index_tar
+from .units import DataFile
+
+
+METADATA = "metadata.jsonl"
+INDEXES = {".json": index_json, ".jsonl": index_json, ".parquet": index_parquet, ".tar": index_tar}
+SOURCES = "a folder, a .json, .jsonl, .parquet or .tar file, or a data set on the Hub"
+WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# What the name of a data set may end with: `@` and its configuration, `#` and its split.
+PARTS = re.compile(r"([^@#]+)(?:@([\w.-]+))?(?:#([\w.-]+))?")
+BRACES = re.compile(r"\{([^{}]*)\}")
+SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")  # what `save_to_disk` of `datasets` writes
+
+
+class Source(NamedTuple):
+    """One source: its files, and how often its rows are read."""
+
+    name: str
+    files: list[DataFile]
+    folder: Path  # where names of pictures begin
+    weight: float  # how often each of its rows is read in an epoch
+
+    @property
+    def rows(self) -> int:
+        return sum(unit.rows for file in self.files for unit in file.units)
+
+
+def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
+    """Finds the files of a source, and the rows in them.
+
+    Args:
+        name (`str` or `Path`): see the table in `examples/data/README.md`. `:0.3` at its end reads 0.3 of its rows in
+            an epoch.
+        pictures (`str` or `Path`, *optional*): the folder that names of pictures are relative to. Default: that of the
+            file.
+
+    Raises:
+        ValueError: for a source that is none, a weight of 0, files that cannot be read, and no rows.
+        ImportError: for a source that needs the extra `data`.
+    """
+    text, weight = str(name), 1.0
+    if not os.path.exists(text) and (found := WEIGHT.fullmatch(text)):
+        text, weight = found[1], float(found[2])
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"Expected a weight above 0 behind the colon of {str(name)!r}, got {found[2]}.")
+    if pictures is not None:
+        check_path("pictures", pictures)
+    if pictures is not None and not Path(pictures).is_dir():
+        raise ValueError(f"Expected `pictures` to be a folder, got {pictures}, which is none.")
+    files, folder = _files_of(text)
+    source = Source(text, files, Path(folder if pictures is None else pictures), weight)
+    if not source.rows:
+        raise ValueError(f"Expected {files[0].path if files else text} to hold examples, got none.")
+    return source
+
+
+def _files_of(name: str) -> tuple[list[DataFile], str]:
+    """The files of a source, and the folder that names of pictures in them are relative to."""
+    if os.path.isdir(name):
+        metadata = _metadata_of(name)
+        return ([index_json(metadata)], name) if metadata else (_data_set(name), name)
+    paths = _expanded(name)
+    if paths:
+        kinds = {os.path.splitext(path)[1] for path in paths}
+        if len(kinds) != 1 or not kinds <= INDEXES.keys():
+            raise ValueError(f"Expected `source` to be {SOURCES}, got {name}, of the kind {sorted(kinds)}.")
+        return [INDEXES[kinds.copy().pop()](path) for path in paths], os.path.dirname(paths[0]) or "."
+    found = PARTS.fullmatch(name)
+    if found and (os.path.isdir(found[1]) or HUB_ID.fullmatch(found[1])):
+        if (found[2] or found[3]) or not os.path.exists(os.path.dirname(name)):
+            return _data_set(found[1], found[2], found[3]), found[1] if os.path.isdir(found[1]) else "."
+    raise ValueError(f"Expected `source` to be {SOURCES}, got {name}: there is no such file or folder.")
+
+
+def _metadata_of(folder: str) -> str | None:
+    """The file that lists the pictures of a folder. None if its data lie in files of other kinds."""
+    files = sorted(os.listdir(folder))
+    lines = [file for file in files if file.endswith(".jsonl")]
+    if METADATA in lines:
+        return os.path.join(folder, METADATA)
+    if len(lines) == 1:
+        return os.path.join(folder, lines[0])
+    if lines:
+        raise ValueError(f"Expected {folder} to hold {METADATA}, with one example per line, got {lines}.")
+    if any(name in files for name in SAVED) or _holds_tables(folder):
+        return None
+    raise ValueError(
+        f"Expected {folder} to hold {METADATA}, with one example per line, or Parquet or tar files, got no such file."
+    )
+
+
+def _holds_tables(folder: str) -> bool:
+    kinds = (".parquet", ".tar", ".arrow")
+    return any(name.endswith(kinds) for _, _, names in os.walk(folder) for name in names)
+
+
+def _expanded(name: str) -> list[str]:
+    """Files that exist: of a name, of a pattern with `*`, or of all names that `{000..127}` and `{a,b}` make."""
+    if os.path.isfile(name):
+        return [name]
+    pieces = BRACES.split(name)
+    if len(pieces) > 1:
+        choices = [_choices(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        paths = ["".join(chosen) for chosen in product(*choices)]
+        missing = [path for path in paths if not os.path.isfile(path)]
+        if missing:
+            raise ValueError(f"Expected {len(paths)} files {name}, got {len(missing)} that do not exist: {missing[0]}.")
+        return paths
+    return sorted(glob.glob(name)) if any(mark in name for mark in "*?[") else []
+
+
+def _choices(piece: str) -> list[str]:
+    found = re.fullmatch(r"(\d+)\.\.(\d+)", piece)
+    if found is None:
+        return piece.split(",")
+    return [f"{number:0{len(found[1])}}" for number in range(int(found[1]), int(found[2]) + 1)]
+
+
+def _data_set(path: str, config: str | None = None, split: str | None = None) -> list[DataFile]:
+    """The files of a data set that `datasets` knows: saved by it, a folder laid out as on the Hub, or a Hub id."""
+    datasets = _library()
+    if os.path.isdir(path) and any(os.path.isfile(os.path.join(path, name)) for name in SAVED):
+        if config is not None:
+            raise ValueError(f"Expected a saved data set without a configuration, got {path}@{config}.")
+        saved = datasets.load_from_disk(path)
+        return [table_of(_split_of(saved, path, split) if isinstance(saved, dict) else saved, path)]
+    try:
+        builder = datasets.load_dataset_builder(path, config)
+    except Exception as error:  # of many kinds, also of the network
+        raise ValueError(f"Expected `source` to be {SOURCES}, got {path}: {error}") from error
+    files = builder.config.data_files or {}
+    kind = type(builder).__module__.rpartition(".")[2]
+    if kind == "parquet":
+        return [index_parquet(_local(file)) for file in _split_of(files, path, split)]
+    if kind in ("json", "webdataset"):
+        paths = datasets.DownloadManager().download(list(_split_of(files, path, split)))
+        return [(index_json if kind == "json" else index_tar)(each) for each in paths]
+    builder.download_and_prepare()
+    return [table_of(_split_of(builder.as_dataset(), path, split), path)]
+
+
+def _local(path: str) -> str:
+    return path.removeprefix("file://")
+
+
+def _split_of(splits: Any, path: str, split: str | None) -> Any:
+    """The split of that name; `train`, or the only one, if none is named."""
+    names = sorted(str(name) for name in splits)
+    chosen = split or ("train" if "train" in names or len(names) != 1 else names[0])
+    if chosen not in names:
+        raise ValueError(f"Expected a split of {path} behind `#`, one of {names}, got {chosen!r}.")
+    return splits[chosen]
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError('Reading this source needs `datasets`: `pip install "datasets>=4"`.') from error
+    return datasets

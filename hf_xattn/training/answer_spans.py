@@ -1,0 +1,137 @@
+"""Finds the assistant's answers in what a chat template renders of a conversation.
+
+Templates are programs: they trim texts, leave out earlier reasoning, write headers and end-of-turn tokens. So an answer
+is found by comparison with the same conversation, rendered with a placeholder in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from transformers.utils import logging
+
+from ..data.rows import text_of, with_text
+
+
+logger = logging.get_logger(__name__)
+
+# A private-use character of Unicode, which has no meaning and should not occur in any text.
+PLACEHOLDER = "\U000f8a1d"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+Messages = list[dict[str, Any]]
+Render = Callable[..., str]
+
+
+class AnswerSpan(NamedTuple):
+    message: int  # index of the assistant's message
+    start: int  # of its characters in the rendered text
+    end: int  # after its end-of-turn token
+
+
+def find_answers(
+    render: Render, messages: Messages, answers: Sequence[int], special_tokens: Sequence[str], image_token: str | None
+) -> tuple[str, list[AnswerSpan]]:
+    """Returns the rendered conversation, and where the answers (indices of messages) are.
+
+    `render` takes messages and `add_generation_prompt`. The `special_tokens` may end a turn.
+
+    Raises a `ValueError` if there is no answer, an answer is empty, or the template changes or omits it.
+    """
+    if not answers:
+        raise ValueError("The conversation has no assistant message to train on.")
+    for index in answers:
+        message = messages[index]
+        if message.get("tool_calls"):
+            raise ValueError(
+                f"Message {index} has `tool_calls`, which are not part of the text of an answer. Train with "
+                "`train_on='all'`, or remove the calls."
+            )
+        if not text_of(message).strip():
+            raise ValueError(f"Message {index}, an assistant message, is empty: there is nothing to learn from it.")
+    text = render(messages)
+    spans = [_find(render, messages, index, text, image_token) for index in answers]
+    stop = end_of_turn(render, messages, answers[-1], special_tokens)
+    if stop is None:
+        logger.warning_once(
+            "The chat template writes no special token after the assistant's turn: the model does not learn where an "
+            "answer ends."
+        )
+    else:
+        after = re.compile(r"\s*" + re.escape(stop))
+        spans = [
+            span._replace(end=found.end()) if (found := after.match(text, span.end)) is not None else span
+            for span in spans
+        ]
+    return text, spans
+
+
+def end_of_turn(render: Render, messages: Messages, answer: int, special_tokens: Sequence[str]) -> str | None:
+    # The answer is rendered as the last message: a token that comes only with the next message belongs to that one.
+    probe = render([*messages[:answer], with_text(messages[answer], PLACEHOLDER)])
+    rest = probe.rpartition(PLACEHOLDER)[2].lstrip()
+    return max((token for token in special_tokens if token and rest.startswith(token)), key=len, default=None)
+
+
+def squeezed(text: str) -> str:
+    """Removes white space from a text, because templates and tokenizers change white space."""
+    return "".join(text.split())
+
+
+def _find(render: Render, messages: Messages, index: int, text: str, image_token: str | None) -> AnswerSpan:
+    message = messages[index]
+    window = _difference(text, _render_with(render, messages, index, with_text(message, PLACEHOLDER)))
+    if window is None:
+        raise ValueError(f"The chat template omits the answer of message {index}: there is nothing to learn from it.")
+    start, end = window
+    said, written = text_of(message).strip(), text[start:end]
+    bare = written.replace(image_token, "") if image_token else written
+    if not squeezed(bare) or squeezed(bare) not in squeezed(said):
+        raise ValueError(
+            f"The chat template changes the answer of message {index}: expected {_short(said)}, got {_short(written)}. "
+            "Change the template, or train with `train_on='all'`."
+        )
+    # A template may add a tag such as <think> to the placeholder. If the answer begins with the same tag, the texts do
+    # not differ there.
+    if said.endswith(written.rstrip()) and text[:end].rstrip().endswith(said):
+        start = len(text[:end].rstrip()) - len(said)
+    reasoning = {
+        name: PLACEHOLDER for name in REASONING if isinstance(message.get(name), str) and message[name].strip()
+    }
+    if reasoning:
+        thought = _difference(text, _render_with(render, messages, index, {**message, **reasoning}))
+        if thought is not None and thought[0] < start:
+            start = _end_of_header(render, messages, index, text, thought[0])
+    return AnswerSpan(index, start, end)
+
+
+def _render_with(render: Render, messages: Messages, index: int, message: dict[str, Any]) -> str:
+    return render([*messages[:index], message, *messages[index + 1 :]])
+
+
+def _difference(text: str, probe: str) -> tuple[int, int] | None:
+    """Returns the range in which `text` differs from `probe`. None if `probe` has no placeholder."""
+    if PLACEHOLDER not in probe:
+        return None
+    shorter = min(len(text), len(probe))
+    start = next((index for index in range(shorter) if text[index] != probe[index]), shorter)
+    left = shorter - start
+    same = next((index for index in range(left) if text[-1 - index] != probe[-1 - index]), left)
+    return start, len(text) - same
+
+
+def _end_of_header(render: Render, messages: Messages, index: int, text: str, before: int) -> int:
+    """Returns where a turn with reasoning begins: after the generation prompt, so before a tag such as <think>."""
+    if index == 0:
+        return before
+    prompt = render(messages[:index], add_generation_prompt=True)
+    bare = render(messages[:index])
+    header = prompt[len(bare) :] if prompt.startswith(bare) else ""
+    found = text.rfind(header, 0, before) if header.strip() else -1
+    return before if found < 0 else found + len(header)
+
+
+def _short(text: str, length: int = 60) -> str:
+    return repr(text if len(text) <= length else text[:length] + "...")

@@ -1,0 +1,260 @@
+"""Rows that cannot be trained on: found before a run, or while it reads them, and never left out without a word."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from ..data.loading import Rows
+from ..data.pictures import digest_of, picture_of, picture_parts, what_is_wrong
+from .launch import is_first_process
+
+
+STOP, SKIP = "stop", "skip"
+BAD_ROWS_FILE = "bad_rows.jsonl"
+MAX_PROBLEMS = 20
+SUBSTITUTES = 1000  # rows that are tried in place of a batch in which all are bad
+
+Collate = Callable[[list[dict[str, Any]]], Any]
+
+
+class Problem(NamedTuple):
+    row: int
+    reason: str
+
+
+def read_problems(rows: Rows, indices: Iterable[int] | None = None) -> list[Problem]:
+    """The rows that are no examples, or whose pictures do not exist; of some rows, or of all."""
+    problems = []
+    for index in range(len(rows)) if indices is None else indices:
+        try:
+            row = rows.read(index)
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(index, str(error)))
+            continue
+        folder = rows.folder_of(index)
+        paths = [part for part in picture_parts(row) if "path" in part and not Path(part["path"]).is_file()]
+        problems += [Problem(index, str(what_is_wrong(part, folder))) for part in paths]
+    return problems
+
+
+def find_problems(rows: Rows, collate: Collate, with_pixels: Collate) -> tuple[list[Problem], int]:
+    """Makes a batch of each row alone: pictures that cannot be read, empty or cut answers, templates that fail.
+
+    `with_pixels` makes batches of pictures in memory, where `collate` needs files. Returns the problems, and the number
+    of tokens in the longest row.
+    """
+    longest, problems = 0, []
+    progress = tqdm(range(len(rows)), f"Checking {len(rows)} rows", leave=False, disable=not is_first_process())
+    for index in progress:
+        try:
+            row = rows.read(index)
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(index, str(error)))
+            continue
+        try:
+            longest = max(longest, collate([row])["input_ids"].shape[1])
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(index, reason_of(row, error, rows.folder_of(index), with_pixels)))
+    return problems, longest
+
+
+def reason_of(row: dict[str, Any], error: Exception, folder: Path, collate: Collate) -> str:
+    """Why a row cannot be trained on: all pictures that cannot be read, and what is wrong beside them."""
+    wrong = [what_is_wrong(part, folder) for part in picture_parts(row)]
+    reasons = list(dict.fromkeys(reason for reason in wrong if reason))
+    if not reasons:
+        return _without_row(error)
+    readable = copy.deepcopy(row)
+    for part, reason in zip(picture_parts(readable), wrong):
+        if reason:
+            part.pop("path", None)
+            part["image"] = Image.new("RGB", (64, 64), "white")
+    try:
+        collate([readable])
+    except (TypeError, ValueError) as other:
+        reasons.append(_without_row(other))
+    return "; ".join(reasons)
+
+
+def _without_row(error: Exception) -> str:
+    """An error of the collator, without the row's place in a batch of one."""
+    return str(error).partition(": ")[2]
+
+
+def list_problems(rows: Rows, problems: Sequence[Problem]) -> str:
+    """Says which rows cannot be used, file by file."""
+    files: dict[str, list[str]] = {}
+    for index, reason in problems:
+        file, place = rows.place_of(index)
+        files.setdefault(file, []).append(f"{place}: {reason}")
+    told = []
+    for file, lines in files.items():
+        more = f"\n  and {len(lines) - MAX_PROBLEMS} more" if len(lines) > MAX_PROBLEMS else ""
+        shown = "".join(f"\n  {line}" for line in lines[:MAX_PROBLEMS])
+        kind = lines[0].partition(" ")[0]  # "line", "row", "sample" or "object"
+        told.append(f"{file} has {len(lines)} {kind}(s) that cannot be used:{shown}{more}")
+    return "\n".join(told)
+
+
+def digest_of_pictures(rows: Rows) -> str:
+    """Changes if a picture of the rows changes. Reads all of them."""
+    digest = hashlib.sha256()
+    for index in range(len(rows)):
+        try:
+            parts = picture_parts(rows.read(index))
+        except (TypeError, ValueError):
+            continue
+        for picture in map(picture_of, parts):
+            if isinstance(picture, bytes) or os.path.isfile(picture):
+                digest.update(digest_of(picture).encode())
+    return digest.hexdigest()
+
+
+class BadRowsFile:
+    """The rows that were left out, a line each. Several processes write to one file.
+
+    Args:
+        folder (`Path`): that of the run.
+        limit (`float`): the share of all rows that may be bad.
+    """
+
+    def __init__(self, folder: Path, limit: float):
+        self.path, self.limit = folder / BAD_ROWS_FILE, limit
+        self._size, self._found = 0, set[str]()
+
+    def add(self, rows: Rows, problem: Problem) -> None:
+        file, place = rows.place_of(problem.row)
+        told = {"source": rows.source_of(problem.row), "file": file, "row": place, "reason": problem.reason}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0) as out:  # one write appends a whole line, beside other processes too
+            out.write(json.dumps(told).encode() + b"\n")
+
+    def count(self) -> int:
+        """Number of different rows. Rows that are read again after a resumption are in the file twice."""
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        if size != self._size:
+            self._size, self._found = size, set(self.path.read_text(encoding="utf-8").splitlines())
+        return len(self._found)
+
+    def check(self, rows: int) -> None:
+        """Raises a `ValueError` if more rows than allowed are bad. `rows`: of all sources."""
+        if self.count() > self.limit * rows:
+            raise ValueError(
+                f"Expected at most {self.limit:.2%} of {rows} rows to be bad (`--bad-rows-limit`), got {self.count()}. "
+                f"{self.path} names them, with the reasons."
+            )
+
+
+class BadRowError(ValueError):
+    """A row that cannot be trained on. A worker's error becomes one text; of it, what is behind this name is kept."""
+
+    def __init__(self, text: str):
+        super().__init__(text.rpartition(f"{type(self).__name__}: ")[2])
+
+
+class Place(NamedTuple):
+    """A row that is not read yet, so that the collator can leave it out."""
+
+    rows: Any  # [`Rows`], or [`Shuffled`] ones
+    place: int
+
+
+class Places(torch.utils.data.Dataset):
+    """A data set of places, for [`RowReader`]."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Place:
+        return Place(self.rows, place)
+
+
+class RowReader:
+    """Reads the rows of a batch and collates them, without those that are bad or with an error that names the first.
+
+    A batch without its bad rows is smaller. If all are bad, the rows that follow it are taken.
+
+    Args:
+        collate (`XAttnDataCollator`): makes the batch.
+        with_pixels (`XAttnDataCollator`): the same for pictures in memory.
+        file ([`BadRowsFile`], *optional*): where bad rows are named. Without one, a bad row is an error.
+    """
+
+    def __init__(self, collate: Collate, with_pixels: Collate, file: BadRowsFile | None):
+        self.collate, self.with_pixels, self.file = collate, with_pixels, file
+
+    def __call__(self, places: Sequence[Place]) -> Any:
+        good = [row for place in places if (row := self._read(place)) is not None]
+        batch = self._collated(good)
+        rows, last = places[-1]
+        for place in range(last + 1, last + 1 + SUBSTITUTES):
+            if batch is not None:
+                return batch
+            row = self._read(Place(rows, place % len(rows)))
+            batch = None if row is None else self._collated([row])
+        raise BadRowError(f"Expected a good row in {SUBSTITUTES} rows, got none.")
+
+    def _read(self, place: Place) -> tuple[Place, dict[str, Any]] | None:
+        rows, index = _resolved(place)
+        try:
+            return place, rows.read(index)
+        except (TypeError, ValueError) as error:
+            self._bad(place, str(error))
+            return None
+
+    def _collated(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> Any:
+        """The batch; None without a good row."""
+        if not read:
+            return None
+        try:
+            return self.collate([row for _, row in read])
+        except (TypeError, ValueError):
+            good = []
+            for place, row in read:
+                try:
+                    self.collate([row])
+                    good.append((place, row))
+                except (TypeError, ValueError) as error:
+                    rows, index = _resolved(place)
+                    self._bad(place, reason_of(row, error, rows.folder_of(index), self.with_pixels))
+            if len(good) == len(read):  # rows that do not fit together
+                raise
+            return self.collate([row for _, row in good]) if good else None
+
+    def _bad(self, place: Place, reason: str) -> None:
+        rows, index = _resolved(place)
+        if self.file is None:
+            raise BadRowError(
+                f"{rows.where(index)}: {reason}. Repair or remove the row, or add `--bad-rows skip`, and continue with "
+                "`--resume`."
+            )
+        self.file.add(rows, Problem(index, reason))
+
+
+def _resolved(place: Place) -> tuple[Rows, int]:
+    rows, index = place
+    return (rows, index) if isinstance(rows, Rows) else (rows.rows, rows.index(index))
+
+
+class StopsAtLimit(TrainerCallback):
+    """Ends a run in which too many rows are bad."""
+
+    def __init__(self, file: BadRowsFile, rows: int):
+        self.file, self.rows = file, rows
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.file.check(self.rows)

@@ -1,0 +1,171 @@
+"""The rows of a run of `hf-xattn train`: opened, checked, split, and in their order."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+from ..data.forms import CAPTION_PROMPT
+from ..data.loading import Rows, load_rows
+from ..data.order import Shuffled
+from ..data.pictures import picture_parts
+from .bad_rows import (
+    SKIP,
+    BadRowsFile,
+    Collate,
+    Places,
+    Problem,
+    RowReader,
+    digest_of_pictures,
+    find_problems,
+    list_problems,
+)
+from .launch import gpus_of_a_process, num_processes, say
+from .training_options import TrainingOptions
+
+
+STREAM_ROWS = 20_000  # more are not checked before a run: it would take minutes
+PROBED = 1000  # rows that are searched for a picture or a caption, where not all are read before the run
+
+
+class RunData:
+    """The rows to train on and to evaluate on.
+
+    Raises:
+        ValueError: for sources that are none, for `--prompt` without a caption, and for rows without a picture.
+    """
+
+    def __init__(self, options: TrainingOptions):
+        self.options = options
+        prompt = options.prompt or CAPTION_PROMPT
+        self.rows = load_rows(options.data, options.pictures, prompt)
+        self.others = None if options.eval_data is None else load_rows(options.eval_data, options.pictures, prompt)
+        self.total = sum(map(len, self._sources()))  # of all rows, also of those that are left out
+        self.streams = options.stream or len(self.rows) > STREAM_ROWS
+        self.longest: int | None = None
+        self._found: list[tuple[Rows, list[Problem]]] = []
+        if options.prompt is not None and not any(
+            rows.is_caption(index) for rows in self._sources() for index in self._probed(rows)
+        ):
+            raise ValueError(
+                f"Expected a row with the field `text` for `--prompt`, the question of captions, got none in "
+                f"{self.rows.sources[0].files[0].path}. Remove `--prompt`, or write captions as `file_name` and `text`."
+            )
+
+    def fingerprints(self) -> list[str]:
+        """What must be the same when the run is resumed. Pictures are read, unless they are streamed."""
+        return [
+            f"{rows.fingerprint} {'' if self.streams else digest_of_pictures(rows)}".strip() for rows in self._sources()
+        ]
+
+    def check(self, collate: Collate, with_pixels: Collate) -> None:
+        """Checks all rows, or, of streamed ones, whether one of the first has a picture. Leaves out those that are bad.
+
+        Raises:
+            ValueError: for rows that cannot be trained on. The message lists them, in all sources.
+        """
+        if not self.streams:
+            found = [find_problems(rows, collate, with_pixels) for rows in self._sources()]
+            self.longest = max(longest for _, longest in found)
+            if self.options.bad_rows == SKIP:
+                self._leave_out([problems for problems, _ in found])
+            elif any(problems for problems, _ in found):
+                told = [list_problems(rows, problems) for rows, (problems, _) in zip(self._sources(), found)]
+                raise ValueError("\n".join(filter(None, told)))
+        if not self.options.train_text and not any(self._has_picture(index) for index in self._probed(self.rows)):
+            few = f"the first {PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
+            raise ValueError(
+                f"Expected a picture in {few}{self.rows.sources[0].files[0].path}, got none: blocks learn from "
+                "pictures alone, and the text model is frozen. Add pictures, or train the text model with "
+                "`--train-text`."
+            )
+        if self.options.eval_share is not None:
+            self._hold_out(self.options.eval_share)
+
+    @property
+    def epoch_rows(self) -> int:
+        """Number of rows that an epoch reads, with the weights of the sources."""
+        return Shuffled(self.rows, 0).epoch_rows
+
+    def steps(self) -> int:
+        """Number of optimizer steps of the run."""
+        return self.options.steps or math.ceil(self.steps_of_an_epoch() * self.options.epochs)
+
+    def steps_of_an_epoch(self) -> int:
+        return math.ceil(self.epoch_rows / self.rows_of_a_step)
+
+    @property
+    def rows_of_a_step(self) -> int:
+        # Each process gets batches of its own. Gradients are averaged over the labels of all processes.
+        return self._batch_size * self.options.gradient_accumulation * num_processes()
+
+    @property
+    def _batch_size(self) -> int:
+        return self.options.batch_size * gpus_of_a_process(self.options.device)
+
+    def in_order(self) -> Places:
+        """All rows of the run, in their order."""
+        options, length = self.options, self.steps() * self.rows_of_a_step
+        return Places(Shuffled(self.rows, length, options.seed, self._batch_size, num_processes()))
+
+    def held_out(self) -> Places | None:
+        return None if self.others is None else Places(self.others)
+
+    def reader(self, collate: Collate, with_pixels: Collate) -> RowReader:
+        skips = self.options.bad_rows == SKIP
+        return RowReader(collate, with_pixels, self.bad_rows() if skips else None)
+
+    def bad_rows(self) -> BadRowsFile:
+        return BadRowsFile(self.options.output, self.options.bad_rows_limit)
+
+    def say(self) -> None:
+        """Prints what the run reads."""
+        held_out = 0 if self.others is None else len(self.others)
+        told = "read as they come" if self.longest is None else f"at most {self.longest} tokens each"
+        say(f"{len(self.rows)} examples to train on, {held_out} to evaluate on, {told}")
+        if self.epoch_rows != len(self.rows):
+            weights = ", ".join(f"{source.name} {source.weight:g}" for source in self.rows.sources)
+            say(f"{self.epoch_rows} examples in an epoch, by weights: {weights}")
+
+    def _sources(self) -> list[Rows]:
+        return [self.rows] if self.others is None else [self.rows, self.others]
+
+    def _probed(self, rows: Rows) -> Any:
+        """Indices of rows to look into: all, or some of all places in the data."""
+        count = len(rows)
+        return range(count) if not self.streams else range(0, count, max(1, count // PROBED))
+
+    def _has_picture(self, index: int) -> bool:
+        try:
+            return bool(picture_parts(self.rows.read(index)))
+        except (TypeError, ValueError):
+            return False
+
+    def _leave_out(self, found: list[list[Problem]]) -> None:
+        bad = sum(len({problem.row for problem in problems}) for problems in found)
+        if bad > self.options.bad_rows_limit * self.total:
+            told = [list_problems(rows, problems) for rows, problems in zip(self._sources(), found) if problems]
+            raise ValueError(
+                f"Expected at most {self.options.bad_rows_limit:.2%} of {self.total} rows to be bad "
+                f"(`--bad-rows-limit`), got {bad}.\n" + "\n".join(told)
+            )
+        self._found = list(zip(self._sources(), found))
+        left = [rows.split([problem.row for problem in problems])[0] for rows, problems in self._found]
+        self.rows, self.others = left[0], left[1] if len(left) > 1 else None
+
+    def write_bad_rows(self) -> None:
+        """Names the rows that [`check`] has left out in the folder of the run."""
+        file = self.bad_rows()
+        if not self.streams:
+            file.path.unlink(missing_ok=True)  # a run that is resumed has checked all rows again
+        for rows, problems in self._found:
+            for problem in problems:
+                file.add(rows, problem)
+
+    def _hold_out(self, share: float) -> None:
+        total = len(self.rows)
+        if total < 2:
+            raise ValueError(f"`--eval-share` needs two examples or more, got {total}.")
+        count = min(max(1, round(total * share)), total - 1)
+        self.rows, self.others = self.rows.split(random.Random(self.options.seed).sample(range(total), count))

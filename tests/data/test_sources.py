@@ -1,0 +1,305 @@
+"""Sources of rows: every kind of file gives the same rows, and none is lost, changed or taken for another."""
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+from data_sources import content, llava, questions, write_all, write_pictures
+from PIL import Image
+from template_models import make_processor
+from training_examples import COLOURS
+
+import hf_xattn
+from hf_xattn.data.pictures import digest_of, picture_of, picture_parts
+
+
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("sources"), COUNT)
+
+
+def said(row):
+    """The texts of a row, and the SHA-256 of its pictures."""
+    texts = []
+    for message in row["messages"]:
+        content = message["content"]
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+        texts.append((message["role"], *parts))
+    return texts, [digest_of(picture_of(part)) for part in picture_parts(row)]
+
+
+@pytest.mark.parametrize("kind", ["folder", "llava", "parquet", "tar", "saved", "repository"])
+def test_every_kind_gives_the_same_rows(kind, sources):
+    """A question with another answer or picture, a row too many, and a place that errors name wrongly."""
+    rows = hf_xattn.load_rows(sources[kind])
+    assert len(rows) == COUNT
+    for index, (colour, question, answer) in enumerate(questions(COUNT)):
+        texts, pictures = said(rows[index])
+        assert texts == [("user", question), ("assistant", answer)]
+        assert pictures == ([] if colour is None else [digest_of(content(colour))])
+    first = {"folder": "line 1", "llava": "object 0", "tar": "sample 000000"}.get(kind, "row 0")
+    assert rows.place_of(0)[1] == first and str(COUNT - 1) not in rows.place_of(0)[1]
+    assert [said(row) for row in pickle.loads(pickle.dumps(rows))[3:6]] == [said(rows[index]) for index in (3, 4, 5)]
+    with pytest.raises(IndexError):
+        rows[COUNT]
+
+
+def test_a_batch_is_the_same_from_bytes_and_from_files(sources):
+    """Pixels that differ because a picture came as bytes."""
+    collator = hf_xattn.XAttnDataCollator(make_processor())
+    batches = [collator(hf_xattn.load_rows(sources[kind])[:4]) for kind in ("folder", "tar", "parquet", "saved")]
+    for batch in batches[1:]:
+        assert batch.keys() == batches[0].keys()
+        assert all((batch[name] == value).all() for name, value in batches[0].items())
+
+
+def test_several_sources_and_weights(sources):
+    """Rows of the second source that are taken for those of the first; a weight that is part of the name."""
+    rows = hf_xattn.load_rows([f"{sources['folder']}:0.5", sources["tar"]])
+    assert len(rows) == 2 * COUNT and [source.weight for source in rows.sources] == [0.5, 1.0]
+    assert rows.source_of(COUNT - 1) == str(sources["folder"]) and rows.source_of(COUNT) == sources["tar"]
+    assert said(rows[COUNT + 3]) == said(rows[3])
+    with pytest.raises(ValueError, match="Expected a weight above 0"):
+        hf_xattn.load_rows(f"{sources['folder']}:0")
+
+
+def test_splits(sources):
+    """A row in both parts, or in none."""
+    rows = hf_xattn.load_rows([sources["parquet"], sources["folder"]])
+    kept, taken = rows.split([0, 7, 8, 9, 10, 11, 25, 39])
+    again, more = kept.split([0, 31])
+    assert [said(row) for row in taken] == [said(rows[index]) for index in (0, 7, 8, 9, 10, 11, 25, 39)]
+    assert len(kept) == 32 and [said(row) for row in more] == [said(rows[1]), said(rows[38])]
+    left = [index for index in range(40) if index not in (0, 7, 8, 9, 10, 11, 25, 39, 1, 38)]
+    assert [said(row) for row in again] == [said(rows[index]) for index in left]
+
+
+def one(tmp_path, example, name="rows.jsonl"):
+    write_pictures(tmp_path)
+    (tmp_path / name).write_text(json.dumps(example) if name.endswith("l") else json.dumps([example]))
+    return hf_xattn.load_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "example, expected",
+    [
+        # markers are places of pictures, with the space around them
+        (
+            {
+                "images": ["red.png", "blue.png"],
+                "conversations": [
+                    {"from": "system", "value": "be short"},
+                    {"from": "human", "value": "is <image>\nlike <image>?"},
+                    {"from": "gpt", "value": "no"},
+                    {"from": "human", "value": "why ?"},
+                    {"from": "gpt", "value": "colours"},
+                ],
+            },
+            [["be short"], ["is", "red.png", "like", "blue.png", "?"], ["no"], ["why ?"], ["colours"]],
+        ),
+        # ShareGPT's, with the system message in a field, and names of OpenAI
+        (
+            {
+                "system": "be short",
+                "tools": "",
+                "conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
+            },
+            [["be short"], ["hi"], ["yes"]],
+        ),
+        # pictures without markers come first
+        (
+            {
+                "image": "red.png",
+                "conversations": [{"from": "human", "value": "what ?"}, {"from": "gpt", "value": "red"}],
+            },
+            [["red.png", "what ?"], ["red"]],
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image>what ?"}, {"role": "assistant", "content": "red"}], "images": ["red.png"]},  # noqa: E501
+            [["red.png", "what ?"], ["red"]],
+        ),
+        # The Cauldron
+        (
+            {"images": ["red.png"], "texts": [{"user": "a ?", "assistant": "b", "source": "x"}, {"user": "c ?", "assistant": "d"}]},  # noqa: E501
+            [["red.png", "a ?"], ["b"], ["c ?"], ["d"]],
+        ),
+        ({"image": "red.png", "caption": "a circle", "width": 32}, [["red.png", "Describe the image."], ["a circle"]]),
+    ],
+)  # fmt: skip
+def test_forms(example, expected, tmp_path):
+    """A picture at another place of the chat, a turn that is lost, or an answer that is taken for a question."""
+    row = one(tmp_path, example)[0]
+    found = []
+    for message in row["messages"]:
+        parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
+        found.append([Path(part["path"]).name if "path" in part else part["text"] for part in parts])
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "example, words",
+    [
+        ({"image": "red.png", "conversations": [{"from": "human", "value": "<image><image> ?"}, {"from": "gpt", "value": "a"}]}, "2 image part"),  # noqa: E501
+        ({"conversations": [{"from": "human", "value": "<image> ?"}, {"from": "gpt", "value": "a"}]}, "has no picture for it"),  # noqa: E501
+        ({"conversations": [{"from": "robot", "value": "?"}]}, "turn 0 of `conversations` to have `from`"),
+        ({"conversations": []}, "list of turns that is not empty"),
+        ({"texts": [{"user": "a"}]}, "turn 0 of `texts` to have `user` and `assistant`"),
+        ({"image": "red.png", "text": "a", "question": "b", "answer": "c"}, "fields of one of"),
+        ({"imagee": "red.png", "question": "b", "answer": "c"}, "unknown field 'imagee'. Did you mean `image`"),
+        ({"image": "red.png", "file_name": "blue.png", "text": "a"}, "got both 'file_name' and 'image'"),
+        ({"image": "https://a.b/c.png", "text": "a"}, "must be files in the folder"),
+        ({"image": 3, "text": "a"}, "names of files, got [3]"),
+        ({"question": "b", "answer": 3}, "'answer' must be a text"),
+        ({"question": "b", "answer": "c", "tools": [{"name": "f"}]}, "`tools`"),
+    ],
+)  # fmt: skip
+def test_examples_that_are_refused(example, words, tmp_path):
+    """A row that is trained on without its picture, or with the picture of another place."""
+    rows = one(tmp_path, example, "rows.json")
+    with pytest.raises(ValueError) as error:
+        rows[0]
+    assert words in str(error.value) and "rows.json, object 0: " in str(error.value)
+
+
+def test_json_in_every_layout(tmp_path):
+    """An array whose objects are found at a wrong byte: characters of several bytes, brackets in texts, long objects
+    that lie over the ends of what is read at once, and any white space.
+    """
+    texts = ["a", "ü€🤗", '}],[{"', "\\", "x" * 3_000_000, "a\u2028b", 'end "quoted"', "{" * 50]
+    rows = [{"question": f"{index} ?", "answer": text} for index, text in enumerate(texts * 80)]
+    for name, options in (("flat", {}), ("indented", {"indent": 2}), ("escaped", {"separators": (",", ":")})):
+        path = tmp_path / f"{name}.json"
+        path.write_bytes(
+            b"\xef\xbb\xbf  " + json.dumps(rows, ensure_ascii=name == "escaped", **options).encode() + b"\n"
+        )
+        found = hf_xattn.load_rows(path)
+        assert len(found) == len(rows)
+        for index in (*range(0, 640, 37), 639):
+            assert found[index]["messages"][1]["content"] == rows[index]["answer"], (name, index)
+
+
+def test_lines_that_are_broken(tmp_path):
+    """A line that is not JSON and hides those behind it; a line number that counts no empty lines."""
+    (tmp_path / "rows.jsonl").write_bytes(
+        b'\xef\xbb\xbf\n{"question": "a", "answer": "b"}\r\n\n{"question"\n"\xff"\n{"question": "a", "answer": "c"}'
+    )
+    rows = hf_xattn.load_rows(tmp_path / "rows.jsonl")
+    assert [rows.place_of(index)[1] for index in range(4)] == ["line 2", "line 4", "line 5", "line 6"]
+    assert said(rows[0])[0][1] == ("assistant", "b") and said(rows[3])[0][1] == ("assistant", "c")
+    for index, words in ((1, "line 4: broken JSON"), (2, "line 5: expected UTF-8, got the byte 0xff")):
+        with pytest.raises(ValueError, match=words):
+            rows[index]
+    (tmp_path / "cut.json").write_text(json.dumps([{"question": "a", "answer": "b"}] * 3)[:-20])
+    with pytest.raises(ValueError, match="cut.json holds an array of JSON that cannot be read: object 2"):
+        hf_xattn.load_rows(tmp_path / "cut.json")
+
+
+def test_tar_shards(tmp_path):
+    """Names that stand outside the header, folders between files, several pictures of a sample in another order, and
+    files of another kind.
+    """
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT):
+        path = tmp_path / f"{form}.tar"
+        long = f"folder/{'d' * 90}/n" if form == tarfile.USTAR_FORMAT else f"folder/{'n' * 120}"
+        with tarfile.open(path, "w", format=form) as tar:
+            tar.add(tmp_path, "folder", recursive=False)
+            for name, data in (
+                (f"{long}.1.png", content("red")),
+                (f"{long}.0.png", content("blue")),
+                (f"{long}.txt", b" two circles "),
+                ("b.jpeg", b"no picture"),
+                ("b.json", b'{"question": "a", "answer": "b"}'),
+                ("b.cls", b"7"),
+                ("c.json", b"[]"),
+            ):
+                about = tarfile.TarInfo(name)
+                about.size = len(data)
+                tar.addfile(about, io.BytesIO(data))
+        rows = hf_xattn.load_rows(path)
+        assert len(rows) == 3
+        assert said(rows[0])[0] == [("user", "Describe the image."), ("assistant", "two circles")]
+        assert said(rows[0])[1] == [digest_of(content("blue")), digest_of(content("red"))]
+        with pytest.raises(ValueError, match="sample c: expected c.json to hold a JSON object"):
+            rows[2]
+    whole = (tmp_path / f"{tarfile.GNU_FORMAT}.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(whole[:3000])
+    with pytest.raises(ValueError, match="cut.tar is cut off"):
+        hf_xattn.load_rows(tmp_path / "cut.tar")
+    with tarfile.open(tmp_path / "packed.tar", "w:gz") as tar:
+        tar.add(tmp_path / "cut.tar", "a.png")
+    with pytest.raises(ValueError, match="Is it compressed"):
+        hf_xattn.load_rows(tmp_path / "packed.tar")
+
+
+def test_data_sets(sources, tmp_path):
+    """Another split than the one that is named; a file that is none."""
+    assert len(hf_xattn.load_rows(f"{sources['repository']}#test")) == 4
+    with pytest.raises(ValueError, match=r"one of \['test', 'train'\], got 'val'"):
+        hf_xattn.load_rows(f"{sources['repository']}#val")
+    (tmp_path / "a.parquet").write_bytes(sources["parquet"].read_bytes()[:-100])
+    with pytest.raises(ValueError, match="a.parquet, which cannot be read"):
+        hf_xattn.load_rows(tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("a")
+    for name, words in (
+        ("a.csv", "of the kind \\['.csv'\\]"),
+        ("gone.json", "no such file"),
+        ("owner/name", "owner/name"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hf_xattn.load_rows(tmp_path / name if "." in name else name)
+    with pytest.raises(ValueError, match="6 files .* 4 that do not exist"):
+        hf_xattn.load_rows(str(sources["tar"]).replace("001", "005"))
+    with pytest.raises(ValueError, match="`pictures` to be a folder"):
+        hf_xattn.load_rows(sources["llava"], pictures=tmp_path / "none")
+    for wrong in (3, [], [None]):
+        with pytest.raises((TypeError, ValueError), match="Expected `source`"):
+            hf_xattn.load_rows(wrong)
+
+
+def test_pictures_lie_elsewhere(tmp_path):
+    """Names of pictures that are looked for beside the file."""
+    pictures = write_pictures(tmp_path / "elsewhere")
+    (tmp_path / "llava.json").write_text(json.dumps([llava("red", "what ?", "red")]))
+    row = hf_xattn.load_rows(tmp_path / "llava.json", pictures=pictures)[0]
+    assert said(row)[1] == [digest_of(pictures / "red.png")]
+
+
+def test_rows_of_a_parquet_of_names(tmp_path):
+    """A table whose pictures are files."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write_pictures(tmp_path)
+    columns = {"image": [f"{colour}.png" for colour in COLOURS], "text": [f"a {colour} circle" for colour in COLOURS]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = hf_xattn.load_rows(tmp_path / "a.parquet")
+    assert [said(row)[1] for row in rows] == [[digest_of(tmp_path / f"{colour}.png")] for colour in COLOURS]
+
+
+def test_bytes_that_are_no_picture(tmp_path):
+    """Bytes that become a picture of noise, or an error that does not name the row."""
+    collator = hf_xattn.XAttnDataCollator(make_processor())
+    with pytest.raises(ValueError, match="Row 0 of the batch.*4 bytes that cannot be read as an image"):
+        collator(
+            [
+                {
+                    "messages": [
+                        {
+                            "role": "user",
+                            "content": [{"type": "image", "image": b"none"}, {"type": "text", "text": "a"}],
+                        },
+                        {"role": "assistant", "content": "b"},
+                    ]
+                }
+            ]
+        )
+    whole = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(whole, "PNG")
+    limited = hf_xattn.XAttnProcessor(make_processor().image_processor, make_processor().tokenizer)
+    assert limited(images=[[whole.getvalue()]])["pixel_values"].shape[1] == 1

@@ -1,0 +1,205 @@
+"""`hf-xattn train --stream`: rows are read as they come, in an order that a killed run goes on with."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import killed_runs
+import pytest
+import torch
+from checkout import HELPERS, ROOT
+from command_runs import run_training
+from data_sources import content, questions, write_all, write_tar
+from template_models import save_chat_model
+from training_examples import CAPTIONS, write_examples
+from transformers import AutoModelForImageTextToText
+
+from hf_xattn.training import run_data
+from hf_xattn.training.bad_rows import BAD_ROWS_FILE
+
+
+KILLED = -signal.SIGKILL
+FAST = "--learning-rate 0.01 --log-steps 1 --device cpu".split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streaming") / "model"
+    save_chat_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("sources"), 24)
+
+
+def same_weights(one, other):
+    states = [AutoModelForImageTextToText.from_pretrained(folder).state_dict() for folder in (one, other)]
+    return all(torch.equal(weight, states[1][name]) for name, weight in states[0].items())
+
+
+@pytest.mark.parametrize("step, workers", [(5, 0), (14, 2)])
+def test_killed_in_the_middle_of_a_shard(step, workers, model, sources, tmp_path):
+    """A run that goes on at another row: each row of the first part is read twice, and others never."""
+    data = ["--data", f"{sources['tar']}", "--data", f"{sources['parquet']}:0.5", "--data", str(sources["llava"])]
+    more = f"--stream --steps 8 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --workers {workers}".split()
+    arguments = [str(model), *data, *more, *FAST]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert killed_runs.run(killed_runs.command, [*arguments, "--output", str(whole)]) == 0
+    command = [*arguments, "--output", str(out)]
+    assert killed_runs.run(killed_runs.command, command, "step", step) == KILLED
+    log = tmp_path / "log"
+    assert killed_runs.run(killed_runs.command, [*command, "--resume"], output=log) == 0, log.read_text()
+    assert f"checkpoint-{(step - 1) // 2 // 2 * 2}\n" in log.read_text()
+    assert (whole / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    assert not same_weights(whole, model)
+
+
+def test_each_rank_and_worker_reads_its_own(model, tmp_path):
+    """A row that two processes read, or none; shards that all open."""
+    for shard in range(16):
+        write_tar(tmp_path / f"{shard:02d}.tar", list(questions(48)), first=48 * shard)
+    log = tmp_path / "log"
+    log.mkdir()
+    options = "--stream --batch-size 3 --workers 2 --epochs 1 --log-steps 50 --device cpu".split()
+    words = [str(model), "--data", f"{tmp_path}/{{00..15}}.tar", "--output", str(tmp_path / "out"), *options]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(HELPERS / "stream_ranks.py"), str(log), "train", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    read = {path.name: [int(line) for line in path.read_text().split()] for path in log.iterdir()}
+    assert read.keys() == {"0-0", "0-1", "1-0", "1-1"}
+    assert sorted(index for rows in read.values() for index in rows) == list(range(768))
+    shards = [{index // 48 for index in rows} for rows in read.values()]
+    assert sum(map(len, shards)) == 16 and set().union(*shards) == set(range(16))
+
+
+def lines(count, broken):
+    good = [{"file_name": "red.png", "question": f"{index} ?", "answer": "red."} for index in range(count)]
+    for index, line in broken.items():
+        good[index] = line
+    return good
+
+
+BROKEN = {
+    3: {"file_name": "gone.png", "text": "a"},
+    10: {"file_name": "red.png", "question": "a"},
+    17: {"file_name": "bad.png", "text": "a"},
+}
+REASONS = {4: "'gone.png' does not exist", 11: "'answer' is missing", 18: "'bad.png' cannot be read"}
+
+
+@pytest.mark.parametrize("batch_size", ["1", "4"])
+@pytest.mark.parametrize("stream", [["--stream"], []])
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_bad_rows_are_left_out(stream, workers, batch_size, model, tmp_path, capsys):
+    """A bad row that ends the run, is trained on, or goes without a word; a batch of bad rows alone."""
+    data = write_examples(tmp_path / "data", lines(30, BROKEN))
+    (data / "bad.png").write_bytes(b"no picture")
+    options = ["--data", data, *stream, "--workers", workers, "--batch-size", batch_size, "--epochs", "2"]
+    skip = ["--bad-rows", "skip", "--bad-rows-limit", "0.1"]
+    status, out, error = run_training(capsys, model, *options, *skip, "--output", tmp_path / "out", *FAST[:4])
+    assert status == 0, error
+    assert "3 bad row(s) were left out" in out and f"{len(BROKEN)} bad" in out
+    found = {}
+    for line in (tmp_path / "out" / BAD_ROWS_FILE).read_text().splitlines():
+        told = json.loads(line)
+        assert told["source"] == str(data) and told["file"] == str(data / "metadata.jsonl")
+        found[int(told["row"].removeprefix("line "))] = told["reason"]
+    assert found.keys() == REASONS.keys() and all(REASONS[line] in reason for line, reason in found.items())
+
+    status, _, error = run_training(
+        capsys, model, *options, *skip[:3], "0.05", "--output", tmp_path / "limit", *FAST[:4]
+    )
+    assert status == 2 and re.search(r"at most 5.00% of 30 rows to be bad \(`--bad-rows-limit`\), got [23]\b", error)
+    status, _, error = run_training(capsys, model, *options, "--output", tmp_path / "stop", *FAST[:4])
+    assert status == 2 and "Traceback" not in error and f"{data / 'metadata.jsonl'}" in error
+    assert any(f"line {line}: " in error and reason in error for line, reason in REASONS.items())
+    assert stream == [] or "add `--bad-rows skip`" in error
+
+
+def test_a_row_group_that_cannot_be_read(model, sources, tmp_path, capsys):
+    """A disk error in a shard that is taken for the end of the data."""
+    whole = bytearray(sources["parquet"].read_bytes())
+    place = whole.index(content("red"))
+    whole[place - 40 : place + 400] = os.urandom(440)
+    (tmp_path / "a.parquet").write_bytes(whole)
+    options = ["--data", tmp_path / "a.parquet", "--stream", "--batch-size", "2", *FAST[:4]]
+    status, _, error = run_training(capsys, model, *options, "--output", tmp_path / "out")
+    assert status == 2 and "a.parquet, row" in error
+
+
+def test_many_rows_are_streamed(model, tmp_path, capsys, monkeypatch):
+    """Minutes in which all rows are checked, before anything is said."""
+    data = write_examples(tmp_path / "data", lines(30, BROKEN))
+    monkeypatch.setattr(run_data, "STREAM_ROWS", 20)
+    options = ["--data", data, "--steps", "1", "--batch-size", "1", "--seed", "3"]
+    status, out, error = run_training(capsys, model, *options, "--output", tmp_path / "out", *FAST[:4])
+    assert status == 0 and "30 examples to train on, 0 to evaluate on, read as they come" in out, error
+
+
+def test_what_a_stream_lacks(model, tmp_path, capsys):
+    """A run in which nothing can learn, and a question that no caption has: found before the first step."""
+    data = write_examples(tmp_path / "data", [{"question": "a ?", "answer": "b"}] * 3)
+    options = ["--data", data, "--stream", "--steps", "1", "--output", tmp_path / "out"]
+    status, _, error = run_training(capsys, model, *options)
+    assert status == 2 and "Expected a picture in" in error
+    status, _, error = run_training(capsys, model, *options, "--train-text", "--prompt", "what ?")
+    assert status == 2 and "for `--prompt`" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_held_out_rows_of_a_stream(model, sources, tmp_path, capsys):
+    """Rows that are trained on and evaluated on."""
+    options = ["--data", sources["tar"], "--stream", "--eval-share", "0.25", "--steps", "2", "--batch-size", "2"]
+    status, out, error = run_training(capsys, model, *options, "--output", tmp_path / "out", *FAST[:4])
+    assert status == 0 and "18 examples to train on, 6 to evaluate on" in out and "evaluation loss" in out, error
+
+
+def test_what_the_log_says(model, tmp_path, capsys):
+    """A run that waits for its data, and nobody sees it; an epoch that is counted wrongly."""
+    data = write_examples(tmp_path / "data", CAPTIONS)
+    options = ["--data", data, "--epochs", "2", "--batch-size", "2", "--save-steps", "8", *FAST[:4]]
+    assert run_training(capsys, model, *options, "--output", tmp_path / "out")[0] == 0
+    state = json.loads((tmp_path / "out" / "checkpoints" / "checkpoint-8" / "trainer_state.json").read_text())
+    logs = [entry for entry in state["log_history"] if "loss" in entry]
+    assert [entry["epoch"] for entry in logs] == [0.25 * step for step in range(1, 9)]
+    assert all(0 < entry["data_wait"] < 1 and entry["rows_per_second"] > 0 for entry in logs)
+
+
+ROWS = """
+import json, sys
+from hf_xattn.data.loading import load_rows
+from hf_xattn.data.order import Shuffled
+rows = load_rows(sys.argv[1])
+order = Shuffled(rows, len(rows), batch_size=8)
+for place in range(0, len(rows), len(rows) // 2000):
+    order[place]
+print(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_a_million_rows(tmp_path):
+    """A list of all rows, in each process."""
+    used = {}
+    for count in (10_000, 1_000_000):
+        path = tmp_path / f"{count}.jsonl"
+        with path.open("w") as file:
+            for index in range(count):
+                file.write(
+                    json.dumps({"file_name": f"{index}.png", "question": "what ? " * 9, "answer": "a " * 30}) + "\n"
+                )
+        done = subprocess.run([sys.executable, "-c", ROWS, str(path)], capture_output=True, text=True, check=True)
+        used[count] = int(done.stdout)  # kB
+    assert used[1_000_000] - used[10_000] < 200_000
