@@ -1,6 +1,7 @@
 """Documents: forms, whose fields are read, and notes of six lines, in which a word is found."""
 
 import random
+from functools import cache
 
 from drawing import PAPERS, Asked, Drawn, Word, size_for, width_of, write
 from PIL import Image, ImageDraw
@@ -15,7 +16,6 @@ QUESTIONS = 4  # about a picture
 
 X_HEIGHT = (0.036, 0.046)  # of a small x, in shares of the side: at least 8 pixels of 224
 EDGE = 0.04  # without text, around a picture
-LETTERS_APART = 2  # two words of one note differ in at least so many letters
 
 
 def draw_form(rng: random.Random, side: int, fonts: tuple[str, ...]) -> Drawn:
@@ -81,14 +81,15 @@ def _different(rng: random.Random, count: int) -> list[str]:
     chosen: list[str] = []
     while len(chosen) < count:
         word = rng.choice(NOUNS)
-        if all(differing(word, other) >= LETTERS_APART for other in chosen):
+        if not any(word in other or other in word or _without_one(word) & _without_one(other) for other in chosen):
             chosen.append(word)
     return chosen
 
 
-def differing(one: str, other: str) -> int:
-    """Number of places in which two words differ; the end of a word is a place."""
-    return sum(a != b for a, b in zip(one, other)) + abs(len(one) - len(other))
+@cache
+def _without_one(word: str) -> set[str]:
+    """A word, and what is left of it without one of its letters: words that differ in one letter share some of it."""
+    return {word, *(word[:place] + word[place + 1 :] for place in range(len(word)))}
 
 
 def _place(rng: random.Random, side: int, width: float, count: int) -> tuple[float, list[float]]:

@@ -124,6 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--held-out", type=int, default=160, help="development pictures to try it on (default: 160)")
     parser.add_argument("--seed", type=int, default=0, help="of the pictures and of the weights")
     options = parser.parse_args(arguments)
     if options.output.exists():
@@ -151,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         pictures = Pictures(split, processor, options.steps * options.batch_size)
         Trainer(model=model, args=settings, train_dataset=pictures).train()
-    shares = shares_right(model.cpu(), Pictures(held_out, processor, 160), options.batch_size)
+    shares = shares_right(model.cpu(), Pictures(held_out, processor, options.held_out), options.batch_size)
     named = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     print(f"patches of development pictures that the tower names: {named}")
     tower.save_pretrained(options.output)

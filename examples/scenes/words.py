@@ -28,7 +28,9 @@ NOUNS = (
     "snow spider spring star stone summer sun temple thunder tiger tomato tower train turtle valley velvet village "
     "water whale wheat wind window winter wolf yard zebra"
 ).split()
-LABELS = "Tea Milk Nuts Rice Corn Eggs Figs Jam Oats Salt Fish Soup Lime Kale Beet Pie Ham Rye Bun Chai Dill Leek Wine Yam".split()
+LABELS = (
+    "Tea Milk Nuts Rice Corn Eggs Figs Jam Oats Salt Fish Soup Lime Kale Beet Pie Ham Rye Bun Chai Dill Leek Wine Yam"
+).split()
 
 CAPITALS = {
     "Austria": "Vienna",
