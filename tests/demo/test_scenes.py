@@ -17,8 +17,10 @@ import phrasings
 import pytest
 import splits
 from checkout import EXAMPLES
+from drawing import write
 from make_scenes import QUESTIONS, draw, rows_of
 from patch_labels import CHARACTERS, HEADS, PATCHES, VOCABULARY, label_patches
+from PIL import Image, ImageDraw
 from scenes import COLOURS, OUTLINES
 from splits import open_split
 from tiny_checkpoints import make_text_checkpoint
@@ -288,6 +290,14 @@ def test_without_matplotlib(tmp_path):
     assert 'pip install "matplotlib>=3.8"' in (FOLDER / "README.md").read_text()
 
 
+def first_letter_centre(word, side):
+    """Where the ink of the first letter is, across, as a share of the side."""
+    image = Image.new("L", (2 * side, side))
+    write(ImageDraw.Draw(image), word._replace(text=word.text[0]), "white")
+    left, _, right, _ = image.getbbox()
+    return (left + right) / 2 / side
+
+
 def test_patches_are_named_after_what_they_show():
     """A tower that learns the letters, objects or values of other places."""
     split = open_split("train", 3)
@@ -315,6 +325,10 @@ def test_patches_are_named_after_what_they_show():
             words = sorted((word for word in drawn.words if word.baseline == line), key=lambda word: word.left)
             assert read == "".join(word.text for word in words)
             letters += len(read)
+            for word in words:
+                centre = first_letter_centre(word, drawn.image.width) * PATCHES
+                here = {CHARACTERS[labels[f"character {slot}"][row, int(centre)] - 1] for slot in range(3)}
+                assert word.text[0] in here or abs(centre - round(centre)) < 0.15
             names = [VOCABULARY[label - 1] for label in labels["word"][row] if label]
             assert [*dict.fromkeys(names)] == [word.text for word in words if word.text in VOCABULARY]
         assert {int(level) for level in labels["level"].flatten()} - {0} == {bar.level for bar in drawn.bars}
