@@ -12,8 +12,9 @@ import torch
 
 HELPERS = Path(__file__).parent / "helpers"
 EXAMPLES = Path(__file__).parents[1] / "examples"
-FOLDERS = [HELPERS, EXAMPLES, EXAMPLES / "benchmarks", EXAMPLES / "digits", EXAMPLES / "garments"]
-sys.path[:0] = [str(folder) for folder in FOLDERS]
+# Two folders have a `train_tower`: a test imports that of the garments.
+NAMES = ("benchmarks", "digits", "garments", "scenes")
+sys.path[:0] = [str(folder) for folder in (HELPERS, EXAMPLES, *(EXAMPLES / name for name in NAMES))]
 pytest.register_assert_rewrite(*(path.stem for path in HELPERS.glob("*.py")))  # a failed assert shows its values
 
 import tiny_models  # noqa: E402, F401  # no network, one thread: set before a test imports transformers

@@ -1,0 +1,361 @@
+"""The rows, splits and files of `examples/scenes`."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+
+import fonts
+import make_scenes
+import numpy as np
+import phrasings
+import pytest
+import splits
+from checkout import EXAMPLES
+from drawing import write
+from make_scenes import QUESTIONS, draw, rows_of
+from patch_labels import CHARACTERS, HEADS, PATCHES, VOCABULARY, label_patches
+from PIL import Image, ImageDraw
+from scenes import COLOURS, OUTLINES
+from splits import open_split
+from tiny_checkpoints import make_text_checkpoint
+
+
+FOLDER = EXAMPLES / "scenes"
+SEALED = {
+    "seed": "a test of the sealed test",
+    "rows": 60,
+    "fonts": [fonts.PILLOW, "cmtt10"],
+    "phrasings": {kind: [f"Sealed: {each[0]}"] for kind, each in phrasings.TRAIN.items()},
+}
+# Where answers are equally frequent, so many can be told apart.
+ANSWERS = {"count": 6, "compare": 48, "relate": 4, "locate": 9, "find": 6, "rank": 24, "value": 18}
+PICTURES = 1000
+
+
+def sealed_file(folder, **changes):
+    """A file for a sealed test, and its SHA-256."""
+    file = folder / "sealed.json"
+    file.write_text(json.dumps({**SEALED, **changes}))
+    return file, hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def stopped(capsys, *arguments):
+    """What a run that stops says."""
+    with pytest.raises(SystemExit) as stop:
+        make_scenes.main([str(argument) for argument in arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Rows of many pictures, by kind."""
+    split = open_split("train", 5)
+    found = {}
+    for index in range(PICTURES):
+        for row in rows_of(split, index)[1]:
+            found.setdefault(row["kind"], []).append(row)
+    return found
+
+
+def test_kinds_and_answers_are_equally_frequent(rows):
+    """A model that always says the same, and is right more often than one of so many answers."""
+    each = {kind: len(rows[kind]) for kind in phrasings.KINDS}
+    assert max(each.values()) - min(each.values()) == 0
+    assert len(rows[phrasings.TEXT]) == pytest.approx(0.1 * sum(map(len, rows.values())), abs=1)
+    for kind, number in ANSWERS.items():
+        counts = Counter(row["answer"] for row in rows[kind])
+        expected = each[kind] / number
+        assert len(counts) == number
+        # Four and a half standard deviations of a count, for the largest of many.
+        assert max(counts.values()) <= expected + 4.5 * expected**0.5, (kind, counts.most_common(3))
+    assert Counter(row["answer"] for row in rows["read"]).most_common(1)[0][1] < 0.04 * each["read"]
+
+
+def test_questions_alone_give_nothing_away(rows):
+    """Answers that can be learnt from the words of the question: a bag of words, tried on questions it has not seen."""
+    pytest.importorskip("sklearn")
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.model_selection import cross_val_predict
+    from sklearn.naive_bayes import MultinomialNB
+
+    for kind, number in {**ANSWERS, "read": 36}.items():  # of the field with the fewest values
+        asked = [row["question"] for row in rows[kind]]
+        wanted = np.array([row["answer"] for row in rows[kind]])
+        words = CountVectorizer(ngram_range=(1, 2), token_pattern=r"\w+").fit_transform(asked)
+        found = cross_val_predict(MultinomialNB(), words, wanted, cv=3)
+        share, guess = (found == wanted).mean(), 1 / number
+        assert share <= guess + 4.5 * (guess * (1 - guess) / len(wanted)) ** 0.5, (kind, share)
+
+
+def test_a_question_names_what_it_is_about(rows):
+    """A question with braces that nothing has filled, or without the words that make it one."""
+    for kind in phrasings.KINDS:
+        templates = [re.escape(each) for each in phrasings.TRAIN[kind]]
+        patterns = [re.sub(r"\\{(\w+)\\}", r"(?P<\1>[\\w ]+)", each) for each in templates]
+        used = Counter()
+        for row in rows[kind]:
+            fitting = [pattern for pattern in patterns if re.fullmatch(pattern, row["question"])]
+            assert fitting, row
+            used.update(fitting)
+        assert min(used[pattern] for pattern in patterns) > 0.5 * len(rows[kind]) / len(patterns)
+
+
+def test_text_rows_are_right(rows):
+    """Text rows that teach a language model what is not so."""
+    facts = {"France": "Paris", "Norway": "Oslo", "Monday": "Tuesday", "Sunday": "Monday", "hot": "cold", "up": "down"}
+    seen = set()
+    for row in rows[phrasings.TEXT]:
+        assert "file_name" not in row
+        if numbers := re.findall(r"\d+", row["question"]):
+            assert int(row["answer"]) == sum(map(int, numbers))
+        for word in set(re.findall(r"\w+", row["question"])) & set(facts):
+            assert row["answer"] in (facts[word], word.upper())
+            seen.add(word)
+    assert seen == set(facts)
+
+
+def plain(phrasing):
+    return re.sub(r"[^\w{}]+", " ", phrasing.lower()).strip()
+
+
+def test_no_phrasing_is_in_two_splits():
+    """A new phrasing that differs from one of training by a comma. Several each, with the same braces."""
+    for kind, train in phrasings.TRAIN.items():
+        development = phrasings.DEVELOPMENT[kind]
+        assert len({plain(each) for each in (*train, *development)}) == len(train) + len(development)
+        if kind in phrasings.KINDS:
+            assert len(train) >= 6 and len(development) >= 3
+        assert len({frozenset(phrasings.placeholders(each)) for each in (*train, *development)}) == 1
+    assert set(phrasings.TRAIN) == set(phrasings.DEVELOPMENT)
+    assert not set(fonts.TRAIN) & set(fonts.DEVELOPMENT)
+
+
+def test_no_picture_is_in_two_splits(tmp_path):
+    """Splits that draw the same pictures from the same seed, or fonts of another split."""
+    file, digest = sealed_file(tmp_path, seed="0")
+    each = [open_split(name, 0, file, digest) for name in ("train", "development", "sealed")]
+    seen, used = [], []
+    for split in [*each, open_split("train", 1)]:
+        drawn = [draw(split, index) for index in range(160)]
+        seen.append({hashlib.sha256(one.image.tobytes()).digest() for one in drawn})
+        used.append({word.font for one in drawn for word in one.words})
+        assert used[-1] == set(split.fonts) and len(seen[-1]) == 160
+    assert len(set().union(*seen)) == 4 * 160
+    assert not used[0] & used[1] and not used[0] & used[2] and not used[1] & used[2]
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path):
+    """Pictures or rows that depend on the process, on the number of processes, or on the order of a set."""
+    said = []
+    for name, seed, processes in (("a", "1", "1"), ("b", "2", "2")):
+        command = [sys.executable, str(FOLDER / "make_scenes.py"), str(tmp_path / name), "--rows=500"]
+        output = subprocess.run(
+            [*command, f"--processes={processes}"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert output.returncode == 0, output.stderr
+        said.append(output.stdout.replace(str(tmp_path / name), ""))
+    first = contents(tmp_path / "a")
+    assert first == contents(tmp_path / "b") and len(first) > 100
+    assert said[0] == said[1] and "500 rows about 113 pictures" in said[0]
+    assert "| relate | 57 | 4 |" in said[0] and "SHA-256 of rows and pictures" in said[0]
+    split = open_split("train", 0)
+    lines = [json.loads(line) for line in first["metadata.jsonl"].decode().splitlines()]
+    assert len(lines) == 500 and lines == [row for index in range(113) for row in rows_of(split, index)[1]][:500]
+    make_scenes.main([str(tmp_path / "c"), "--rows=500", "--seed=1", "--processes=1"])
+    assert contents(tmp_path / "c") != first
+
+
+def test_a_folder_is_what_training_reads(tmp_path, chat_folder):
+    """Rows or pictures that `hf-xattn train` refuses, or that lose their question on the way into a batch."""
+    from transformers import AutoProcessor
+
+    from hf_xattn import XAttnDataCollator
+    from hf_xattn.training.training_data import check_rows, read_folder
+
+    make_scenes.main([str(tmp_path / "rows"), "--rows=48", "--processes=1"])
+    file = tmp_path / "rows" / "metadata.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["kind"] for line in lines} == {*phrasings.KINDS, phrasings.TEXT}
+    if read_folder(tmp_path / "rows").problems:  # a reader without the field `kind`
+        without = [{name: value for name, value in line.items() if name != "kind"} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in without))
+    data = read_folder(tmp_path / "rows")
+    collator = XAttnDataCollator(AutoProcessor.from_pretrained(chat_folder))
+    assert len(data.rows) == 48 and check_rows([data], collator) > 4
+    shows = ["file_name" in line for line in lines[8:16]]
+    assert collator(data.rows[8:16])["image_mask"].flatten().tolist() == shows and not all(shows)
+
+
+def test_shards(tmp_path):
+    """Tar files that readers of WebDataset's form cannot read, or that hold other rows than the folder."""
+    make_scenes.main([str(tmp_path / "shards"), "--rows=230", "--shards=3", "--processes=1"])
+    files = sorted((tmp_path / "shards").iterdir())
+    assert [file.name for file in files] == [f"train-{number:05}.tar" for number in range(3)]
+    split = open_split("train", 0)
+    expected = [(rows_of(split, index)[0], row) for index in range(60) for row in rows_of(split, index)[1]]
+    found, keys = [], set()
+    for file in files:
+        with tarfile.open(file) as tar:
+            samples = {}
+            for member in tar:
+                assert member.mtime == 0
+                key, _, ending = member.name.partition(".")
+                samples.setdefault(key, {})[ending] = tar.extractfile(member).read()
+        assert not keys & set(samples)
+        keys |= set(samples)
+        found += samples.values()
+    assert len(found) == 230
+    for sample, (picture, row) in zip(found, expected):
+        assert sample.get("jpg") == (picture if "file_name" in row else None)
+        assert json.loads(sample["json"]) == {name: row[name] for name in ("question", "answer", "kind")}
+    datasets = pytest.importorskip("datasets")
+    data = datasets.load_dataset("webdataset", data_files=[str(file) for file in files], split="train", streaming=True)
+    loaded = list(data)
+    assert [each["json"]["question"] for each in loaded] == [row["question"] for _, row in expected[:230]]
+    assert [each["jpg"] is None for each in loaded] == ["file_name" not in row for _, row in expected[:230]]
+
+
+def test_the_sealed_test_opens_with_its_file_alone(tmp_path, capsys, monkeypatch):
+    """A test that is opened by chance, or drawn anew until it suits."""
+    file, digest = sealed_file(tmp_path)
+    output = tmp_path / "out"
+    error = stopped(capsys, output, "--split=sealed", f"--sealed={tmp_path / 'none.json'}")
+    assert "which does not exist" in error and "--split development" in error
+    error = stopped(capsys, output, "--split=sealed", f"--sealed={file}")
+    assert splits.DIGEST.read_text().split()[0] in error and digest in error and not output.exists()
+    for option in ("--rows=10", "--seed=1"):
+        assert "no --rows and no --seed" in stopped(capsys, output, "--split=sealed", option)
+    monkeypatch.setattr(splits, "DIGEST", tmp_path / "digest")
+    splits.DIGEST.write_text(f"{digest}  sealed.json\n")
+    make_scenes.main([str(output), "--split=sealed", f"--sealed={file}", "--processes=1"])
+    lines = [json.loads(line) for line in (output / "metadata.jsonl").read_text().splitlines()]
+    assert len(lines) == 60 and all(line["question"].startswith("Sealed: ") for line in lines)
+
+
+def test_the_sealed_list_is_new(tmp_path):
+    """A sealed test in phrasings or fonts of training, or with a question that asks for nothing."""
+    lists = SEALED["phrasings"]
+    for changes, message in (
+        ({"fonts": ["cmtt10", fonts.TRAIN[0]]}, "fonts that no other split has"),
+        ({"fonts": ["Comic"]}, "'Comic', which is not in"),
+        ({"phrasings": {"count": ["?"]}}, "Expected phrasings of"),
+        ({"phrasings": {**lists, "read": [phrasings.DEVELOPMENT["read"][0]]}}, "phrasings that no other split has"),
+        ({"phrasings": {**lists, "find": ["Where is it?"]}}, r"\['word'\] in braces"),
+        ({"rows": "60"}, "'rows' of a sealed test to be a int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_split("sealed", 0, *sealed_file(tmp_path, **changes))
+
+
+def test_the_hash_of_the_sealed_test_stands():
+    """A sealed test that was exchanged after its hash was committed."""
+    assert re.fullmatch(r"[0-9a-f]{64}  sealed\.json\n", splits.DIGEST.read_text())
+    if splits.SEALED.is_file():  # since the test was opened
+        assert open_split("sealed", 0).rows > 0
+
+
+def test_what_stops_a_run(tmp_path, capsys):
+    """Rows that are mixed with those of an earlier run; a traceback for a number that cannot be."""
+    assert "which exists: remove it" in stopped(capsys, tmp_path)
+    assert "--rows to be at least 1, got 0" in stopped(capsys, tmp_path / "out", "--rows=0")
+    assert "at most 3, the pictures of 12 rows, got 4" in stopped(capsys, tmp_path / "out", "--rows=12", "--shards=4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib(tmp_path):
+    """A traceback, or pictures in another font, where matplotlib is not installed."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None")
+    output = subprocess.run(
+        [sys.executable, str(FOLDER / "make_scenes.py"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert output.returncode == 2 and 'pip install "matplotlib>=3.8"' in output.stderr
+    assert "Traceback" not in output.stderr and not (tmp_path / "out").exists()
+    assert 'pip install "matplotlib>=3.8"' in (FOLDER / "README.md").read_text()
+
+
+def first_letter_centre(word, side):
+    """Where the ink of the first letter is, across, as a share of the side."""
+    image = Image.new("L", (2 * side, side))
+    write(ImageDraw.Draw(image), word._replace(text=word.text[0]), "white")
+    left, _, right, _ = image.getbbox()
+    return (left + right) / 2 / side
+
+
+def test_patches_are_named_after_what_they_show():
+    """A tower that learns the letters, objects or values of other places."""
+    split = open_split("train", 3)
+    letters = 0
+    for index in range(48):
+        drawn = draw(split, index)
+        labels = dict(zip(HEADS, label_patches(drawn).reshape(len(HEADS), PATCHES, PATCHES)))
+        assert all(each.min() >= 0 and each.max() < HEADS[name] for name, each in labels.items())
+        assert (labels["row"][4] == 4).all() and (labels["column"][:, 6] == 6).all()
+        named = labels["shape"] > 0
+        assert {int(each) for each in labels["shape"][named]} == {
+            1 + list(OUTLINES).index(thing.shape) for thing in drawn.things
+        }
+        assert {int(each) for each in labels["colour"][named]} == {
+            1 + list(COLOURS).index(thing.colour) for thing in drawn.things
+        }
+        for line in sorted({word.baseline for word in drawn.words}) if index % 8 in (1, 5) else ():
+            # A line that is read off its row of patches, slot by slot.
+            small_x = -fonts.font(drawn.words[0].font, 300).getbbox("x", anchor="ls")[1] / 300
+            middle = (line - small_x * drawn.words[0].size / 2) / drawn.image.width * PATCHES
+            rows = {int(middle - 0.1), int(middle + 0.1)}  # a line may lie on the edge of two
+            (row,) = [row for row in rows if labels["character 0"][row].any()]
+            slots = [[labels[f"character {slot}"][row, column] for slot in range(3)] for column in range(PATCHES)]
+            read = "".join(CHARACTERS[label - 1] for column in slots for label in column if label)
+            words = sorted((word for word in drawn.words if word.baseline == line), key=lambda word: word.left)
+            assert read == "".join(word.text for word in words)
+            letters += len(read)
+            for word in words:
+                centre = first_letter_centre(word, drawn.image.width) * PATCHES
+                here = {CHARACTERS[labels[f"character {slot}"][row, int(centre)] - 1] for slot in range(3)}
+                assert word.text[0] in here or abs(centre - round(centre)) < 0.15
+            names = [VOCABULARY[label - 1] for label in labels["word"][row] if label]
+            assert [*dict.fromkeys(names)] == [word.text for word in words if word.text in VOCABULARY]
+        assert {int(level) for level in labels["level"].flatten()} - {0} == {bar.level for bar in drawn.bars}
+    assert letters > 500 and QUESTIONS == 4
+
+
+def test_a_tower_can_be_trained_and_retrofitted(tmp_path, capsys):
+    """A tower that does not make 196 image tokens, or that `hf-xattn retrofit` does not take."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from hf_xattn.commands.main import main
+
+    spec = importlib.util.spec_from_file_location("train_scene_tower", FOLDER / "train_tower.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tower = tmp_path / "tower"
+    module.main([str(tower), "--steps=2", "--batch-size=2", "--hidden-size=16", "--layers=1", "--held-out=2"])
+    assert "patches of development pictures that the tower names: shape " in capsys.readouterr().out
+    text = make_text_checkpoint(tmp_path / "text")
+    assert main(["retrofit", str(text), "--vision", str(tower), "--output", str(tmp_path / "fresh")]) in (0, None)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "fresh")
+    processor = AutoProcessor.from_pretrained(tmp_path / "fresh")
+    picture = draw(open_split("train", 0), 0).image
+    pixels = processor(images=[picture], text="what is it ?", return_tensors="pt")["pixel_values"]
+    assert pixels.shape[-2:] == (224, 224)
+    images = model.encode_images(pixel_values=pixels)
+    assert images.cross_attention_cache.layers[0].keys.shape[2] == 196
+    with pytest.raises(SystemExit):
+        module.main([str(tower)])
+    assert "which exists" in capsys.readouterr().err
