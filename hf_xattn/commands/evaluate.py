@@ -12,6 +12,7 @@ from .shared import add_model, add_number, check_least, load_model_and_images
 
 
 if TYPE_CHECKING:
+    from ..evaluation.answers import Scores
     from ..evaluation.evaluation import Evaluation
 
 EPILOG = """the same questions are asked again without their pictures and with other pictures of the data; the last line
@@ -25,6 +26,8 @@ def register_eval(commands: argparse._SubParsersAction) -> None:
     data = "questions that the model was not trained on: a folder, as of `hf-xattn train --data`"
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=data)
     parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
+    groups = "show the shares for each value of FIELD of the lines, too, such as a kind of question"
+    parser.add_argument("--by", metavar="FIELD", help=groups)
     add_number(parser, "--limit", None, "ask the first N questions alone")
     add_number(parser, "--batch-size", 8, "questions at once")
     longest = "maximum number of tokens in an answer (default: 8 more than in the longest expected one)"
@@ -44,14 +47,16 @@ def run_eval(arguments: argparse.Namespace) -> None:
         read_card(folder)
     from ..training.training_data import CAPTION_PROMPT, pictures_by_content, read_folder
 
-    data = read_folder(arguments.data, arguments.prompt or CAPTION_PROMPT)
+    data = read_folder(arguments.data, arguments.prompt or CAPTION_PROMPT, [arguments.by] if arguments.by else [])
     pictures_by_content(data)
     if arguments.prompt is not None and not data.captions:
         raise ValueError(f"`--prompt` is for pictures with a caption, and {data.file} has none. Remove it.")
     from ..evaluation.evaluation import evaluate
     from ..evaluation.questions import questions_of
 
-    questions = questions_of(data.rows)[: arguments.limit]
+    questions = questions_of(data.rows, arguments.by)[: arguments.limit]
+    if arguments.by and all(each.group is None for each in questions):
+        raise ValueError(f"Expected lines of {data.file} to have the field {arguments.by!r} of `--by`, got none.")
     if arguments.card and not any(each.pictures for each in questions):
         raise ValueError("`--card` writes shares of questions about pictures, and the data has none. Remove it.")
     model, processor, _ = load_model_and_images(arguments)
@@ -80,14 +85,24 @@ def run_eval(arguments: argparse.Namespace) -> None:
 def _table(found: Evaluation) -> list[str]:
     lines = []
     if found.ways:
-        lines += ["| questions about pictures | number | exact | normalised as VQA does |", "|---|---|---|---|"]
-        for way, scores in found.ways.items():
-            lines.append(f"| {way} | {scores.exact.of} | {scores.exact} | {scores.normalised} |")
+        lines += _heading("questions about pictures")
+        lines += _lines(found.ways)
+        for group, ways in found.groups.items():
+            lines += _lines(ways, f"{group}: ")
     if found.text is not None:
         text = found.text
-        lines += ["", "| questions without a picture | number | exact | normalised as VQA does |", "|---|---|---|---|"]
-        lines.append(f"| the model | {text.exact.of} | {text.exact} | {text.normalised} |")
+        lines += ["", *_heading("questions without a picture")]
+        lines += _lines({"the model": text})
         lines.append(f"| the model answers as its base, word for word | {text.exact.of} | {found.as_base} | |")
+        lines += _lines(found.text_groups)
     if found.cut:
         lines.append(f"{found.cut} answers were cut after {found.max_new_tokens} tokens: see --max-new-tokens.")
     return lines
+
+
+def _heading(questions: str) -> list[str]:
+    return [f"| {questions} | number | exact | normalised as VQA does |", "|---|---|---|---|"]
+
+
+def _lines(named: dict[str, Scores], group: str = "") -> list[str]:
+    return [f"| {group}{name} | {each.exact.of} | {each.exact} | {each.normalised} |" for name, each in named.items()]

@@ -48,10 +48,11 @@ class PictureRows(NamedTuple):
     contents: dict[Path, str]  # SHA-256 of the file of each picture; "" for a file that is missing
 
 
-def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows:
+def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT, more_fields: Sequence[str] = ()) -> PictureRows:
     """Reads the examples of a folder. [`check_rows`] raises the errors of its lines and of its pictures, all at once.
 
-    `prompt` is the user's message in an example that is a caption.
+    `prompt` is the user's message in an example that is a caption. `more_fields` may stand in a line, too, and are kept
+    in its row.
 
     Raises:
         ValueError: for a missing folder or file, or an empty file.
@@ -67,7 +68,7 @@ def read_folder(folder: str | Path, prompt: str = CAPTION_PROMPT) -> PictureRows
             continue
         digest.update(line.encode())
         try:
-            row, pictures, is_caption = _read_line(line, folder, prompt)
+            row, pictures, is_caption = _read_line(line, folder, prompt, more_fields)
         except (TypeError, ValueError) as error:
             problems.append((number, str(error)))
             continue
@@ -191,7 +192,9 @@ def _metadata_file(folder: Path) -> Path:
     return others[0]
 
 
-def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], list[Path], bool]:
+def _read_line(
+    line: str, folder: Path, prompt: str, more_fields: Sequence[str]
+) -> tuple[dict[str, Any], list[Path], bool]:
     """A row, its pictures, and whether it is a caption."""
     try:
         example = json.loads(line)
@@ -199,18 +202,19 @@ def _read_line(line: str, folder: Path, prompt: str) -> tuple[dict[str, Any], li
         raise ValueError(f"broken JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(example, dict):
         raise ValueError(f"expected a JSON object, got {type(example).__name__}")
-    _check_fields(example)
+    more = {name: example[name] for name in more_fields if name in example}
+    _check_fields(example, more)
     row = _as_row(example, prompt)
     pictures: list[Path] = []
     messages = [_with_paths(message, folder, pictures) for message in read_row(row).messages]
     if "prompt" in row:
         first = len(row["prompt"])
-        return {"prompt": messages[:first], "completion": messages[first:]}, pictures, False
-    return {"messages": messages}, pictures, "text" in example
+        return {**more, "prompt": messages[:first], "completion": messages[first:]}, pictures, False
+    return {**more, "messages": messages}, pictures, "text" in example
 
 
-def _check_fields(example: Mapping[str, Any]) -> None:
-    known = [*PICTURES, *(name for form in FORMS for name in form)]
+def _check_fields(example: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    known = [*PICTURES, *(name for form in FORMS for name in form), *more]
     for name in example:
         if name not in known:
             raise ValueError(f"unknown field {name!r}.{suggestion(name, known)} Known are {known}")
