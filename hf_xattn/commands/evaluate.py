@@ -12,6 +12,7 @@ from .shared import add_model, add_number, check_least, load_model_and_images
 
 
 if TYPE_CHECKING:
+    from ..evaluation.answers import Scores
     from ..evaluation.evaluation import Evaluation
     from ..evaluation.questions import Question
 
@@ -28,6 +29,8 @@ def register_eval(commands: argparse._SubParsersAction) -> None:
     pictures = "where names of pictures begin (default: the folder of the source)"
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
     parser.add_argument("--prompt", metavar="TEXT", help="the question for pictures that have only a caption")
+    groups = "show the shares for each value of FIELD of the rows, too, such as a kind of question"
+    parser.add_argument("--by", metavar="FIELD", help=groups)
     add_number(parser, "--limit", None, "ask the first N questions alone")
     add_number(parser, "--batch-size", 8, "questions at once")
     longest = "maximum number of tokens in an answer (default: 8 more than in the longest expected one)"
@@ -85,20 +88,33 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
         raise ValueError(list_problems(rows, found))
     if arguments.prompt is not None and not any(map(rows.is_caption, read)):
         raise ValueError(f"`--prompt` is for pictures with a caption, and {rows} has none. Remove it.")
-    return questions_of(rows[index] for index in read)[: arguments.limit]
+    questions = questions_of((rows[index] for index in read), arguments.by)[: arguments.limit]
+    if arguments.by and all(each.group is None for each in questions):
+        raise ValueError(f"Expected rows of {arguments.data} to have the field {arguments.by!r} of `--by`, got none.")
+    return questions
 
 
 def _table(found: Evaluation) -> list[str]:
     lines = []
     if found.ways:
-        lines += ["| questions about pictures | number | exact | normalised as VQA does |", "|---|---|---|---|"]
-        for way, scores in found.ways.items():
-            lines.append(f"| {way} | {scores.exact.of} | {scores.exact} | {scores.normalised} |")
+        lines += _heading("questions about pictures")
+        lines += _lines(found.ways)
+        for group, ways in found.groups.items():
+            lines += _lines(ways, f"{group}: ")
     if found.text is not None:
         text = found.text
-        lines += ["", "| questions without a picture | number | exact | normalised as VQA does |", "|---|---|---|---|"]
-        lines.append(f"| the model | {text.exact.of} | {text.exact} | {text.normalised} |")
+        lines += ["", *_heading("questions without a picture")]
+        lines += _lines({"the model": text})
         lines.append(f"| the model answers as its base, word for word | {text.exact.of} | {found.as_base} | |")
+        lines += _lines(found.text_groups)
     if found.cut:
         lines.append(f"{found.cut} answers were cut after {found.max_new_tokens} tokens: see --max-new-tokens.")
     return lines
+
+
+def _heading(questions: str) -> list[str]:
+    return [f"| {questions} | number | exact | normalised as VQA does |", "|---|---|---|---|"]
+
+
+def _lines(named: dict[str, Scores], group: str = "") -> list[str]:
+    return [f"| {group}{name} | {each.exact.of} | {each.exact} | {each.normalised} |" for name, each in named.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,15 +77,19 @@ class Share:
 
 class Scores(NamedTuple):
     exact: Share  # the same characters, but for white space around them
-    normalised: Share  # the same by [`normalised`]
+    normalised: Share  # the same by [`normalised`], or by another form
 
     @classmethod
-    def of(cls, said: Sequence[str], expected: Sequence[str]) -> Scores:
-        """Compares answers with the expected ones, one by one."""
+    def of(cls, said: Sequence[str], expected: Sequence[str], form: Callable[[str], str] | None = None) -> Scores:
+        """Compares answers with the expected ones, one by one.
+
+        `form` gives what is equal for equal answers. Default: [`normalised`].
+        """
+        form = form or normalised
         pairs = list(zip(said, expected, strict=True))
         return cls(
             Share(sum(one.strip() == other.strip() for one, other in pairs), len(pairs)),
-            Share(sum(normalised(one) == normalised(other) for one, other in pairs), len(pairs)),
+            Share(sum(form(one) == form(other) for one, other in pairs), len(pairs)),
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -22,6 +22,15 @@ from .questions import Messages, Question, other_pictures
 MARGIN = 8
 MODEL, BLIND, ANOTHER = "the model", "without the picture", "with another picture"
 FREQUENT = "always the most frequent answer"
+TEXT = "text alone"
+
+
+class Answered(NamedTuple):
+    question: Question  # with its own pictures, also if it was asked without them
+    said: str
+
+
+Answers = dict[str, list[Answered]]  # of each way to ask
 
 
 @dataclass
@@ -29,15 +38,22 @@ class Evaluation:
     """What was measured. A part is empty, or None, if the data has no such questions."""
 
     ways: dict[str, Scores] = field(default_factory=dict)  # of the questions about pictures
+    groups: dict[str, dict[str, Scores]] = field(default_factory=dict)  # the same by group, if questions have one
     text: Scores | None = None  # of the questions without a picture
+    text_groups: dict[str, Scores] = field(default_factory=dict)
     as_base: Share | None = None  # of these: answered word for word as the base does
     cut: int = 0  # answers of the model that did not end within `max_new_tokens`
     max_new_tokens: int = 0
+    answers: Answers = field(default_factory=dict)  # to the questions about pictures, for other counts
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "pictures": {way: scores.as_dict() for way, scores in self.ways.items()},
+            "groups": {
+                group: {way: scores.as_dict() for way, scores in ways.items()} for group, ways in self.groups.items()
+            },
             "text": None if self.text is None else self.text.as_dict(),
+            "text_groups": {group: scores.as_dict() for group, scores in self.text_groups.items()},
             "as_base": None if self.as_base is None else self.as_base.as_dict(),
             "cut": self.cut,
             "max_new_tokens": self.max_new_tokens,
@@ -72,34 +88,57 @@ def evaluate(
     if max_new_tokens is None:
         longest = max(len(tokenizer(each.answer, add_special_tokens=False)["input_ids"]) for each in questions)
         max_new_tokens = longest + MARGIN
-    asked = Asker(model, processor, batch_size, max_new_tokens)
+    asker = Asker(model, processor, batch_size, max_new_tokens)
     found = Evaluation(max_new_tokens=max_new_tokens)
     about = [each for each in questions if each.pictures]
     alone = [each for each in questions if not each.pictures]
     if about:
-        found.ways[MODEL] = Scores.of(asked(MODEL, about), _answers(about))
-        found.cut = asked.cut
-        blind = [each.with_pictures([]) for each in about]
-        found.ways[BLIND] = Scores.of(asked(BLIND, blind), _answers(about))
-        others = zip(about, other_pictures(about, content_of or _content))
-        exchanged = [each.with_pictures(pictures) for each, pictures in others if pictures is not None]
-        if exchanged:
-            found.ways[ANOTHER] = Scores.of(asked(ANOTHER, exchanged), _answers(exchanged))
-        frequent = _most_frequent(_answers(about))
-        found.ways[FREQUENT] = Scores.of([frequent] * len(about), _answers(about))
+        shown: dict[str, Sequence[list[dict[str, Any]] | None]] = {
+            MODEL: [each.pictures for each in about],
+            BLIND: [[]] * len(about),
+            ANOTHER: other_pictures(about, content_of or _content),
+        }
+        found.answers = {way: _ask(asker, way, about, pictures) for way, pictures in shown.items()}
+        found.ways, found.groups = scores_of(found.answers), by_group(found.answers)
     if alone:
-        cut = asked.cut
-        said = asked("text alone", alone)
-        found.cut += asked.cut - cut
-        found.text = Scores.of(said, _answers(alone))
+        said = _ask(asker, TEXT, alone, [[]] * len(alone))
+        found.text = scores_of({MODEL: said})[MODEL]
+        found.text_groups = {group: ways[MODEL] for group, ways in by_group({MODEL: said}).items()}
         with _base_alone(model):
-            base = asked("the base", alone)
-        found.as_base = Share(sum(one == other for one, other in zip(said, base)), len(alone))
+            base = asker("the base", alone)
+        found.as_base = Share(sum(one.said == other for one, other in zip(said, base)), len(alone))
+    found.cut = asker.cut[MODEL] + asker.cut[TEXT]
     return found
 
 
+def scores_of(answers: Answers, form: Callable[[str], str] = normalised) -> dict[str, Scores]:
+    """The scores of each way that has answers, and of the answer that is right most often.
+
+    Args:
+        answers (`dict`): of each way, with those of the model.
+        form (`Callable`): gives what is equal for equal answers.
+    """
+    ways = {way: ([each.said for each in said], _expected(said)) for way, said in answers.items() if said}
+    expected = _expected(answers[MODEL])
+    often = Counter(map(form, expected)).most_common(1)[0][0]
+    # As the data writes it most often.
+    frequent = Counter(each for each in expected if form(each) == often).most_common(1)[0][0]
+    ways[FREQUENT] = ([frequent] * len(expected), expected)
+    return {way: Scores.of(*each, form) for way, each in ways.items()}
+
+
+def by_group(answers: Answers, form: Callable[[str], str] = normalised) -> dict[str, dict[str, Scores]]:
+    """[`scores_of`] each group of questions. Questions without a group are left out."""
+    groups: dict[str, Answers] = {}
+    for way, said in answers.items():
+        for each in said:
+            if each.question.group is not None:
+                groups.setdefault(each.question.group, {}).setdefault(way, []).append(each)
+    return {group: scores_of(each, form) for group, each in groups.items()}
+
+
 class Asker:
-    """Gets the greedy answers of a model, and counts those that were cut off.
+    """Gets the greedy answers of a model, and counts those that were cut off, by the title that they are asked under.
 
     Args:
         processor ([`XAttnProcessor`]): renders the chats.
@@ -110,36 +149,38 @@ class Asker:
     def __init__(self, model: Any, processor: Any, batch_size: int, max_new_tokens: int):
         self.model, self.processor = model, processor
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
-        self.cut = 0
+        self.cut: Counter[str] = Counter()  # of each title
+
+    def __call__(self, title: str, questions: Sequence[Question]) -> list[str]:
+        return self.processor.batch_decode(self.tokens(title, questions), skip_special_tokens=True)
 
     @torch.no_grad()
-    def __call__(self, title: str, questions: Sequence[Question]) -> list[str]:
-        said: list[str] = []
-        chats: list[Messages] = [each.messages for each in questions]
-        for start in tqdm(range(0, len(chats), self.batch_size), title, leave=False):
-            inputs = self.processor.apply_chat_template(
-                chats[start : start + self.batch_size],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                processor_kwargs={"padding": True},
-            )
-            length = inputs["input_ids"].shape[1]
-            tokens = self.model.generate(
-                **inputs.to(self.model.device), max_new_tokens=self.max_new_tokens, do_sample=False
-            )[:, length:]
-            self.cut += self._count_cut(tokens)
-            said += self.processor.batch_decode(tokens, skip_special_tokens=True)
-        return said
+    def tokens(self, title: str, questions: Sequence[Question]) -> list[list[int]]:
+        """The tokens of the answers: with the token that ends one, without the padding behind it."""
+        last = self.model.generation_config.eos_token_id
+        ends = {last} if isinstance(last, int) else set(last or ())
+        found: list[list[int]] = []
+        for start in tqdm(range(0, len(questions), self.batch_size), title, leave=False):
+            chats = [each.messages for each in questions[start : start + self.batch_size]]
+            inputs = inputs_of(self.processor, chats).to(self.model.device)
+            rows = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False)
+            for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
+                end = next((place for place, token in enumerate(row) if token in ends), None)
+                self.cut[title] += bool(ends) and end is None and len(row) == self.max_new_tokens
+                found.append(row if end is None else row[: end + 1])
+        return found
 
-    def _count_cut(self, tokens: torch.Tensor) -> int:
-        """How many rows have all tokens that they may have, and no end."""
-        ends = self.model.generation_config.eos_token_id
-        if tokens.shape[1] < self.max_new_tokens or ends is None:
-            return 0
-        ended = torch.isin(tokens, torch.as_tensor(ends, device=tokens.device)).any(dim=1)
-        return int((~ended).sum())
+
+def inputs_of(processor: Any, chats: Sequence[Messages]) -> Any:
+    """The inputs of a model for chats that end with a question."""
+    return processor.apply_chat_template(
+        list(chats),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"padding": True},
+    )
 
 
 @contextmanager
@@ -152,14 +193,17 @@ def _base_alone(model: XAttnForConditionalGeneration):
         model.set_cross_attention(active)
 
 
-def _answers(questions: Sequence[Question]) -> list[str]:
-    return [each.answer for each in questions]
+def _ask(
+    asker: Asker, way: str, questions: Sequence[Question], shown: Sequence[list[dict[str, Any]] | None]
+) -> list[Answered]:
+    """Asks each question about the pictures that are shown with it. Where these are None it is not asked."""
+    pairs = [(each, each.with_pictures(pictures)) for each, pictures in zip(questions, shown) if pictures is not None]
+    said = asker(way, [asked for _, asked in pairs])
+    return [Answered(each, answer) for (each, _), answer in zip(pairs, said)]
 
 
-def _most_frequent(answers: Sequence[str]) -> str:
-    """The answer that is right most often, as the data writes it most often."""
-    frequent = Counter(map(normalised, answers)).most_common(1)[0][0]
-    return Counter(each for each in answers if normalised(each) == frequent).most_common(1)[0][0]
+def _expected(answers: Sequence[Answered]) -> list[str]:
+    return [each.question.answer for each in answers]
 
 
 def _content(part: dict[str, Any]) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..data.rows import read_row, text_of
@@ -15,6 +16,7 @@ Messages = list[dict[str, Any]]
 class Question(NamedTuple):
     messages: Messages  # in front of the answer, with the pictures in their parts
     answer: str
+    group: str | None = None  # such as its kind: shares are also counted by group
 
     @property
     def pictures(self) -> list[dict[str, Any]]:
@@ -30,14 +32,14 @@ class Question(NamedTuple):
                 kept = [part if part.get("type") not in IMAGES else next(left, None) for part in parts]
                 message = {**message, "content": [part for part in kept if part is not None]}
             messages.append(message)
-        return Question(messages, self.answer)
+        return self._replace(messages=messages)
 
 
-def questions_of(rows: Iterable[Any]) -> list[Question]:
-    """The questions of rows, as a collator takes them.
+def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
+    """The questions of rows, as a collator takes them. The column `by`, where a row has it, names their group.
 
     Raises:
-        ValueError: for a row without an answer.
+        ValueError: for a row without an answer, or a group that is neither a text nor a number.
         TypeError, ValueError: for a row that is none, see [`read_row`].
     """
     questions = []
@@ -45,7 +47,8 @@ def questions_of(rows: Iterable[Any]) -> list[Question]:
         messages, answers = read_row(row)
         if not answers:
             raise ValueError(f"Expected row {number} to have an answer of the assistant, got none.")
-        questions += [Question(messages[:index], text_of(messages[index])) for index in answers]
+        group = None if by is None else _group(row, by, number)
+        questions += [Question(messages[:index], text_of(messages[index]), group) for index in answers]
     return questions
 
 
@@ -54,20 +57,28 @@ def other_pictures(
 ) -> list[list[dict[str, Any]] | None]:
     """For each question, the pictures of the next question that has as many, and other ones. None if there is none.
 
-    `content_of` gives what is equal for equal pictures.
+    A question of the same group comes first. `content_of` gives what is equal for equal pictures.
     """
     contents = [[content_of(part) for part in question.pictures] for question in questions]
     found: list[list[dict[str, Any]] | None] = []
     for index, own in enumerate(contents):
         following = [*range(index + 1, len(contents)), *range(index)]
-        others = (each for each in following if len(contents[each]) == len(own) and _all_differ(contents[each], own))
+        same = (each for each in following if questions[each].group == questions[index].group)
+        others = (each for each in chain(same, following) if _all_differ(contents[each], own))
         other = next(others, None)
         found.append(None if other is None else questions[other].pictures)
     return found
 
 
 def _all_differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return all(left != right for left, right in zip(one, other))
+    return len(one) == len(other) and all(left != right for left, right in zip(one, other))
+
+
+def _group(row: Mapping[str, Any], by: str, number: int) -> str | None:
+    value = row.get(by)
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise ValueError(f"Expected `{by}` of row {number} to be a text or a number, to group by it, got {value!r}.")
+    return None if value is None else str(value)
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -183,21 +183,18 @@ def test_a_folder_is_what_training_reads(tmp_path, chat_folder):
     """Rows or pictures that `hf-xattn train` refuses, or that lose their question on the way into a batch."""
     from transformers import AutoProcessor
 
-    from hf_xattn import XAttnDataCollator
-    from hf_xattn.training.training_data import check_rows, read_folder
+    from hf_xattn import XAttnDataCollator, load_rows
+    from hf_xattn.training.bad_rows import find_problems
 
     make_scenes.main([str(tmp_path / "rows"), "--rows=48", "--processes=1"])
-    file = tmp_path / "rows" / "metadata.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "rows" / "metadata.jsonl").read_text().splitlines()]
     assert {line["kind"] for line in lines} == {*phrasings.KINDS, phrasings.TEXT}
-    if read_folder(tmp_path / "rows").problems:  # a reader without the field `kind`
-        without = [{name: value for name, value in line.items() if name != "kind"} for line in lines]
-        file.write_text("".join(json.dumps(line) + "\n" for line in without))
-    data = read_folder(tmp_path / "rows")
-    collator = XAttnDataCollator(AutoProcessor.from_pretrained(chat_folder))
-    assert len(data.rows) == 48 and check_rows([data], collator) > 4
+    rows, collator = load_rows(tmp_path / "rows"), XAttnDataCollator(AutoProcessor.from_pretrained(chat_folder))
+    problems, longest = find_problems(rows, collator, collator)
+    assert len(rows) == 48 and not problems and longest > 4
+    assert [row["kind"] for row in rows] == [line["kind"] for line in lines]
     shows = ["file_name" in line for line in lines[8:16]]
-    assert collator(data.rows[8:16])["image_mask"].flatten().tolist() == shows and not all(shows)
+    assert collator(rows[8:16])["image_mask"].flatten().tolist() == shows and not all(shows)
 
 
 def test_shards(tmp_path):

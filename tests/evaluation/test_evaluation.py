@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from template_models import make_chat_model, make_processor, picture
 
 from hf_xattn.commands.main import main
-from hf_xattn.evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, evaluate
+from hf_xattn.evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Answered, Asker, by_group, evaluate
 from hf_xattn.evaluation.questions import Question, other_pictures, questions_of
 
 
@@ -70,6 +70,34 @@ def test_shares(saved):
     assert found.text is None and found.as_base is None
 
 
+def test_groups(saved):
+    """Shares of a group that are not those of its questions asked alone, or that leave the others out of the whole."""
+    _, model, processor = saved
+    pictures = [[picture(1)], [picture(2)], [picture(3)], [picture(4)]]
+    questions = questions_of(rows(model, processor, pictures) + rows(model, processor, [[]] * 4)[:2])
+    groups = ["what", "is it", "what", "is it", "what", None]
+    questions = [each._replace(group=group) for each, group in zip(questions, groups)]
+    found = evaluate(model, processor, questions, max_new_tokens=NEW_TOKENS)
+    assert set(found.groups) == {"what", "is it"} and set(found.text_groups) == {"what"}
+    for group in ("what", "is it"):
+        chosen = [each for each in questions if each.group == group]
+        assert found.groups[group] == evaluate(model, processor, chosen, max_new_tokens=NEW_TOKENS).ways
+        assert found.groups[group][MODEL].exact.count == 1 and found.groups[group][ANOTHER].exact.of == 2
+    whole = evaluate(model, processor, [each._replace(group=None) for each in questions], max_new_tokens=NEW_TOKENS)
+    assert found.ways[MODEL] == whole.ways[MODEL] and found.text == whole.text and not whole.groups
+    assert found.text_groups["what"].exact.of == 1 and found.text.exact.of == 2
+
+
+def test_groups_compare_by_another_form():
+    """A form that compares only the model's answers, or the most frequent answer of all groups in each of them."""
+    asked = [Question([], answer, group) for answer, group in (("A B.", "x"), ("a c", "x"), ("A c", "x"), ("b b", "y"))]
+    answers = {MODEL: [Answered(each, said) for each, said in zip(asked, ("b", "C", "a", "B"))]}
+    found = by_group(answers, lambda answer: answer.lower().rstrip(".").split()[-1])
+    assert {group: ways[MODEL].normalised.count for group, ways in found.items()} == {"x": 2, "y": 1}
+    assert {group: ways[FREQUENT].normalised.count for group, ways in found.items()} == {"x": 2, "y": 1}
+    assert found["x"][MODEL].exact.count == 0 and found["x"][FREQUENT].exact.count == 1
+
+
 def test_text_alone(saved):
     """Questions without a picture, in a model that has its blocks again afterwards."""
     _, model, processor = saved
@@ -96,6 +124,26 @@ def test_cut_answers_are_counted(saved):
         model.generation_config = before
 
 
+def test_tokens_of_answers(saved):
+    """An answer that lacks its end, or has the padding of a longer one behind it."""
+    _, model, processor = saved
+    questions = [Question(asked(text, picture(index)), "") for index, text in enumerate(TEXTS)]
+    asker = Asker(model, processor, batch_size=4, max_new_tokens=NEW_TOKENS)
+    rows, before = asker.tokens("before", questions), model.generation_config
+    ends = [row[index] for index, row in enumerate(rows[:3])]  # of three rows, after another number of tokens
+    model.generation_config = copy.deepcopy(before)
+    try:
+        model.generation_config.eos_token_id = ends
+        ended = asker.tokens("ended", questions)
+    finally:
+        model.generation_config = before
+    for row, whole in zip(ended, rows):
+        place = min((whole.index(end) for end in ends if end in whole), default=len(whole) - 1)
+        assert row == whole[: place + 1]
+    assert len({len(row) for row in ended}) > 1
+    assert asker.cut["ended"] == sum(row[-1] not in ends for row in ended)
+
+
 def test_every_answer_is_a_question():
     """A chat of which only the last answer is asked for."""
     chat = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
@@ -103,6 +151,12 @@ def test_every_answer_is_a_question():
     assert [(len(each.messages), each.answer) for each in questions] == [(1, "b"), (3, "d")]
     with pytest.raises(ValueError, match="row 1 .* answer"):
         questions_of([{"messages": chat}, {"messages": chat[:1]}])
+    grouped = questions_of(
+        [{"messages": chat, "kind": 2}, {"messages": chat, "kind": None}, {"messages": chat}], "kind"
+    )
+    assert [each.group for each in grouped] == ["2", None, None]
+    with pytest.raises(ValueError, match="`kind` of row 0"):
+        questions_of([{"messages": chat, "kind": ["a"]}], "kind")
 
 
 def test_other_pictures():
@@ -113,6 +167,9 @@ def test_other_pictures():
     same = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4}
     found = other_pictures(questions[:4], lambda part: same[part["path"]])
     assert found == [None, lists[3], None, lists[1]]
+    kinds = [Question([{"role": "user", "content": [part]}], "", kind) for part, kind in zip(parts, "xyxyz")]
+    found = other_pictures(kinds, lambda part: part["path"])  # the last one is alone of its kind
+    assert [each[0]["path"] for each in found] == ["c", "d", "a", "b", "a"]
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"max_new_tokens": 0}])
@@ -148,6 +205,28 @@ def test_command(saved, data, capsys):
     assert found["questions"] == 5 and found["pictures"][FREQUENT]["exact"]["share"] == 1.0
     assert found["pictures"][ANOTHER]["exact"]["of"] == 4 and found["as_base"]["share"] == 1.0
     assert f"| {MODEL} | 4 | {found['pictures'][MODEL]['exact']['share']:.1%}" in table
+
+
+def test_command_by_kind(saved, data, capsys):
+    """A field that is refused, or lost on the way; shares of a kind that the table shows under another one."""
+    lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
+    chat = [{"role": "user", "content": "user ?"}, {"role": "assistant", "content": "yes"}]
+    lines = [*lines[:3], {"images": ["3.png"], "messages": chat}, lines[4]]
+    lines = [{**line, "kind": kind} for line, kind in zip(lines, ("a", "b", "b", "b", "c"))]
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = ["eval", str(saved[0]), "--data", str(data), "--max-new-tokens", "4", "--by", "kind"]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    for line in (f"| a: {FREQUENT} | 1 | 100.0%", f"| b: {FREQUENT} | 3 | 100.0%", "| c | 1 | "):
+        assert line in table
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["groups"]["b"][MODEL]["exact"]["of"] == 3 and found["text_groups"]["c"]["exact"]["of"] == 1
+    assert main([*command[:-1], "kinds"]) == 2
+    assert "to have the field 'kinds' of `--by`" in capsys.readouterr().err
+    (data / "metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "question": "a ?", "answer": "b"}))
+    assert main(command) == 2
+    assert "--by" in capsys.readouterr().err
 
 
 def test_card(saved, data, tmp_path, capsys):

@@ -53,6 +53,11 @@ EXPECTED = {
     "checkpoints/lora": ["captions right: 4 of 4", "captions right after merging: 4 of 4"],
     "checkpoints/quantized_base": ["text model: torch.uint8", "blocks: torch.float32", "captions right: 4 of 4"],
     "training/fine_tune_with_trl": ["loss falls: True", "captions right: 4 of 4"],
+    "evaluation/with_lm_eval": [
+        "all figures are the base's, digit for digit: True",
+        "log-likelihoods and answers too: True",
+        "the same answers: 8 of 8",
+    ],
     "vllm/serve_and_ask": [
         "one picture: the answer of `generate`: True",
         "two pictures: the answer of `generate`: True",
@@ -72,6 +77,7 @@ NEEDS = {
     "training/fine_tune_with_trl": "trl",
     "checkpoints/lora": "peft",
     "checkpoints/quantized_base": "bitsandbytes",
+    "evaluation/with_lm_eval": "lm_eval",
     "vllm/serve_and_ask": "vllm.config",  # `examples/vllm` looks like a package of this name
 }
 
@@ -103,6 +109,7 @@ def test_example(example):
         ("checkpoints/lora", "peft", 'pip install "peft>=0.20"'),
         ("checkpoints/quantized_base", "bitsandbytes", "pip install bitsandbytes"),
         ("training/fine_tune_with_trl", "trl", 'pip install "trl>=1.16"'),
+        ("evaluation/with_lm_eval", "lm_eval", 'pip install ".[eval]"'),
         ("vllm/serve_and_ask", "vllm", 'pip install ".[vllm]"'),
     ],
 )
