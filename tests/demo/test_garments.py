@@ -10,7 +10,10 @@ import train_tower
 from pictures import GARMENTS, patch_labels, place_things, read_source
 from PIL import Image
 from questions import PHRASINGS, TEXT, ask
-from score import _exchanged, is_right, same_verdict
+from score import plain, shares, verdict
+
+from hf_xattn.evaluation.evaluation import FREQUENT, MODEL, Answered, Evaluation
+from hf_xattn.evaluation.questions import Question
 
 
 LABELS = ["bag", "ankle boot", "coat"]
@@ -123,12 +126,23 @@ def test_answers_are_right_only_as_a_whole():
     """A score that counts a half-right answer."""
     asked = ask("is there", ["bag", "ankle boot"], LABELS, np.random.default_rng(0))
     assert asked.answer.startswith("A bag and an ankle boot, so ")
-    assert is_right(f" {asked.answer.lower()}\n", asked.answer)
-    assert not is_right("A bag.", asked.answer) and not is_right("", asked.answer)
-    assert same_verdict("A coat, so YES.\n", "A bag, so yes.") and not same_verdict("", "yes.")
+    assert plain(f" {asked.answer.lower()}\n") == plain(asked.answer)
+    assert plain("A bag.") != plain(asked.answer) and plain("") != plain(asked.answer)
+    assert verdict("A coat, so YES.\n") == verdict("A bag, so yes.") and verdict("") != verdict("yes.")
 
 
-def test_another_picture_is_another_one():
-    """The only question of its kind, asked with its own picture: right answers where there should be none."""
-    pictures, kinds = ["a.png", "b.png", "a.png"], ["caption", "is there", "caption"]
-    assert _exchanged(pictures, [({}, {"kind": kind}) for kind in kinds]) == ["b.png", "a.png", "b.png"]
+def test_shares_are_those_of_a_kind_and_a_phrasing():
+    """Answers that count for another phrasing or another kind; a verdict that counts only with the whole answer."""
+    asked = [("is there", "A bag, so no.", "a coat, so no"), ("caption", "A bag.", "A coat.")] * 2
+    answers = [Answered(Question([], answer, kind), said) for kind, answer, said in asked]
+    answers[2] = answers[2]._replace(said="A bag, so no")
+    found = shares(Evaluation(answers={MODEL: answers}), ["known", "known", "new", "new"])
+    counts = {name: (ways[MODEL].count, ways[MODEL].of, ways[FREQUENT].count) for name, ways in found.items()}
+    assert counts == {
+        "caption, known phrasings": (0, 1, 1),
+        "caption, new phrasings": (0, 1, 1),
+        "is there, known phrasings, whole answer": (0, 1, 1),
+        "is there, known phrasings, yes or no alone": (1, 1, 1),
+        "is there, new phrasings, whole answer": (1, 1, 1),
+        "is there, new phrasings, yes or no alone": (1, 1, 1),
+    }
