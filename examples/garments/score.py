@@ -13,10 +13,10 @@ from pathlib import Path
 
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from hf_xattn import load_rows
 from hf_xattn.evaluation.answers import Share
 from hf_xattn.evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Evaluation, by_group, evaluate
 from hf_xattn.evaluation.questions import Question, questions_of
-from hf_xattn.training.training_data import read_folder
 
 
 COLUMNS = {MODEL: "right", BLIND: "blind", ANOTHER: "another picture", FREQUENT: "most frequent answer"}
@@ -36,7 +36,7 @@ def verdict(answer: str) -> str:
 def read_held_out(folder: Path) -> list[tuple[Question, str]]:
     """The held-out questions, grouped by their kind, each with its phrasing."""
     kinds = [json.loads(line) for line in (folder / "kinds.jsonl").read_text().splitlines()]
-    questions = questions_of(read_folder(folder).rows)
+    questions = questions_of(load_rows(folder))
     return [(each._replace(group=kind["kind"]), kind["phrasing"]) for each, kind in zip(questions, kinds)]
 
 
