@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 from ..data.forms import CAPTION_PROMPT
@@ -118,6 +119,14 @@ class RunData:
 
     def bad_rows(self) -> BadRowsFile:
         return BadRowsFile(self.options.output, self.options.bad_rows_limit)
+
+    def named(self) -> str:
+        """The sources for a model card, which others read: names without the folders that they lie in."""
+        told = []
+        for source in self.rows.sources:
+            path = Path(source.name).resolve()
+            told.append(f"the folder {path.name}" if path.is_dir() else path.name if path.is_file() else source.name)
+        return ", ".join(name.rpartition("/")[2] if name.startswith(("/", ".")) else name for name in told)
 
     def say(self) -> None:
         """Prints what the run reads."""

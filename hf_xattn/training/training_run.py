@@ -94,8 +94,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     _save(model, processor, trainer, options, dtypes, use_cache)
     if not is_first_process():
         return
-    names = ", ".join(source.name for source in data.rows.sources)
-    facts = {"examples": f"{len(data.rows):,} of {names}", "prompt for captions": data.rows.prompt}
+    facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
     write_model_card(model, options.output, trainer, training=facts)
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")
