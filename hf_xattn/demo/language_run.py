@@ -96,7 +96,8 @@ def run_language(
     dtype = training_dtype(torch.device("cpu"))
     model = AutoModelForImageTextToText.from_pretrained(output / "model", dtype=dtype)
     base = AutoModelForCausalLM.from_pretrained(text, dtype=torch.bfloat16)  # rounded, as the saved model is
-    base = base.to(dtype)
+    if dtype != base.dtype:  # `to` would also round what a bfloat16 model keeps in float32: the angles of positions
+        base = base.to(dtype)
     processor = AutoProcessor.from_pretrained(output / "model")
     count = 2 if quick else 100
     known, new = (held_out_questions(pools[1], count, new_phrasing, seed) for new_phrasing in (False, True))
