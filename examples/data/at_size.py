@@ -1,6 +1,6 @@
 """Many rows from start to end: shards are made, two processes train, are killed, go on, and the model is evaluated.
 
-python examples/data/at_size.py OUT [--rows 200000] [--shards 40] [--steps 2000]
+python examples/data/at_size.py [OUT] [--rows 200000] [--shards 40] [--steps 2000]
 
 The model is tiny and has random weights, so that reading is what is tried: its answers mean nothing. The rows are those
 of `examples/scenes`, which that script draws.
@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -65,13 +66,20 @@ def train_and_kill(words: list[str], output: Path, step: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path)
+    parser.add_argument("output", type=Path, nargs="?", help="a new folder (default: a temporary one)")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--shards", type=int, default=40)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--questions", type=int, default=200)
     options = parser.parse_args(arguments)
-    output: Path = options.output.resolve()
+    if options.output is not None:
+        try_reading(options.output.resolve(), options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try_reading(Path(folder), options)
+
+
+def try_reading(output: Path, options: argparse.Namespace) -> None:
     shards = f"{output}/shards/*.tar"
     scenes = EXAMPLES / "scenes" / "make_scenes.py"
     run(scenes, output / "shards", "--rows", options.rows, "--shards", options.shards)

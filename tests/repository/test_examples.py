@@ -31,6 +31,13 @@ EXPECTED = {
     ],
     "chat_and_serving/ask_server": ["its words mean nothing", "answer: ", "streamed: "],
     "training/train_on_your_pictures": ["eval_loss", "evaluation loss", "captions right after training: 4 of 4"],
+    "data/at_size --rows 2000 --shards 4 --steps 20 --questions 40": [
+        "killed behind step 5 of 20",
+        "640 rows of 2000",
+        "right answers: ",
+    ],
+    "data/plan --text-tokens 20": ["| TFLOP of a row", "5196 steps of 128 rows"],
+    "benchmarks/reading --pictures 64 --rows 2000 --steps 1": ["| rows read and collated (224) |", "share of a step"],
     "garments/run": [
         "its scores mean nothing",
         "questions about 24 pictures",
