@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..evaluation.evaluation import Asker, inputs_of
+from ..evaluation.questions import Question as Asked
 from ..processing_xattn import XAttnProcessor
 from .canvases import DigitPool, picture_of
 from .questions import KINDS, TEST_PROMPTS, Question, ask, ask_about, chat
@@ -137,7 +139,8 @@ def compare_texts(
 def same_logits(model, base: PreTrainedModel, processor: XAttnProcessor) -> bool:
     """Whether the logits of all test questions without a picture are the base's, bit for bit."""
     for start in range(0, len(TEST_PROMPTS), AT_ONCE):
-        inputs = _inputs(processor, [prompt for prompt, _ in TEST_PROMPTS[start : start + AT_ONCE]], None)
+        prompts = [prompt for prompt, _ in TEST_PROMPTS[start : start + AT_ONCE]]
+        inputs = inputs_of(processor, _chats(prompts, None))
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         if not torch.equal(model(**inputs).logits, base(**inputs).logits):
             return False
@@ -166,26 +169,13 @@ def _tokens(
     earlier: list[tuple[str, str]] | None = None,
 ) -> list[list[int]]:
     """The tokens of the answers, without the padding behind the shorter ones."""
-    last = model.generation_config.eos_token_id
-    ending = set(last if isinstance(last, list) else [last])
-    answers: list[list[int]] = []
-    for start in range(0, len(texts), AT_ONCE):
-        part = slice(start, start + AT_ONCE)
-        inputs = _inputs(processor, texts[part], pictures and pictures[part], earlier and earlier[part])
-        inputs = inputs.to(model.device)
-        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        for row in tokens[:, inputs["input_ids"].shape[1] :].tolist():
-            end = next((place for place, token in enumerate(row) if token in ending), len(row))
-            answers.append(row[: end + 1])
-    return answers
+    asker = Asker(model, processor, AT_ONCE, max_new_tokens)
+    return asker.tokens("Asking", [Asked(each, "") for each in _chats(texts, pictures, earlier)])
 
 
-def _inputs(
-    processor: XAttnProcessor, texts: list[str], pictures: list | None, earlier: list[tuple[str, str]] | None = None
-):
+def _chats(
+    texts: list[str], pictures: list | None, earlier: list[tuple[str, str]] | None = None
+) -> list[list[dict[str, Any]]]:
     before = [()] * len(texts) if earlier is None else earlier
     seen = [None] * len(texts) if pictures is None else pictures
-    chats = [chat([*turns, text], picture) for turns, text, picture in zip(before, texts, seen)]
-    return processor.apply_chat_template(
-        chats, tokenize=True, return_dict=True, add_generation_prompt=True, processor_kwargs={"padding": True}
-    )
+    return [chat([*turns, text], picture) for turns, text, picture in zip(before, texts, seen)]
