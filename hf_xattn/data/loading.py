@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Rows to train on or to ask about, for `XAttnDataCollator`, `Trainer` and `SFTTrainer`. Made by [`load_rows`].
+    """Rows to train on or to ask about, for `XAttnDataCollator` and `Trainer`. Made by [`load_rows`].
 
     `rows[i]` reads row `i`, and holds the last few units of the files that it read from. Pictures are paths, or the
     bytes of their files. Raises a `ValueError` that names the source, the file and the row for one that is broken.
@@ -131,6 +131,16 @@ class Rows(Sequence[dict[str, Any]]):
             kept[number], taken[number] = np.delete(places, own), places[own]
         return Rows(self.sources, self.prompt, kept), Rows(self.sources, self.prompt, taken)
 
+    def as_dataset(self) -> Any:
+        """The same rows as a `datasets.Dataset`, which TRL's trainers ask for. A row is read when it is asked for."""
+        from datasets import Dataset
+
+        def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+            rows = [self[index] for index in batch["index"]]
+            return {name: [row.get(name) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))}
+
+        return Dataset.from_dict({"index": np.arange(len(self))}).with_transform(read)
+
     def _place(self, index: int) -> tuple[int, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"Expected an index below {len(self)}, got {index}.")
@@ -160,7 +170,7 @@ class Rows(Sequence[dict[str, Any]]):
 def load_rows(
     source: str | Path | Sequence[str | Path], pictures: str | Path | None = None, prompt: str = CAPTION_PROMPT
 ) -> Rows:
-    """Opens a source of rows, or several, for `XAttnDataCollator`, `Trainer` and `SFTTrainer`.
+    """Opens a source of rows, or several, for `XAttnDataCollator`, `Trainer` and, `as_dataset()`, `SFTTrainer`.
 
     Nothing is read but where rows begin; a row is read when it is asked for, and pictures later. `examples/data` has
     the kinds of sources and the forms of examples.

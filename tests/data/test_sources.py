@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from data_sources import content, llava, questions, write_all, write_pictures
 from PIL import Image
-from template_models import make_processor
+from template_models import make_chat_model, make_processor
 from training_examples import COLOURS
 
 import hf_xattn
@@ -57,6 +57,26 @@ def test_a_batch_is_the_same_from_bytes_and_from_files(sources):
     for batch in batches[1:]:
         assert batch.keys() == batches[0].keys()
         assert all((batch[name] == value).all() for name, value in batches[0].items())
+
+
+def test_rows_for_trl(sources, tmp_path):
+    """Rows that TRL's trainer refuses, changes, or reads all at once."""
+    for kind in ("llava", "tar"):
+        rows = hf_xattn.load_rows(sources[kind])
+        made = rows.as_dataset()
+        assert len(made) == COUNT and not rows._open
+        assert [said(made[index]) for index in (0, 2, 19)] == [said(rows[index]) for index in (0, 2, 19)]
+    trl = pytest.importorskip("trl")
+    processor = make_processor()
+    model = make_chat_model(processor)
+    settings = {"skip_prepare_dataset": True}
+    arguments = trl.SFTConfig(
+        str(tmp_path), max_steps=2, report_to="none", bf16=False, use_cpu=True, save_strategy="no",
+        remove_unused_columns=False, dataset_kwargs=settings,
+    )  # fmt: skip
+    collator = hf_xattn.XAttnDataCollator(processor)
+    trainer = trl.SFTTrainer(model, arguments, collator, made, processing_class=processor)
+    assert trainer.train().global_step == 2
 
 
 def test_several_sources_and_weights(sources):
