@@ -31,7 +31,7 @@ from .layers.image_rows import refuse_to_cache
 from .learning.stand_in import run_beside
 from .utils.distributed import fsdp_forward
 from .utils.keywords import suggestion
-from .utils.transformers_api import CACHE, has, needs, one_cache
+from .utils.transformers_api import has, needs
 
 
 # Among the arguments that travel from step to step; `forward` never gets it.
@@ -162,16 +162,14 @@ class XAttnGenerationMixin:
         images = ImageInputs.take_from(self.config, kwargs)
         if images.image_rows is not None:
             refuse_to_cache("`generate`")
-        cache = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
+        cache = kwargs.get("past_key_values")
         if isinstance(cache, EncoderDecoderCache):
-            cache = XAttnCache.adopt(cache)
+            cache = kwargs["past_key_values"] = XAttnCache.adopt(cache)
         elif isinstance(cache, Cache) and images.images is not None:
             raise ValueError(
                 f"Expected `past_key_values` to be a cache for text and images, got a {type(cache).__name__}. Pass "
                 "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
             )
-        if cache is not None:
-            kwargs[CACHE] = cache
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         attentions = StepAttentions(1)
@@ -212,11 +210,11 @@ class XAttnGenerationMixin:
             raise ValueError(f"{error}.{meant}") from None
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
-        given = model_kwargs.get(CACHE)
+        given = model_kwargs.get("past_key_values")
         image_cache = given if isinstance(given, ImageCache) and given.text_rows is None else None
         if image_cache is not None:
             # Generate with a fork: the caller may use this cache again.
-            del model_kwargs[CACHE]
+            del model_kwargs["past_key_values"]
         base: Any = super()
         result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)
@@ -224,7 +222,7 @@ class XAttnGenerationMixin:
             self._choose_chunk(generation_config, request, model_kwargs, given)
         if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
             model_kwargs[STEP_ATTENTIONS] = request.attentions
-        cache = model_kwargs.get(CACHE)
+        cache = model_kwargs.get("past_key_values")
         if image_cache is not None:
             if cache is None:
                 raise ValueError("`past_key_values` holds encoded images, but `use_cache=False` forbids a cache.")
@@ -236,7 +234,7 @@ class XAttnGenerationMixin:
             if cache is given:
                 return result  # the caller's own, without a place for images
             cache = XAttnCache(cache)
-        cache = model_kwargs[CACHE] = XAttnCache.adopt(cache)
+        cache = model_kwargs["past_key_values"] = XAttnCache.adopt(cache)
         if request is not None:
             images = self.model.add_images(cache, request.inputs, request.text)
             cache.progress = cache.current_progress().with_coming(images.mask)
@@ -320,23 +318,21 @@ class XAttnGenerationMixin:
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,  # named here, or transformers refuses it
         is_first_iteration: bool | None = False,
-        cache: Cache | None = None,
         **kwargs,
     ) -> dict[str, Any]:
         """transformers' own. Decoders of state-space layers alone want the mask of the prompt and then none."""
         for name in NOT_FOR_FORWARD:
             kwargs.pop(name, None)
-        cache = one_cache(past_key_values, cache)
-        if isinstance(cache, XAttnCache) and cache.is_stateful() and not is_first_iteration:
+        if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
             attention_mask = None
         base: Any = super()
         return base.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
-            **{CACHE: cache},
             **kwargs,
         )
 
@@ -358,18 +354,15 @@ class XAttnGenerationMixin:
         base: Any = super()
         return base._get_candidate_generator(*args, **kwargs)
 
-    def create_masks_for_generate(
-        self, config, past_key_values: Cache | None = None, cache: Cache | None = None, **kwargs
-    ):
+    def create_masks_for_generate(self, config, past_key_values: Cache | None = None, **kwargs):
         """The decoder's own masks, over the text half. A decoder with states alone takes the mask as it is."""
-        cache = one_cache(past_key_values, cache)
-        if isinstance(cache, EncoderDecoderCache):
-            if isinstance(cache, XAttnCache) and cache.is_stateful():
+        if isinstance(past_key_values, EncoderDecoderCache):
+            if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful():
                 return kwargs.get("attention_mask")
-            cache = cache.self_attention_cache
-        own: Any = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)
+            past_key_values = past_key_values.self_attention_cache
+        own = getattr(self.model.text_model, "create_masks_for_generate", create_masks_for_generate)
         text_config = self.model.text_model.config
-        return own(config=text_config, **{CACHE: cache}, **kwargs)
+        return own(config=text_config, past_key_values=past_key_values, **kwargs)
 
 
 def _holds_keys(cache: Cache | None) -> bool:

@@ -33,7 +33,6 @@ from .layers.block import GatedCrossAttentionBlock, cross_attention_blocks
 from .layers.context import KEYWORD, CrossAttentionContext, Recorder, image_fields
 from .learning.stand_in import run_beside, stand_in_images
 from .utils.distributed import fsdp_forward, has_units, is_distributed
-from .utils.transformers_api import one_cache
 
 
 logger = logging.get_logger(__name__)
@@ -196,7 +195,6 @@ class XAttnImagesMixin(XAttnSetsMixin):
         past_key_values: EncoderDecoderCache | None = None,
         vision_features: torch.Tensor | None = None,
         cache_dtype: str | None = None,
-        cache: EncoderDecoderCache | None = None,
     ) -> XAttnCache:
         """Runs the vision tower and every block's K/V projection once, for any number of questions.
 
@@ -208,8 +206,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
         Args:
             pixel_values, image_mask, cross_attention_states, cross_attention_mask, aspect_ratio_ids, aspect_ratio_mask,
                 vision_features: as in `forward`.
-            past_key_values, or cache (`EncoderDecoderCache`, *optional*): append the images to this cache, in place.
-                Images that it holds already are not encoded again: see `forward`.
+            past_key_values (`EncoderDecoderCache`, *optional*): append the images to this cache, in place. Images that
+                it holds already are not encoded again: see `forward`.
             cache_dtype (`str`, *optional*): `"int8"` keeps keys and values in int8, each token and head with a scale
                 of its own (see `cache/int8_cache.py`): about half as many bytes as in bfloat16. For inference, so
                 under `torch.no_grad()` only. None: the dtype that the model computes in; or that of the images in
@@ -241,21 +239,20 @@ class XAttnImagesMixin(XAttnSetsMixin):
                 "`encode_images` takes a `cross_attention_mask` of shape (batch, num_image_tokens): which text token "
                 "sees what is decided with the text."
             )
-        given = one_cache(past_key_values, cache)
-        filled: XAttnCache
-        if given is None:
-            filled = ImageCache(DynamicCache(config=self.config.get_text_config(decoder=True)))
+        cache: XAttnCache
+        if past_key_values is None:
+            cache = ImageCache(DynamicCache(config=self.config.get_text_config(decoder=True)))
         else:
-            filled = XAttnCache.adopt(given)
-        cross = filled.cross_attention_cache
+            cache = XAttnCache.adopt(past_key_values)
+        cross = cache.cross_attention_cache
         if cache_dtype is not None and cross.layers and cross.cache_dtype != cache_dtype:
             raise ValueError(
                 f"Expected `cache_dtype` to be None, because the images in `past_key_values` are not in {cache_dtype}, "
                 f'got "{cache_dtype}". '
                 "All images of a cache have one dtype."
             )
-        self.add_images(filled, inputs, TextOfCall(None, 0), made_by=self.image_identity(), cache_dtype=cache_dtype)
-        return filled
+        self.add_images(cache, inputs, TextOfCall(None, 0), made_by=self.image_identity(), cache_dtype=cache_dtype)
+        return cache
 
     def add_images(
         self,

@@ -42,7 +42,6 @@ from .learning.frozen import give_gradient, keep_frozen_in_eval
 from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
-from .utils.transformers_api import CACHE, one_cache
 
 
 class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
@@ -218,7 +217,6 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
         vision_features: torch.Tensor | None = None,
-        cache: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions | tuple:
         """
@@ -249,9 +247,9 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             position_ids (`torch.LongTensor`, *optional*): `(batch, text_len)`. Positions that start again are packed
                 samples: each sees its own text and images only (see `decoders/packed_rows.py`), without
                 `attention_mask` and without a cache. In such a call positions that leave some out begin a sample, too.
-            past_key_values, or cache (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the
-                cache holds images, pass no images, only new images, or all images in their order and then new ones.
-                Anything else is refused. Images are compared by content, row by row.
+            past_key_values (`EncoderDecoderCache`, *optional*): a cache of earlier text and images. If the cache holds
+                images, pass no images, only new images, or all images in their order and then new ones. Anything else
+                is refused. Images are compared by content, row by row.
             inputs_embeds (`torch.Tensor`, *optional*): `(batch, text_len, hidden_size)`, in place of `input_ids`.
             use_cache (`bool`, *optional*): whether to return a cache.
             output_attentions (`bool`, *optional*): return `cross_attentions`, the weights `(batch,
@@ -285,7 +283,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
             image_rows=image_rows,
             vision_features=vision_features,
         )
-        outputs, new_cache, cross_attentions = self._run(
+        outputs, cache, cross_attentions = self._run(
             headless(self.text_model),
             {
                 "input_ids": input_ids,
@@ -295,13 +293,13 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
                 **kwargs,
             },
             images,
-            one_cache(past_key_values, cache),
+            past_key_values,
             use_cache,
             output_attentions,
         )
         fields = {
             "last_hidden_state": outputs.last_hidden_state,
-            CACHE: new_cache,
+            "past_key_values": cache,
             "hidden_states": outputs.get("hidden_states"),
             "attentions": outputs.get("attentions"),
             "cross_attentions": cross_attentions,
@@ -400,7 +398,6 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
         image_inputs: PreparedImages | None = None,
         image_rows: torch.LongTensor | None = None,
         vision_features: torch.Tensor | None = None,
-        cache: Cache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithCrossAttentions | tuple:
         """
@@ -442,7 +439,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
                 own_loss = self.config.additional_vocab_in_head or labels is None
         if labels is not None or own_loss:
             targets = LossInputs.take_from(self, labels, kwargs)
-        outputs, new_cache, cross_attentions = self.model._run(
+        outputs, cache, cross_attentions = self.model._run(
             text_model,
             {
                 "input_ids": input_ids,
@@ -456,7 +453,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
                 **kwargs,
             },
             images,
-            one_cache(past_key_values, cache),
+            past_key_values,
             use_cache,
             output_attentions,
         )
@@ -466,7 +463,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
         fields = {
             "loss": loss,
             "logits": outputs.logits,
-            CACHE: new_cache,
+            "past_key_values": cache,
             "hidden_states": outputs.get("hidden_states"),
             "attentions": outputs.get("attentions"),
             "cross_attentions": cross_attentions,

@@ -30,8 +30,8 @@ from .packed_rows import why_not_packed
 
 logger = logging.get_logger(__name__)
 
-# Argument names of the cache in causal language models. Custom code may have another one than transformers.
-CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
+# Argument names of the cache in causal language models.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
 # Attribute names of the stack of layers in decoders.
 LAYER_ATTRIBUTES = ("layers", "h", "blocks", "block", "layer")

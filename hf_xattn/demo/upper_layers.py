@@ -17,7 +17,6 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 from ..modeling_xattn import XAttnForConditionalGeneration
-from ..utils.transformers_api import CACHE
 
 
 TEXTS_AT_ONCE = 12  # of like length, so that few tokens are padding
@@ -41,7 +40,7 @@ class Beginning:
         cache = DynamicCache()
         if ids:
             with torch.no_grad(), autocast(body.device, dtype):
-                body(input_ids=torch.tensor([ids], device=body.device), use_cache=True, **{CACHE: cache})
+                body(input_ids=torch.tensor([ids], device=body.device), past_key_values=cache, use_cache=True)
         layers: list[Any] = list(cache.layers)
         self._states = [(layer.keys.to(dtype), layer.values.to(dtype)) for layer in layers]
 
@@ -133,8 +132,8 @@ class UpperLayers:
             with torch.no_grad(), autocast(self.model.device, self.dtype), self._only(slice(self.first), norm=False):
                 hidden = self.body(
                     input_ids=ids.to(self.model.device),
+                    past_key_values=self._beginning.cache(len(part)),
                     use_cache=True,
-                    **{CACHE: self._beginning.cache(len(part))},
                 ).last_hidden_state
             for each, states in zip(part, hidden):
                 self._states[each] = states[: len(each)].to(self.dtype, copy=True)

@@ -25,7 +25,6 @@ from ..layers.image_rows import refuse_to_cache
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..training.freezing import body_of
 from ..utils.tensor_checks import check_tensor, type_name
-from ..utils.transformers_api import one_cache
 from .patch_grid import PatchGrid, patch_grid
 
 
@@ -315,7 +314,7 @@ def _given(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ImageCache | None
     check_tensor('inputs["input_ids"]', given["input_ids"])
     if "image_rows" in given:
         refuse_to_cache("`attention_maps`")
-    cache = one_cache(given.pop("past_key_values", None), given.pop("cache", None))
+    cache = given.pop("past_key_values", None)
     if cache is not None and (not isinstance(cache, ImageCache) or cache.text_rows is not None):
         raise ValueError(
             "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, got a "

@@ -111,10 +111,8 @@ class OneModel(ModelManager):
             progress_callback({"status": "ready", "model": self.force_model, "cached": True})
         return self.model, self.processor
 
-    def list_models(self, cache_dir: str | None = None) -> list[dict]:
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override, unused-ignore]
         return [{"id": self.force_model, "object": "model", "created": self.created, "owned_by": "hf_xattn"}]
-
-    get_gen_models: Any = list_models  # its name until 5.23
 
     def shutdown(self) -> None:
         """Keeps the model: the server cannot answer without it."""

@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without what `REPAIRED` says of it
 
 
-# First and last version that the tests ran with. pyproject.toml allows the same, and later versions below 6.
-OLDEST, NEWEST, END = "5.17.0", "5.24.0", "6"
+# First and last version that the tests ran with. 5.24 calls `past_key_values` of every model `cache`.
+OLDEST, NEWEST, END = "5.17.0", "5.23.0", "5.24"
 
 # What is used, the module that defines it, and the first version that has it.
 _TABLE = {
@@ -59,7 +59,6 @@ REPAIRED = {
     "AutoImageProcessor without torchvision": "5.18.0",
     "activate_past_recording": "5.18.0",  # before, attention got all that a sliding window had recorded
     "modules_to_save": "5.18.0",  # before, `load_adapter` left such modules of an adapter at the values of the base
-    "cache": "5.24.0",  # before, models called this argument and output `past_key_values`
 }
 
 
@@ -94,15 +93,6 @@ def _since(name: str) -> str:
 
 
 HAS_RECORDING = has("activate_past_recording")  # once: compiled code asks
-# What transformers calls the cache among arguments and outputs of models. Here it is always `past_key_values`.
-CACHE = "cache" if has("cache") else "past_key_values"
-
-
-def one_cache(past_key_values: Any, cache: Any) -> Any:
-    """The cache of a call, which may use either name. Raises a `ValueError` for both."""
-    if past_key_values is not None and cache is not None:
-        raise ValueError("Expected `past_key_values` or `cache`, two names of one argument, got both. Leave one out.")
-    return cache if past_key_values is None else past_key_values
 
 
 def check_recorded(cache: Cache) -> None:

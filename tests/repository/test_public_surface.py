@@ -118,7 +118,7 @@ def beside(given):
         return needs(given, pixel_values=PIXELS if given["image_rows"] is None else PIXELS[:1])
     if names & {"cross_attention_mask"}:
         return needs(given, cross_attention_states=STATES)
-    if names & {"image_mask", "image_attention_mask", "past_key_values", "cache", "cache_dtype"}:
+    if names & {"image_mask", "image_attention_mask", "past_key_values", "cache_dtype"}:
         return needs(given, pixel_values=PIXELS)
     return given
 
@@ -153,7 +153,6 @@ TEXT = {
         dtype=torch.arange(7)[None].float(),
     ),
     "past_key_values": CACHE,
-    "cache": CACHE,
     "inputs_embeds": tensor(
         torch.zeros(2, 7, 32),
         none=Wrong(None, "none"),
@@ -320,7 +319,6 @@ SURFACES = {
             },
             "vision_features": {**image_rows()["vision_features"], "none": Wrong(None, "needs"), "device": NOTHING},
             "past_key_values": CACHE,
-            "cache": CACHE,
             "cache_dtype": value(none=Fine(None), kind=8, size=Wrong("int4", "cache_dtype.*int4"), dtype=torch.int8),
         },
     ),
