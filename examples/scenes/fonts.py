@@ -1,7 +1,7 @@
 """The fonts of each split, all of which come with matplotlib and Pillow: nothing is read from the system.
 
-A name is a file of matplotlib's, or `PILLOW` for the font inside Pillow. The fonts of the sealed test stand in its
-file, see `splits.py`.
+A name is a file of matplotlib's, or `PILLOW` for the font inside Pillow. The fonts of the sealed test stand in
+`sealed.json`.
 """
 
 from functools import cache

@@ -28,7 +28,7 @@ from documents import draw_form, draw_note
 from drawing import SIDES, Asked, Drawn
 from phrasings import KINDS, TEXT
 from scenes import draw_scene
-from splits import SEALED, Split, open_split
+from splits import Split, open_split
 from text_only import ask_without_picture
 
 
@@ -210,18 +210,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, help="default: 0; not for the sealed test")
     parser.add_argument("--shards", type=int, help="write so many tar files")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--sealed", type=Path, default=SEALED, help="file of the sealed test, see the guide")
+    parser.add_argument("--open-sealed", action="store_true", help="open the sealed test: once, at the end")
     options = parser.parse_args(arguments)
     for name in ("rows", "shards", "processes"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"expected --{name} to be at least 1, got {value}")
     if options.split == "sealed" and (options.rows, options.seed) != (None, None):
-        parser.error("expected no --rows and no --seed with --split sealed: its file has them")
+        parser.error("expected no --rows and no --seed with --split sealed: its list has them")
     if options.output.exists():
         parser.error(f"expected a new folder, got {options.output}, which exists: remove it, or name another one")
     start = time.perf_counter()
     try:
-        split = open_split(options.split, options.seed or 0, options.sealed)
+        split = open_split(options.split, options.seed or 0, options.open_sealed)
         made = make(split, options.output, options.rows or split.rows, options.shards, options.processes)
     except ValueError as error:
         parser.error(str(error))

@@ -1,11 +1,8 @@
 """The kinds of question, and the phrasings of each in training and in development.
 
-No phrasing is in two splits. Those of the sealed test stand in its file, see `splits.py`. The words in braces are
-filled in by the picture; every phrasing of a kind has all of them.
+No phrasing is in two splits. Those of the sealed test stand in `sealed.json`. The words in braces are filled in by the
+picture; every phrasing of a kind has all of them.
 """
-
-from string import Formatter
-
 
 # Kinds of question, each with a picture; `TEXT` is the kind of those without one.
 KINDS = ("count", "compare", "relate", "locate", "read", "find", "rank", "value")
@@ -137,8 +134,3 @@ DEVELOPMENT = {
     "text day": ("After {day} comes which day?",),
     "text letters": ("Put this word into capital letters: {word}",),
 }
-
-
-def placeholders(phrasing: str) -> set[str]:
-    """The words in braces."""
-    return {name for _, name, _, _ in Formatter().parse(phrasing) if name is not None}

@@ -22,6 +22,7 @@ from make_scenes import QUESTIONS, draw, rows_of
 from patch_labels import CHARACTERS, HEADS, PATCHES, VOCABULARY, label_patches
 from PIL import Image, ImageDraw
 from scenes import COLOURS, OUTLINES
+from sealed_list import placeholders, plain
 from splits import open_split
 from tiny_checkpoints import make_text_checkpoint
 
@@ -38,11 +39,18 @@ ANSWERS = {"count": 6, "compare": 48, "relate": 4, "locate": 9, "find": 6, "rank
 PICTURES = 1000
 
 
-def sealed_file(folder, **changes):
-    """A file for a sealed test, and its SHA-256."""
-    file = folder / "sealed.json"
-    file.write_text(json.dumps({**SEALED, **changes}))
-    return file, hashlib.sha256(file.read_bytes()).hexdigest()
+@pytest.fixture
+def seal(tmp_path, monkeypatch):
+    """Puts another list in the place of the sealed one, with its SHA-256. No test opens the real one."""
+
+    def put(**changes):
+        file = tmp_path / "sealed.json"
+        file.write_text(json.dumps({**SEALED, **changes}))
+        file.with_suffix(".sha256").write_text(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n")
+        monkeypatch.setattr(splits, "SEALED", file)
+        return file
+
+    return put
 
 
 def stopped(capsys, *arguments):
@@ -121,10 +129,6 @@ def test_text_rows_are_right(rows):
     assert seen == set(facts)
 
 
-def plain(phrasing):
-    return re.sub(r"[^\w{}]+", " ", phrasing.lower()).strip()
-
-
 def test_no_phrasing_is_in_two_splits():
     """A new phrasing that differs from one of training by a comma. Several each, with the same braces."""
     for kind, train in phrasings.TRAIN.items():
@@ -132,15 +136,15 @@ def test_no_phrasing_is_in_two_splits():
         assert len({plain(each) for each in (*train, *development)}) == len(train) + len(development)
         if kind in phrasings.KINDS:
             assert len(train) >= 6 and len(development) >= 3
-        assert len({frozenset(phrasings.placeholders(each)) for each in (*train, *development)}) == 1
+        assert len({frozenset(placeholders(each)) for each in (*train, *development)}) == 1
     assert set(phrasings.TRAIN) == set(phrasings.DEVELOPMENT)
     assert not set(fonts.TRAIN) & set(fonts.DEVELOPMENT)
 
 
-def test_no_picture_is_in_two_splits(tmp_path):
+def test_no_picture_is_in_two_splits(seal):
     """Splits that draw the same pictures from the same seed, or fonts of another split."""
-    file, digest = sealed_file(tmp_path, seed="0")
-    each = [open_split(name, 0, file, digest) for name in ("train", "development", "sealed")]
+    seal(seed="0")
+    each = [open_split(name, 0, open_sealed=True) for name in ("train", "development", "sealed")]
     seen, used = [], []
     for split in [*each, open_split("train", 1)]:
         drawn = [draw(split, index) for index in range(160)]
@@ -226,43 +230,65 @@ def test_shards(tmp_path):
     assert [each["jpg"] is None for each in loaded] == ["file_name" not in row for _, row in expected[:230]]
 
 
-def test_the_sealed_test_opens_with_its_file_alone(tmp_path, capsys, monkeypatch):
-    """A test that is opened by chance, or drawn anew until it suits."""
-    file, digest = sealed_file(tmp_path)
-    output = tmp_path / "out"
-    error = stopped(capsys, output, "--split=sealed", f"--sealed={tmp_path / 'none.json'}")
-    assert "which does not exist" in error and "--split development" in error
-    error = stopped(capsys, output, "--split=sealed", f"--sealed={file}")
-    assert splits.DIGEST.read_text().split()[0] in error and digest in error and not output.exists()
+def test_the_sealed_test_opens_for_those_who_ask(tmp_path, capsys, seal):
+    """A test that is opened by accident, before the end; one that is drawn from another list or seed."""
+    file, output = seal(), tmp_path / "out"
+    error = stopped(capsys, output, "--split=sealed")
+    assert "Expected --open-sealed" in error and "opened once" in error and "use --split development" in error
     for option in ("--rows=10", "--seed=1"):
-        assert "no --rows and no --seed" in stopped(capsys, output, "--split=sealed", option)
-    monkeypatch.setattr(splits, "DIGEST", tmp_path / "digest")
-    splits.DIGEST.write_text(f"{digest}  sealed.json\n")
-    make_scenes.main([str(output), "--split=sealed", f"--sealed={file}", "--processes=1"])
+        error = stopped(capsys, output, "--split=sealed", "--open-sealed", option)
+        assert "no --rows and no --seed" in error
+    assert not output.exists()
+    make_scenes.main([str(output), "--split=sealed", "--open-sealed", "--processes=1"])
     lines = [json.loads(line) for line in (output / "metadata.jsonl").read_text().splitlines()]
     assert len(lines) == 60 and all(line["question"].startswith("Sealed: ") for line in lines)
+    file.write_text(file.read_text().replace("Sealed", "sealed", 1))
+    error = stopped(capsys, tmp_path / "other", "--split=sealed", "--open-sealed")
+    guard = file.with_suffix(".sha256")
+    assert guard.read_text().split()[0] in error and hashlib.sha256(file.read_bytes()).hexdigest() in error
+    guard.unlink()
+    error = stopped(capsys, tmp_path / "other", "--split=sealed", "--open-sealed")
+    assert f"got no {guard}: take it from the repository" in error and not (tmp_path / "other").exists()
 
 
-def test_the_sealed_list_is_new(tmp_path):
+def test_the_sealed_list_is_new(seal):
     """A sealed test in phrasings or fonts of training, or with a question that asks for nothing."""
     lists = SEALED["phrasings"]
+    known = phrasings.DEVELOPMENT["read"][0]
     for changes, message in (
         ({"fonts": ["cmtt10", fonts.TRAIN[0]]}, "fonts that no other split has"),
         ({"fonts": ["Comic"]}, "'Comic', which is not in"),
         ({"phrasings": {"count": ["?"]}}, "Expected phrasings of"),
-        ({"phrasings": {**lists, "read": [phrasings.DEVELOPMENT["read"][0]]}}, "phrasings that no other split has"),
+        ({"phrasings": {**lists, "read": [known]}}, "phrasings that no other split has"),
+        ({"phrasings": {**lists, "read": [known.upper().replace("{FIELD}", "{field}!")]}}, "that no other split has"),
         ({"phrasings": {**lists, "find": ["Where is it?"]}}, r"\['word'\] in braces"),
-        ({"rows": "60"}, "'rows' of a sealed test to be a int"),
+        ({"phrasings": {**lists, "find": []}}, "different phrasings of 'find'"),
+        ({"phrasings": {**lists, "find": ["Is {word} it?", "Is {word} it"]}}, "different phrasings of 'find'"),
+        ({"rows": "60"}, "'rows' of a sealed test to be at least 1, got '60'"),
+        ({"rows": 0}, "'rows' of a sealed test to be at least 1, got 0"),
+        ({"fonts": []}, r"'fonts' of a sealed test to be a list, not empty, got \[\]"),
+        ({"row": 60}, r"got \['row'\] too"),
     ):
+        seal(**changes)
         with pytest.raises(ValueError, match=message):
-            open_split("sealed", 0, *sealed_file(tmp_path, **changes))
+            open_split("sealed", 0, open_sealed=True)
 
 
-def test_the_hash_of_the_sealed_test_stands():
-    """A sealed test that was exchanged after its hash was committed."""
-    assert re.fullmatch(r"[0-9a-f]{64}  sealed\.json\n", splits.DIGEST.read_text())
-    if splits.SEALED.is_file():  # since the test was opened
-        assert open_split("sealed", 0).rows > 0
+def test_the_committed_list_fits_its_hash():
+    """A sealed test that was exchanged, or cannot be drawn when it is opened. Nothing is drawn from it here."""
+    split = splits.sealed_split()
+    fonts.check_fonts(split.fonts)
+    assert (split.rows, len(split.fonts)) == (2000, 5)
+    assert all(len(each) >= 3 for each in split.phrasings.values())
+
+
+def test_nothing_else_reads_the_sealed_list():
+    """Training, or a choice of settings, on the sealed test."""
+    words = ("open_sealed", "open-sealed", "sealed_split", "sealed.json")
+    files = [*EXAMPLES.rglob("*.py"), *(EXAMPLES.parent / "hf_xattn").rglob("*.py")]
+    found = {file.name for file in files if any(word in file.read_text() for word in words)}
+    named = {"fonts.py", "phrasings.py"}  # their docstrings say where the list is
+    assert found - named == {"sealed_list.py", "splits.py", "make_scenes.py"}
 
 
 def test_what_stops_a_run(tmp_path, capsys):
