@@ -1,7 +1,7 @@
 """The three splits: which seed, fonts and phrasings each has.
 
-The sealed test stays closed until the end. Its seed, size, fonts and phrasings are in `sealed.json`, which was committed
-before any model was trained on scenes to be measured (see the guide). Nothing else here reads that file.
+The sealed test stays closed until the end. Its seed, size, fonts and phrasings are in `sealed.json`, which was in the
+repository before any model was trained on scenes to be measured (see the guide). Nothing else here reads that file.
 """
 
 import sys

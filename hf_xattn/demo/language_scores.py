@@ -15,7 +15,7 @@ from ..evaluation.evaluation import Asker, inputs_of
 from ..evaluation.questions import Question as Asked
 from ..processing_xattn import XAttnProcessor
 from .canvases import DigitPool, picture_of
-from .questions import KINDS, TEST_PROMPTS, Question, ask, ask_about, chat
+from .questions import KINDS, NEW_PHRASINGS, PHRASINGS, TEST_PROMPTS, Question, ask, ask_about, chat
 
 
 AT_ONCE = 50
@@ -26,7 +26,8 @@ TEXT_TOKENS = 24  # generated for a question that no picture concerns
 def held_out_questions(pool: DigitPool, count: int, new_phrasing: bool, seed: int) -> list[Question]:
     """Draws `count` questions of each kind about canvases of held-out digits."""
     rng = np.random.default_rng((seed, 5, new_phrasing))
-    return [ask(kind, pool, rng, new_phrasing) for kind in KINDS for _ in range(count)]
+    phrasings = NEW_PHRASINGS if new_phrasing else PHRASINGS
+    return [ask(kind, pool, rng, phrasings) for kind in KINDS for _ in range(count)]
 
 
 def answers(
@@ -88,15 +89,16 @@ def verdicts_right(questions: list[Question], said: list[str]) -> float:
 def places_right(questions: list[Question], said: list[str]) -> float:
     """Returns the share of the answers to "where" that end with the right place, whatever digits they name."""
     asked = [(question.answer, answer) for question, answer in zip(questions, said) if question.kind == "where"]
-    return sum(_normal(answer).split()[-2:] == right.split()[-2:] for right, answer in asked) / len(asked)
+    return sum(plain(answer).split()[-2:] == right.split()[-2:] for right, answer in asked) / len(asked)
 
 
 def is_right(question: Question, answer: str) -> bool:
     """Whether a whole answer is right. Capitals, outer spaces and a last full stop do not count."""
-    return _normal(answer) == _normal(question.answer)
+    return plain(answer) == plain(question.answer)
 
 
-def _normal(answer: str) -> str:
+def plain(answer: str) -> str:
+    """What counts of an answer."""
     return answer.strip().lower().removesuffix(".")
 
 

@@ -9,7 +9,7 @@ says its place, which the block sees where it looks at that moment: `two no, sev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +126,7 @@ PHRASINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# Training never holds these.
 NEW_PHRASINGS: dict[str, tuple[str, ...]] = {
     "read": (
         "What are the digits, from left to right?",
@@ -182,15 +183,18 @@ class Question(NamedTuple):
 
 
 def ask(
-    kind: str, pool, rng: np.random.Generator, new_phrasing: bool = False, canvas: Canvas | None = None
+    kind: str,
+    pool,
+    rng: np.random.Generator,
+    phrasings: Mapping[str, Sequence[str]] = PHRASINGS,
+    canvas: Canvas | None = None,
 ) -> Question:
-    """Draws a canvas, and a question of a kind that the canvas allows.
+    """Draws a canvas, and a question of a kind that the canvas allows, in one of its `phrasings`.
 
-    Training never holds the new phrasings. A given `canvas` must allow the kind (see [`kinds_of`]). The digit that "is
-    there" asks for is on half of the canvases.
+    A given `canvas` must allow the kind (see [`kinds_of`]). The digit that "is there" asks for is on half of the
+    canvases.
     """
-    phrasings = (NEW_PHRASINGS if new_phrasing else PHRASINGS)[kind]
-    text = phrasings[rng.integers(len(phrasings))]
+    text = phrasings[kind][int(rng.integers(len(phrasings[kind])))]
     if canvas is None:
         canvas = pool.canvas(rng)
         while not _suits(kind, canvas.digits):

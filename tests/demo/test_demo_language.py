@@ -9,8 +9,10 @@ import demo_choices
 import llava_projector
 import numpy as np
 import pytest
+import sealed_digits
 import torch
 from command_runs import check_last_line
+from own_sealed_list import seal_digits
 from tiny_gguf import write_gguf
 from tiny_models import needs_part, randomize
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
@@ -21,11 +23,16 @@ from hf_xattn.commands.main import main
 from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
 from hf_xattn.demo.checkpoints import language_model, make_vision_checkpoint
 from hf_xattn.demo.language_run import retrofitted
-from hf_xattn.demo.language_scores import (
-    answers,
-    second_right,
+from hf_xattn.demo.language_scores import accuracy_by_kind, answers, second_right
+from hf_xattn.demo.language_training import (
+    Batch,
+    Rows,
+    parts_by_length,
+    ridge,
+    start_connector,
+    training_dtype,
+    word_states,
 )
-from hf_xattn.demo.language_training import Batch, Rows, parts_by_length, ridge, start_connector, word_states
 from hf_xattn.demo.questions import (
     KINDS,
     NEW_PHRASINGS,
@@ -103,6 +110,33 @@ def test_the_text_model_is_frozen_in_training(finished):
     assert all(torch.equal(weight, model[name]) for name, weight in base.items())
 
 
+def test_the_sealed_questions_are_asked_once(finished, capsys, tmp_path, monkeypatch):
+    """A sealed test that is opened by accident or twice, or whose saved figures are not those of its saved answers."""
+    folder, *_ = finished
+    seal_digits(tmp_path, monkeypatch, count=3)
+    with pytest.raises(SystemExit):
+        sealed_digits.main([str(folder)])
+    assert "Expected --open-sealed" in capsys.readouterr().err and not (folder / "sealed_results.json").exists()
+    sealed_digits.main([str(folder), "--open-sealed"])
+    printed, results = capsys.readouterr().out, json.loads((folder / "sealed_results.json").read_text())
+    questions = sealed_digits.draw(sealed_digits.read_list(), 0)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=training_dtype(torch.device("cpu")))
+    said = answers(model, AutoProcessor.from_pretrained(folder / "model"), questions)
+    assert [(each["question"], each["said"]) for each in results["answers"]] == [
+        (question.text, answer) for question, answer in zip(questions, said)
+    ]
+    right = accuracy_by_kind(questions, said)
+    shares = {kind: ways["the model"]["share"] for kind, ways in results["shares"].items()}
+    assert shares.pop("all") == pytest.approx(sum(right.values()) / len(KINDS)) and shares == right
+    easy = [each._replace(answer=f" {answer}") for each, answer in zip(questions[::2], said[::2])]
+    table, _ = sealed_digits.score(model, AutoProcessor.from_pretrained(folder / "model"), easy)
+    assert all(ways["the model"]["share"] == 1 for ways in table.values())
+    assert results["shares"]["all"]["the model"]["of"] == 3 * len(KINDS) and "| where | 3 |" in printed
+    with pytest.raises(SystemExit):
+        sealed_digits.main([str(folder), "--open-sealed"])
+    assert "not asked before" in capsys.readouterr().err
+
+
 def test_the_comparison_with_llava(finished):
     """A comparison that does not take the folder of a finished demo; a text model that Llava's training changed."""
     folder, results, _ = finished
@@ -144,7 +178,7 @@ def test_answers_are_right(kind):
     pool, rng = DigitPool(held_out=False), np.random.default_rng(0)
     seen = set()
     for _ in range(100):
-        question = ask(kind, pool, rng, new_phrasing=bool(rng.integers(2)))
+        question = ask(kind, pool, rng, (PHRASINGS, NEW_PHRASINGS)[rng.integers(2)])
         canvas, text = question.canvas, question.text
         seen.add(question.answer)
         named = [word for word in re.findall(r"[a-z]+", text) if word in WORDS][-1:]

@@ -19,6 +19,7 @@ import splits
 from checkout import EXAMPLES
 from drawing import write
 from make_scenes import QUESTIONS, draw, rows_of
+from own_sealed_list import put_list
 from patch_labels import CHARACTERS, HEADS, PATCHES, VOCABULARY, label_patches
 from PIL import Image, ImageDraw
 from scenes import COLOURS, OUTLINES
@@ -44,9 +45,7 @@ def seal(tmp_path, monkeypatch):
     """Puts another list in the place of the sealed one, with its SHA-256. No test opens the real one."""
 
     def put(**changes):
-        file = tmp_path / "sealed.json"
-        file.write_text(json.dumps({**SEALED, **changes}))
-        file.with_suffix(".sha256").write_text(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n")
+        file = put_list(tmp_path, {**SEALED, **changes})
         monkeypatch.setattr(splits, "SEALED", file)
         return file
 
@@ -288,7 +287,7 @@ def test_nothing_else_reads_the_sealed_list():
     files = [*EXAMPLES.rglob("*.py"), *(EXAMPLES.parent / "hf_xattn").rglob("*.py")]
     found = {file.name for file in files if any(word in file.read_text() for word in words)}
     named = {"fonts.py", "phrasings.py"}  # their docstrings say where the list is
-    assert found - named == {"sealed_list.py", "splits.py", "make_scenes.py"}
+    assert found - named == {"sealed_list.py", "splits.py", "make_scenes.py", "sealed_digits.py"}
 
 
 def test_what_stops_a_run(tmp_path, capsys):
