@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoProcessor, Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
 
 from ..checkpoints.adapter_saving import check_bases
 from ..checkpoints.model_card import write_model_card
@@ -46,6 +47,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     or an output folder of a different run.
     """
     quiet_other_processes()
+    _check_reports(options.report_to or [])
     if is_lone_on_cpu():
         say(ALONE)
     data = RunData(options)
@@ -102,6 +104,15 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
         say(f"{bad} bad row(s) were left out: {options.output / BAD_ROWS_FILE} has the reasons")
     if not finished:
         say(_last_loss(trainer.state.log_history, before, options.log_steps))
+
+
+def _check_reports(names: list[str]) -> None:
+    """Raises a `ValueError` for what `Trainer` would refuse when all is loaded: unknown names, missing packages."""
+    try:
+        for callback in get_reporting_integration_callbacks([name for name in names if name not in ("all", "none")]):
+            callback()
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"`--report-to` got {' '.join(names)}: {error}") from error
 
 
 def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub: Any) -> XAttnForConditionalGeneration:
