@@ -14,7 +14,6 @@ that is resumed shows the same one, whichever process or worker reads it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,9 +53,7 @@ class DistillingCollator:
     """
 
     def __init__(self, collate: XAttnDataCollator):
-        self.collate, self.without = collate, copy.copy(collate)
-        if collate.processor.tokenizer.truncation_side == "right":
-            self.without.max_length = None  # a marker makes the text longer: it is cut where the other text is
+        self.collate = collate
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Makes a batch. `pictures` has a picture for each row to distil, and None for each other one.
@@ -79,12 +76,13 @@ class DistillingCollator:
             raise type(error)(f"{error} This is beside the picture of another row (`--distill-text`).") from error
         if not any(given):
             return batch
-        teacher = self.without([row for row, chosen in zip(rows, given) if chosen])
+        teacher = self.collate([row for row, chosen in zip(rows, given) if chosen])
         ends = []
         for row, own in zip([index for index, chosen in enumerate(given) if chosen], teacher["labels"]):
             student, length = batch["labels"][row], int(batch["attention_mask"][row].sum())
             said, places = student[student != IGNORED], (own != IGNORED).nonzero().flatten()
             places, left = places[: len(said)], places[len(said) :]
+            # A marker makes a text longer, so that a cut takes more of it.
             whole = self.collate.max_length is None or length < self.collate.max_length
             if not torch.equal(own[places], said) or (whole and len(left)):
                 raise ValueError(
