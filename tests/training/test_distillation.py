@@ -213,6 +213,10 @@ def test_cut_texts(model, tmp_path):
     student, teacher = (each[each != -100].tolist() for each in (cut["labels"], cut["teacher_labels"]))
     every = whole["labels"][whole["labels"] != -100].tolist()
     assert student == teacher == every[: len(student)] and len(student) < len(every)
+    left = DistillingCollator(XAttnDataCollator(processor, padding_side="left", max_length=length))(
+        [rows[1]], [picture]
+    )
+    assert left["teacher_labels"][left["teacher_labels"] != -100].tolist() == student
     assert torch.equal(cut["teacher_input_ids"][0], whole["teacher_input_ids"][0, : cut["teacher_input_ids"].shape[1]])
 
 
