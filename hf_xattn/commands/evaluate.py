@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 EPILOG = """the same questions are asked again without their pictures and with other pictures of the data; the last line
 of the table is the share that one answer gets, the most frequent one. Intervals are 95 % ones (Wilson). Questions
-without a picture are compared with what the base answers, the model without its blocks."""
+without a picture are compared with what the base answers, the model without its blocks, and asked again beside a
+picture of another row, which should change nothing."""
 
 
 def register_eval(commands: argparse._SubParsersAction) -> None:
@@ -107,6 +108,17 @@ def _table(found: Evaluation) -> list[str]:
         lines += _lines({"the model": text})
         lines.append(f"| the model answers as its base, word for word | {text.exact.of} | {found.as_base} | |")
         lines += _lines(found.text_groups)
+    if (beside := found.beside) is not None:
+        lines += ["", *_heading("the same questions beside a picture of another row")]
+        lines += _lines({"the model": beside.model, "its base, without the picture": beside.base})
+        lines.append(
+            f"| the model answers as its base without the picture, word for word | {beside.as_base.of} | "
+            f"{beside.as_base} | |"
+        )
+        if beside.left_out:
+            lines.append(f"{beside.left_out} of them have no user message to put a picture into: they are left out.")
+    else:
+        lines += ["", f"Text answers beside a picture were not measured: {found.beside_missing}."]
     if found.cut:
         lines.append(f"{found.cut} answers were cut after {found.max_new_tokens} tokens: see --max-new-tokens.")
     return lines

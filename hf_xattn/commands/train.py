@@ -47,6 +47,15 @@ def register_train(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--train-text", action="store_true", help="train the text model too; it is frozen otherwise")
     vision = "train the vision tower too; it is frozen otherwise"
     parser.add_argument("--train-vision", action="store_true", help=vision)
+    add_number(
+        parser,
+        "--distill-text",
+        None,
+        "show rows without a picture beside one of another row, and keep their answers those of the text model alone: "
+        "WEIGHT times the KL divergence is added to the loss",
+        float,
+        "WEIGHT",
+    )
     parser.add_argument(
         "--features",
         type=Path,

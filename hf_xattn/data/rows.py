@@ -87,6 +87,16 @@ def with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
+def in_front(messages: list[dict[str, Any]], images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages with image parts before the text of the first user message. A `ValueError` if there is none."""
+    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise ValueError(f"Expected a user message for the {len(images)} image(s) of the row, got none.")
+    text = messages[first].get("content", "")
+    texts = text if isinstance(text, list) else [{"type": "text", "text": text}]
+    return [*messages[:first], {**messages[first], "content": [*images, *texts]}, *messages[first + 1 :]]
+
+
 def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """Returns the messages of a row, and the index of the first one that may be trained on."""
     if "messages" in given:
@@ -183,13 +193,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
     """Returns messages with the images of a column in their parts, or before the first user message (as TRL does)."""
     parts = [part for message in messages for part in _parts(message)]
     if images and not any(part.get("type") in IMAGES for part in parts):
-        first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
-        if first is None:
-            raise ValueError(f"Expected a user message for the {len(images)} image(s) of the row, got none.")
-        text = messages[first].get("content", "")
-        texts = text if isinstance(text, list) else [{"type": "text", "text": text}]
-        content = [*({"type": "image", "image": image} for image in images), *texts]
-        return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
+        return in_front(messages, [{"type": "image", "image": image} for image in images])
     bare = sum(_is_bare(part) for part in parts)
     if bare != len(images):
         got = f"{len(images)} image(s)" if images else "no `images` column"

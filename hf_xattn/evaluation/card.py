@@ -12,6 +12,9 @@ from .evaluation import BLIND, FREQUENT, MODEL, Evaluation
 
 NAMES = {MODEL: "accuracy", BLIND: "accuracy without the picture", FREQUENT: "accuracy of the most frequent answer"}
 TASK = "visual-question-answering"
+TEXT_TASK = "text-generation"
+AS_BASE = "text answers beside a picture that are the base's, word for word"
+BESIDE, BASE = "accuracy of text answers beside a picture", "accuracy of the base's text answers"
 
 
 def read_card(folder: Path) -> ModelCard:
@@ -32,19 +35,22 @@ def write_results(folder: Path, found: Evaluation, data: str) -> None:
         data (`str`): the name of the data.
     """
     card: Any = read_card(folder)
-    own = {(data, name) for name in NAMES.values()}
+    own = {(data, name) for name in (*NAMES.values(), AS_BASE, BESIDE, BASE)}
     kept = [each for each in card.data.eval_results or [] if (each.dataset_name, each.metric_name) not in own]
+    shares = [(TASK, name, found.ways[way].normalised) for way, name in NAMES.items() if way in found.ways]
+    if (text := found.beside) is not None:
+        named = {AS_BASE: text.as_base, BESIDE: text.model.normalised, BASE: text.base.normalised}
+        shares += [(TEXT_TASK, name, share) for name, share in named.items()]
     made = [
         EvalResult(
-            task_type=TASK,
+            task_type=task,
             dataset_type=data,
             dataset_name=data,
             metric_type="accuracy",
             metric_name=name,
-            metric_value=round(found.ways[way].normalised.value, 4),
+            metric_value=round(share.value, 4),
         )
-        for way, name in NAMES.items()
-        if way in found.ways
+        for task, name, share in shares
     ]
     card.data.model_name = card.data.model_name or folder.resolve().name
     card.data.eval_results = [*kept, *made]

@@ -16,6 +16,7 @@ from ..data.pictures import digest_of
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .answers import Scores, Share, normalised
 from .questions import Messages, Question, other_pictures
+from .text_ability import BESIDE, TextBesidePicture, ask_beside
 
 
 # Tokens of an answer beyond the longest expected one, before it counts as cut.
@@ -42,6 +43,8 @@ class Evaluation:
     text: Scores | None = None  # of the questions without a picture
     text_groups: dict[str, Scores] = field(default_factory=dict)
     as_base: Share | None = None  # of these: answered word for word as the base does
+    beside: TextBesidePicture | None = None  # the same questions, asked beside a picture that does not matter
+    beside_missing: str | None = None  # why that was not measured
     cut: int = 0  # answers of the model that did not end within `max_new_tokens`
     max_new_tokens: int = 0
     answers: Answers = field(default_factory=dict)  # to the questions about pictures, for other counts
@@ -55,6 +58,8 @@ class Evaluation:
             "text": None if self.text is None else self.text.as_dict(),
             "text_groups": {group: scores.as_dict() for group, scores in self.text_groups.items()},
             "as_base": None if self.as_base is None else self.as_base.as_dict(),
+            "text_beside_picture": None if self.beside is None else self.beside.as_dict(),
+            "text_beside_picture_missing": self.beside_missing,
             "cut": self.cut,
             "max_new_tokens": self.max_new_tokens,
         }
@@ -100,6 +105,7 @@ def evaluate(
         }
         found.answers = {way: _ask(asker, way, about, pictures) for way, pictures in shown.items()}
         found.ways, found.groups = scores_of(found.answers), by_group(found.answers)
+    base: list[str] = []
     if alone:
         said = _ask(asker, TEXT, alone, [[]] * len(alone))
         found.text = scores_of({MODEL: said})[MODEL]
@@ -107,7 +113,9 @@ def evaluate(
         with _base_alone(model):
             base = asker("the base", alone)
         found.as_base = Share(sum(one.said == other for one, other in zip(said, base)), len(alone))
-    found.cut = asker.cut[MODEL] + asker.cut[TEXT]
+    beside = ask_beside(asker, alone, about, base)
+    found.beside, found.beside_missing = (None, beside) if isinstance(beside, str) else (beside, None)
+    found.cut = asker.cut[MODEL] + asker.cut[TEXT] + asker.cut[BESIDE]
     return found
 
 

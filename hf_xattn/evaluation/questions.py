@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..data.rows import read_row, text_of
+from ..data.rows import in_front, read_row, text_of
 from ..processing.chat_messages import IMAGES
 
 
@@ -33,6 +33,13 @@ class Question(NamedTuple):
                 message = {**message, "content": [part for part in kept if part is not None]}
             messages.append(message)
         return self._replace(messages=messages)
+
+    def beside(self, picture: dict[str, Any]) -> Question:
+        """The same question behind a picture, which stands where the pictures of a row stand: before the first text.
+
+        Raises a `ValueError` if no user speaks in front of the answer.
+        """
+        return self._replace(messages=in_front(self.messages, [picture]))
 
 
 def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
@@ -68,6 +75,18 @@ def other_pictures(
         other = next(others, None)
         found.append(None if other is None else questions[other].pictures)
     return found
+
+
+def beside_pictures(alone: Sequence[Question], about: Sequence[Question]) -> list[Question | None]:
+    """Questions without a picture, each beside the first picture of a question that has one, which come in turn.
+
+    None for a question without a user message, which has no place for a picture.
+    """
+    pictures = [each.pictures[0] for each in about]
+    return [
+        each.beside(pictures[index % len(pictures)]) if any(m["role"] == "user" for m in each.messages) else None
+        for index, each in enumerate(alone)
+    ]
 
 
 def _all_differ(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from PIL import Image
@@ -209,7 +209,7 @@ class RowReader:
         raise BadRowError(f"Expected a good row in {SUBSTITUTES} rows, got none.")
 
     def _read(self, place: Place) -> tuple[Place, dict[str, Any]] | None:
-        rows, index = _resolved(place)
+        rows, index = resolved(place)
         try:
             return place, rows.read(index)
         except (TypeError, ValueError) as error:
@@ -221,31 +221,44 @@ class RowReader:
         if not read:
             return None
         try:
-            return self.collate([row for _, row in read])
+            return self.batch_of(read)
+        except BadRowError:  # of another row
+            raise
         except (TypeError, ValueError):
             good = []
             for place, row in read:
                 try:
-                    self.collate([row])
+                    self.batch_of([(place, row)])
                     good.append((place, row))
+                except BadRowError:
+                    raise
                 except (TypeError, ValueError) as error:
-                    rows, index = _resolved(place)
+                    rows, index = resolved(place)
                     self._bad(place, reason_of(row, error, rows.folder_of(index), self.with_pixels))
             if len(good) == len(read):  # rows that do not fit together
                 raise
-            return self.collate([row for _, row in good]) if good else None
+            return self.batch_of(good) if good else None
+
+    def batch_of(self, read: Sequence[tuple[Place, dict[str, Any]]]) -> Any:
+        """Collates rows that were read."""
+        return self.collate([row for _, row in read])
 
     def _bad(self, place: Place, reason: str) -> None:
-        rows, index = _resolved(place)
         if self.file is None:
-            raise BadRowError(
-                f"{rows.where(index)}: {reason}. Repair or remove the row, or add `--bad-rows skip`, and continue with "
-                "`--resume`."
-            )
-        self.file.add(rows, Problem(index, reason))
+            self.refuse(place, reason)
+        else:
+            rows, index = resolved(place)
+            self.file.add(rows, Problem(index, reason))
+
+    def refuse(self, place: Place, reason: str) -> NoReturn:
+        rows, index = resolved(place)
+        raise BadRowError(
+            f"{rows.where(index)}: {reason}. Repair or remove the row, or add `--bad-rows skip`, and continue with "
+            "`--resume`."
+        )
 
 
-def _resolved(place: Place) -> tuple[Rows, int]:
+def resolved(place: Place) -> tuple[Rows, int]:
     rows, index = place
     return (rows, index) if isinstance(rows, Rows) else (rows.rows, rows.index(index))
 

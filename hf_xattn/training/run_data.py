@@ -22,6 +22,7 @@ from .bad_rows import (
     find_problems,
     list_problems,
 )
+from .distillation import DistillingCollator, DistillingReader, picture_source
 from .launch import gpus_of_a_process, num_processes, say
 from .training_options import TrainingOptions
 
@@ -67,7 +68,10 @@ class RunData:
             ValueError: for rows that cannot be trained on. The message lists them, in all sources.
         """
         if not self.streams:
-            found = [find_problems(rows, collate, with_pixels) for rows in self._sources()]
+            trained = self._as_trained(collate)
+            found = [
+                find_problems(rows, trained if rows is self.rows else collate, with_pixels) for rows in self._sources()
+            ]
             self.longest = max(longest for _, longest in found)
             if self.options.bad_rows == SKIP:
                 self._leave_out([problems for problems, _ in found])
@@ -83,6 +87,12 @@ class RunData:
             )
         if self.options.eval_share is not None:
             self._hold_out(self.options.eval_share)
+        if self.options.distill_text is not None and not any(self._is_text(index) for index in self._probed(self.rows)):
+            few = f"{PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
+            raise ValueError(
+                f"Expected a row without a picture in {few}{self.rows.sources[0].files[0].path} for `--distill-text`, "
+                "got none. Add such rows, also as a source of their own, or leave `--distill-text` out."
+            )
 
     @property
     def epoch_rows(self) -> int:
@@ -113,9 +123,10 @@ class RunData:
     def held_out(self) -> Places | None:
         return None if self.others is None else Places(self.others)
 
-    def reader(self, collate: Collate, with_pixels: Collate) -> RowReader:
+    def reader(self, collate: Any, with_pixels: Any) -> RowReader:
         skips = self.options.bad_rows == SKIP
-        return RowReader(collate, with_pixels, self.bad_rows() if skips else None)
+        kind = RowReader if self.options.distill_text is None else DistillingReader
+        return kind(collate, with_pixels, self.bad_rows() if skips else None)
 
     def bad_rows(self) -> BadRowsFile:
         return BadRowsFile(self.options.output, self.options.bad_rows_limit)
@@ -146,10 +157,29 @@ class RunData:
         return range(count) if not self.streams else range(0, count, max(1, count // PROBED))
 
     def _has_picture(self, index: int) -> bool:
+        return bool(self._pictures_of(index))
+
+    def _is_text(self, index: int) -> bool:
+        return self._pictures_of(index) == []
+
+    def _pictures_of(self, index: int) -> list[dict[str, Any]] | None:
+        """The parts of a row that are pictures; None for a row that is broken."""
         try:
-            return bool(picture_parts(self.rows.read(index)))
+            return picture_parts(self.rows.read(index))
         except (TypeError, ValueError):
-            return False
+            return None
+
+    def _as_trained(self, collate: Any) -> Collate:
+        """Collates rows to check as they are trained on: with `--distill-text`, texts beside a picture of the data."""
+        if self.options.distill_text is None:
+            return collate
+        distilling = DistillingCollator(collate)
+        parts = (part for index in self._probed(self.rows) for part in self._pictures_of(index) or [])
+        pictures = map(picture_source, parts)
+        some = next((picture for picture in pictures if distilling.error_of(picture) is None), None)
+        if some is None:  # told later
+            return collate
+        return lambda rows: distilling(rows, [None if picture_parts(row) else some for row in rows])
 
     def _leave_out(self, found: list[list[Problem]]) -> None:
         bad = sum(len({problem.row for problem in problems}) for problems in found)

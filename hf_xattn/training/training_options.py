@@ -48,6 +48,7 @@ class TrainingOptions:
     log_steps: int = 10
     train_text: bool = False
     train_vision: bool = False
+    distill_text: float | None = None
     adapter_only: bool = False
     features: Path | None = None
     dtype: str = "auto"
@@ -62,9 +63,10 @@ class TrainingOptions:
             number = getattr(self, name)
             if number is not None and number < least:
                 raise ValueError(f"{option_of(name)} must be at least {least}, got {number}.")
-        for name in ("epochs", "learning_rate"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{option_of(name)} must be above 0, got {getattr(self, name)}.")
+        for name in ("epochs", "learning_rate", "distill_text"):
+            number = getattr(self, name)
+            if number is not None and not (number > 0 and math.isfinite(number)):
+                raise ValueError(f"{option_of(name)} must be above 0, got {number}.")
         shares = (("warmup", 0.0, "at least 0"), ("eval_share", 1e-9, "above 0"), ("bad_rows_limit", 0.0, "at least 0"))
         for name, low, above in shares:
             share = getattr(self, name)
@@ -74,6 +76,11 @@ class TrainingOptions:
             raise ValueError(
                 f"Expected `--eval-data` or `--eval-share` with `--eval-steps {self.eval_steps}`, got neither. Add "
                 "one, or remove `--eval-steps`."
+            )
+        if self.distill_text is not None and self.train_text:
+            raise ValueError(
+                "Expected `--distill-text` or `--train-text`, got both: the text model without a picture is the "
+                "teacher, and must stay as it is."
             )
         if self.features is not None and self.train_vision:
             raise ValueError("Expected `--features` or `--train-vision`, got both: features are of a frozen tower.")

@@ -25,6 +25,7 @@ from ..utils.whole_folder import replace_file
 from .bad_rows import BAD_ROWS_FILE, SKIP, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
 from .complete_checkpoints import STATE, find_checkpoints, step_of
+from .distillation import DistillingTrainer
 from .freezing import freeze
 from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .parameter_groups import train_in_float32
@@ -97,6 +98,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     if not is_first_process():
         return
     facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
+    if options.distill_text is not None:
+        facts["weight of KL to the text model, for texts beside a picture"] = f"{options.distill_text:g}"
     write_model_card(model, options.output, trainer, training=facts)
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")
@@ -144,6 +147,7 @@ def _make_trainer(
         callbacks.append(StopsAtLimit(data.bad_rows(), data.total))
     return _TimedTrainer(
         data.rows_of_a_step,
+        distill_text=data.options.distill_text,
         model=model,
         args=arguments,
         train_dataset=data.in_order(),
@@ -154,7 +158,7 @@ def _make_trainer(
     )
 
 
-class _TimedTrainer(Trainer):
+class _TimedTrainer(DistillingTrainer):
     """Logs rows a second, and the share of the time in which a step waits for its rows."""
 
     def __init__(self, rows_of_a_step: int, **given: Any):

@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from template_models import make_chat_model, make_processor, picture
 
 from hf_xattn.commands.main import main
+from hf_xattn.evaluation.card import AS_BASE, BASE, BESIDE
 from hf_xattn.evaluation.evaluation import ANOTHER, BLIND, FREQUENT, MODEL, Answered, Asker, by_group, evaluate
 from hf_xattn.evaluation.questions import Question, other_pictures, questions_of
 
@@ -108,6 +109,53 @@ def test_text_alone(saved):
     assert found.as_base.count == 4 and model.active_cross_attention == active
 
 
+def test_text_beside_a_picture(saved):
+    """Text answers that a picture has changed, counted as the base's; a picture in another place than those of rows."""
+    _, model, processor = saved
+    pictures = [[picture(1), picture(2)], [picture(3)]]
+    about = questions_of(rows(model, processor, pictures))
+    alone = questions_of(rows(model, processor, [[]] * 4))
+    system = [{"role": "system", "content": "a red circle."}, {"role": "user", "content": "is it ?"}]
+    chat = [*system, {"role": "assistant", "content": "a"}, {"role": "user", "content": "user ?"}]
+    alone.append(Question(chat, "b"))
+    shown = [each[0] for each in (pictures[0], pictures[1]) * 2] + [pictures[0][0]]
+    expected = [said(model, processor, asked(text, each)) for text, each in zip(TEXTS, shown)]
+    behind = [system[0], *asked("is it ?", shown[4]), *chat[2:]]
+    expected.append(said(model, processor, behind))
+    assert alone[4].beside({"type": "image", "image": shown[4]}).messages == behind
+    assert alone[0].beside({"type": "image", "image": shown[0]}).messages == asked(TEXTS[0], shown[0])
+    base = [said(model, processor, each.messages) for each in alone]  # without a picture the blocks change nothing
+    same = sum(one == other for one, other in zip(expected, base))
+    assert same < len(alone)
+    found = evaluate(model, processor, [alone[0], *about, *alone[1:]], batch_size=2, max_new_tokens=NEW_TOKENS)
+    assert (found.beside.as_base.count, found.beside.as_base.of) == (same, 5) and found.beside_missing is None
+    assert found.beside.base == found.text and found.beside.base.exact.count == 2
+    right = sum(one.strip() == each.answer.strip() for one, each in zip(expected, alone))
+    assert found.beside.model.exact.count == right and found.beside.left_out == 0
+    assert found.as_dict()["text_beside_picture"]["as_base"] == found.beside.as_base.as_dict()
+    as_expected = [each._replace(answer=answer) for each, answer in zip(alone, expected)]
+    found = evaluate(model, processor, [*about, *as_expected], max_new_tokens=NEW_TOKENS)
+    assert found.beside.model.exact.count == 5 and found.beside.base.exact.count == same
+
+
+def test_text_beside_a_picture_that_cannot_be_measured(saved):
+    """A figure that is missing without a word, or questions that are left out of it."""
+    _, model, processor = saved
+    alone, about = Question(asked("a"), "b"), Question(asked("a", picture(1)), "b")
+    start = Question([{"role": "system", "content": "a"}], "b")
+    for questions, reason in (
+        ([alone], "the data has no picture"),
+        ([about], "no question without a picture"),
+        ([about, start], "user message"),
+    ):
+        found = evaluate(model, processor, questions, max_new_tokens=1)
+        assert found.beside is None and reason in found.beside_missing
+        assert found.as_dict()["text_beside_picture"] is None
+        assert found.as_dict()["text_beside_picture_missing"] == found.beside_missing
+    found = evaluate(model, processor, [start, about, alone], max_new_tokens=1)
+    assert found.beside.as_base.of == 1 and found.beside.left_out == 1 and found.text.exact.of == 2
+
+
 def test_cut_answers_are_counted(saved):
     """An answer that would have been right, and is reported as wrong without a word."""
     _, model, processor = saved
@@ -205,6 +253,13 @@ def test_command(saved, data, capsys):
     assert found["questions"] == 5 and found["pictures"][FREQUENT]["exact"]["share"] == 1.0
     assert found["pictures"][ANOTHER]["exact"]["of"] == 4 and found["as_base"]["share"] == 1.0
     assert f"| {MODEL} | 4 | {found['pictures'][MODEL]['exact']['share']:.1%}" in table
+    beside = found["text_beside_picture"]
+    assert beside["as_base"]["of"] == beside["model"]["exact"]["of"] == beside["base"]["exact"]["of"] == 1
+    assert found["text_beside_picture_missing"] is None
+    line = next(line for line in table.splitlines() if "as its base without the picture" in line)
+    assert f"| 1 | {beside['as_base']['share']:.1%} [" in line
+    assert main(["eval", folder, "--data", str(data), "--max-new-tokens", "4", "--limit", "4"]) == 0
+    assert "were not measured: the data has no question without a picture" in capsys.readouterr().out
 
 
 def test_command_by_kind(saved, data, capsys):
@@ -243,8 +298,14 @@ def test_card(saved, data, tmp_path, capsys):
     data.rename(tmp_path / "others")
     assert main([*command[:3], str(tmp_path / "others"), *command[4:]]) == 0
     assert main([*command[:3], str(tmp_path / "others"), *command[4:]]) == 0
-    names = [each.dataset_name for each in ModelCard.load(tmp_path / "model" / "README.md").data.eval_results]
-    assert names == ["held_out"] * 3 + ["others"] * 3
+    results = ModelCard.load(tmp_path / "model" / "README.md").data.eval_results
+    assert [each.dataset_name for each in results] == ["held_out"] * 6 + ["others"] * 6
+    capsys.readouterr()
+    assert main([*command[:3], str(tmp_path / "others"), *command[4:-1], "--json"]) == 0
+    beside = json.loads(capsys.readouterr().out)["text_beside_picture"]
+    told = {each.metric_name: each.metric_value for each in results if each.task_type == "text-generation"}
+    shares = (beside["as_base"], beside["model"]["normalised"], beside["base"]["normalised"])
+    assert [told[name] for name in (AS_BASE, BESIDE, BASE)] == [round(each["share"], 4) for each in shares]
 
 
 def test_refused(saved, data, tmp_path, capsys):

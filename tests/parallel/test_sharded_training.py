@@ -28,6 +28,8 @@ CASES = {
     # name: (dtype, options of the command, options of FSDP)
     "frozen base": ("float32", ["--eval-share", "0.25"], {}),
     "all trains": ("bfloat16", ALL, {"state_dict_type": "sharded_state_dict", "checkpointing": True}),
+    # Half of the batches have no text of this kind, and their process must gather weights all the same.
+    "texts beside pictures": ("float32", ["--distill-text", "2"], {}),
     "adapter": ("bfloat16", ["--adapter-only"], {"state_dict_type": "sharded_state_dict"}),
 }
 FIXED = "--epochs 2 --save-steps 2 --log-steps 3 --learning-rate 0.01".split()
@@ -35,7 +37,8 @@ FIXED = "--epochs 2 --save-steps 2 --log-steps 3 --learning-rate 0.01".split()
 
 def arguments(desk, case, batch_size, name):
     dtype, options, _ = CASES[case]
-    paths = (desk / dtype, "--data", desk / "data", "--output", desk / f"{case} {name}")
+    data = desk / ("texts" if "--distill-text" in options else "data")
+    paths = (desk / dtype, "--data", data, "--output", desk / f"{case} {name}")
     return [str(part) for part in (*paths, *FIXED, *options, "--batch-size", batch_size)]
 
 
@@ -56,6 +59,8 @@ def desk(tmp_path_factory):
     write_examples(
         folder / "data", [{**line, "text": line["text"] * (1 + index % 3)} for index, line in enumerate(CAPTIONS)]
     )
+    text = {"question": "what ?", "answer": "a red circle."}
+    write_examples(folder / "texts", [*CAPTIONS[:4], *[text] * 4])
     return folder
 
 
@@ -74,7 +79,8 @@ def read(folder):
 
 
 @pytest.mark.parametrize(
-    "case", ["all trains", *(pytest.param(case, marks=slow) for case in ("frozen base", "adapter"))]
+    "case",
+    ["all trains", *(pytest.param(case, marks=slow) for case in ("frozen base", "texts beside pictures", "adapter"))],
 )
 def test_ranks_save_what_one_process_saves(case, desk, capsys):
     """Half of the weights, or weights in the dtype of the optimizer; a configuration that asks for it; a mean of one
