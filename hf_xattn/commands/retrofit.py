@@ -23,6 +23,10 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
+    init = (
+        "first weights of the blocks: random (the default), or copies of the self-attention of the layers behind them"
+    )
+    parser.add_argument("--init", default="random", choices=("random", "self_attention"), help=init)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     parser.add_argument("--gguf-file", metavar="NAME", help="name of a GGUF file in the folder or repository TEXT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
@@ -57,6 +61,7 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.vision,
         cross_attention_layers=arguments.layers,
         every=arguments.every,
+        init=arguments.init,
         dtype=arguments.dtype,
         gguf_file=arguments.gguf_file,
         **hub,
