@@ -178,7 +178,6 @@ def align_connector(
         for features, words in _pictures(body, processor, rows, batch_size):
             counts = torch.tensor([(word in words) - texts.shares[word] for word in texts.words], dtype=torch.float32)
             target = counts @ states
-            target = target / target.square().mean().sqrt().clamp_min(1e-6)
             sums.add(features, target.to(features.device))
             squares += float(target.double().square().sum()) * len(features)
         explained = _write(body, sums, squares, noise, seed)
