@@ -14,6 +14,7 @@ from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .processing_xattn import XAttnProcessor
 from .registration import register_classes, register_names
 from .retrofit import remove_blocks, retrofit
+from .training.alignment import align_connector
 from .training.collator import XAttnDataCollator
 from .training.complete_checkpoints import last_complete_checkpoint
 from .training.freezing import added_modules, freeze, freeze_base, lora_targets, training_table
@@ -54,6 +55,7 @@ __all__ = [
     "XAttnProcessor",
     "__version__",
     "added_modules",
+    "align_connector",
     "attention_maps",
     "check_images",
     "freeze",

@@ -28,7 +28,7 @@ def draw_chart(rng: random.Random, side: int, fonts: tuple[str, ...]) -> Drawn:
     ranks = [Asked("rank", {"most": most}, bar.label) for most, bar in ranked.items()]
     # The first two levels are as frequent as all others; the rest was drawn to fit.
     values = [Asked("value", {"label": bar.label}, str(bar.level * step)) for bar in bars[:2]]
-    return Drawn(_paint(rng, bars, words, side, way), ranks + values, words=words, bars=bars)
+    return Drawn(_paint(rng, bars, words, side, way), ranks + values, words=words, bars=bars, step=step)
 
 
 def _levels(rng: random.Random, count: int) -> list[int]:

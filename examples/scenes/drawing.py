@@ -69,13 +69,14 @@ class Bar(NamedTuple):
 
 @dataclass
 class Drawn:
-    """A picture, what it holds, and what is asked about it."""
+    """A picture, what it holds, and what is asked about it. `step` is the value of a line of a chart's grid."""
 
     image: Image.Image
     asked: list[Asked]
     things: list[Thing] = field(default_factory=list)
     words: list[Word] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
+    step: int = 1
 
 
 def size_for(name: str, height: float, side: int) -> int:

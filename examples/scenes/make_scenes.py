@@ -5,6 +5,9 @@ python examples/scenes/make_scenes.py OUTPUT [--split train --rows 20000 --seed 
 OUTPUT gets pictures and `metadata.jsonl`, one question a line, as `hf-xattn train` reads them. With --shards it gets
 tar files in WebDataset's form: for each question KEY.jpg and KEY.json. Split, seed and number determine a picture and
 its questions: other --rows or --shards give the same ones, more or fewer of them.
+
+With --captions OUTPUT gets the same pictures with one caption each, `file_name` and `text`, in place of questions. It
+names what is drawn, for `hf-xattn retrofit --align OUTPUT`.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from captions import caption_of
 from charts import draw_chart
 from documents import draw_form, draw_note
 from drawing import SIDES, Asked, Drawn
@@ -38,6 +42,7 @@ QUESTIONS = 4
 TEXT_SHARE = 0.1  # of the rows
 QUALITY = 90  # of JPEG
 PART = 100  # pictures that a process draws at a time, for a folder
+CAPTIONS = 2000
 
 
 class Part(NamedTuple):
@@ -49,13 +54,14 @@ class Part(NamedTuple):
     rows: int
     target: Path  # a folder, or a tar file
     shard: bool
+    captions: bool
 
 
 class Written(NamedTuple):
     """`lines` of `metadata.jsonl`, and the SHA-256 of all rows and pictures of the part."""
 
     lines: list[str]
-    answers: Counter[tuple[str, str]]  # kind and answer
+    answers: Counter[tuple[str, str]]  # kind and answer, of questions
     pictures: int
     digest: str
 
@@ -81,14 +87,17 @@ def texts_after(index: int) -> int:
     return int((index + 1) * each) - int(index * each)
 
 
-def rows_of(split: Split, index: int) -> tuple[bytes, list[dict[str, str]]]:
-    """A picture as JPEG, and its rows, with the text rows that follow it.
+def rows_of(split: Split, index: int, captions: bool = False) -> tuple[bytes, list[dict[str, str]]]:
+    """A picture as JPEG, and its rows, with the text rows that follow it; with `captions` its caption alone.
 
-    A row has `question`, `answer` and `kind`, and `file_name` if it is about the picture.
+    A row has `question`, `answer` and `kind`, and `file_name` if it is about the picture. A caption has `file_name` and
+    `text`.
     """
     drawn, rng = _draw(split, index)
     file = io.BytesIO()
     drawn.image.save(file, "JPEG", quality=QUALITY)
+    if captions:
+        return file.getvalue(), [{"file_name": f"{index:06}.jpg", "text": caption_of(drawn)}]
     rows = [{"file_name": f"{index:06}.jpg", **_in_words(split, asked, rng)} for asked in drawn.asked]
     rows += [_in_words(split, ask_without_picture(rng), rng) for _ in range(texts_after(index))]
     return file.getvalue(), rows
@@ -102,7 +111,7 @@ def _in_words(split: Split, asked: Asked, rng: random.Random) -> dict[str, str]:
 
 def write_part(part: Part) -> Written:
     """Draws and writes a part; the process of a worker begins here."""
-    drawn = (rows_of(part.split, index) for index in range(part.first, part.last))
+    drawn = (rows_of(part.split, index, part.captions) for index in range(part.first, part.last))
     rows = islice(((picture, row) for picture, rows in drawn for row in rows), part.rows)
     write = _write_shard if part.shard else _write_pictures
     digest, lines = hashlib.sha256(), []
@@ -111,7 +120,8 @@ def write_part(part: Part) -> Written:
     for row, content in write(part, rows):
         line = json.dumps(row)
         digest.update(line.encode() + content)
-        answers[row["kind"], row["answer"]] += 1
+        if not part.captions:
+            answers[row["kind"], row["answer"]] += 1
         names.add(row.get("file_name"))
         if not part.shard:
             lines.append(line)
@@ -146,11 +156,11 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(entry, io.BytesIO(content))
 
 
-def parts_of(split: Split, rows: int, output: Path, shards: int | None) -> list[Part]:
+def parts_of(split: Split, rows: int, output: Path, shards: int | None, captions: bool = False) -> list[Part]:
     """The pictures for so many rows, in shards, or in pieces of a folder."""
     starts = [0]  # of the rows of each picture
     while starts[-1] < rows:
-        starts.append(starts[-1] + QUESTIONS + texts_after(len(starts) - 1))
+        starts.append(starts[-1] + (1 if captions else QUESTIONS + texts_after(len(starts) - 1)))
     pictures = len(starts) - 1
     count = shards or -(-pictures // PART)
     if count > pictures:
@@ -164,6 +174,7 @@ def parts_of(split: Split, rows: int, output: Path, shards: int | None) -> list[
             min(rows, starts[last]) - starts[first],
             output / f"{split.name}-{number:05}.tar" if shards else output,
             bool(shards),
+            captions,
         )
         for number, (first, last) in enumerate(zip(edges, edges[1:]))
     ]
@@ -180,9 +191,11 @@ def table(answers: Counter[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def make(split: Split, output: Path, rows: int, shards: int | None = None, processes: int = 2) -> dict[str, Any]:
+def make(
+    split: Split, output: Path, rows: int, shards: int | None = None, processes: int = 2, captions: bool = False
+) -> dict[str, Any]:
     """Writes a folder of pictures, or shards. Returns numbers of rows and pictures, answers, and a digest of all."""
-    parts = parts_of(split, rows, output, shards)
+    parts = parts_of(split, rows, output, shards, captions)
     output.mkdir(parents=True)
     if processes == 1:
         written = list(map(write_part, parts))
@@ -207,6 +220,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--rows", type=int, help="default: 20000 to train, 2000 for development; not for the sealed test"
     )
+    parser.add_argument(
+        "--captions", action="store_true", help=f"captions for questions (default of --rows: {CAPTIONS})"
+    )
     parser.add_argument("--seed", type=int, help="default: 0; not for the sealed test")
     parser.add_argument("--shards", type=int, help="write so many tar files")
     parser.add_argument("--processes", type=int, default=2)
@@ -217,16 +233,20 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"expected --{name} to be at least 1, got {value}")
     if options.split == "sealed" and (options.rows, options.seed) != (None, None):
         parser.error("expected no --rows and no --seed with --split sealed: its list has them")
+    if options.captions and options.split != "train":
+        parser.error(f"expected --captions with --split train, whose pictures may be learned from, got {options.split}")
     if options.output.exists():
         parser.error(f"expected a new folder, got {options.output}, which exists: remove it, or name another one")
     start = time.perf_counter()
     try:
         split = open_split(options.split, options.seed or 0, options.open_sealed)
-        made = make(split, options.output, options.rows or split.rows, options.shards, options.processes)
+        rows = options.rows or (CAPTIONS if options.captions else split.rows)
+        made = make(split, options.output, rows, options.shards, options.processes, options.captions)
     except ValueError as error:
         parser.error(str(error))
     seconds = time.perf_counter() - start
-    print(table(made["answers"]))
+    if not options.captions:
+        print(table(made["answers"]))
     print(f"{made['rows']} rows about {made['pictures']} pictures: {options.output}")
     print(f"SHA-256 of rows and pictures: {made['digest']}")
     print(f"{made['rows'] / seconds:.0f} rows a second", file=sys.stderr)

@@ -5,8 +5,22 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
+from typing import Any
 
-from .shared import DTYPES, add_number, add_trust, hub_options, new_folder, print_report, read_processor
+from .shared import (
+    DTYPES,
+    add_number,
+    add_trust,
+    check_least,
+    device_of,
+    hub_options,
+    new_folder,
+    print_report,
+    read_processor,
+)
+
+
+ALIGN_ROWS = 2000
 
 
 def register_retrofit(commands: argparse._SubParsersAction) -> None:
@@ -23,6 +37,13 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
+    init = (
+        "first weights of the blocks: random (the default), or copies of the self-attention of the layers behind them"
+    )
+    parser.add_argument("--init", default="random", choices=("random", "self_attention"), help=init)
+    align = "start the connector by the words of these captions or answers: a source as for `hf-xattn train --data`"
+    parser.add_argument("--align", metavar="SOURCE", help=align)
+    add_number(parser, "--align-rows", None, f"rows of it that are read, evenly spaced (default: {ALIGN_ROWS})")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
     parser.add_argument("--gguf-file", metavar="NAME", help="name of a GGUF file in the folder or repository TEXT")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
@@ -43,6 +64,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..utils.architectures import text_num_hidden_layers
     from ..utils.whole_folder import WholeFolder
 
+    rows = _rows_to_align(arguments)
     hub = hub_options(arguments)
     if arguments.revision is not None:
         hub["revision"] = arguments.revision
@@ -51,16 +73,21 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.vision is not None:
         vision_config_of(arguments.vision, hub, reads_weights=False)
     processor = read_processor(arguments.text, arguments.vision, output, gguf_file=arguments.gguf_file, **hub)
+    if rows is not None and getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"`--align` reads pictures: expected {arguments.vision} to have an image processor, got none.")
     print(f"Loading {arguments.text}" + (f" and {arguments.vision}" if arguments.vision else ""), flush=True)
     model = retrofit(
         arguments.text,
         arguments.vision,
         cross_attention_layers=arguments.layers,
         every=arguments.every,
+        init=arguments.init,
         dtype=arguments.dtype,
         gguf_file=arguments.gguf_file,
         **hub,
     )
+    if rows is not None:
+        _align(model, processor, rows)
     print(f"Saving to {output}", flush=True)
     with WholeFolder(output) as folder:
         model.save_pretrained(folder, max_shard_size=arguments.max_shard_size, adapter_only=arguments.adapter_only)
@@ -77,6 +104,33 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"Next, to see: hf-xattn retrofit {shlex.quote(arguments.text)} --vision V --output DIR")
     else:
         print(f"Next: hf-xattn train {shlex.quote(str(output))} --data PICTURES --output TRAINED")
+
+
+def _rows_to_align(arguments: argparse.Namespace) -> Any:
+    """The rows of `--align`, opened before weights are read; None without it."""
+    check_least(arguments, 1, "align_rows")
+    for option, missing in (("--align-rows", arguments.align), ("--align", arguments.vision)):
+        if missing is None and getattr(arguments, option[2:].replace("-", "_")) is not None:
+            needed = "--align SOURCE" if option == "--align-rows" else "--vision V, whose features it reads"
+            raise ValueError(f"`{option}` needs `{needed}`, got none.")
+    if arguments.align is None:
+        return None
+    from ..data.loading import load_rows
+
+    rows = load_rows(arguments.align)
+    count = arguments.align_rows or ALIGN_ROWS
+    if count >= len(rows):
+        return rows
+    return rows.split([number * len(rows) // count for number in range(count)])[1]
+
+
+def _align(model: Any, processor: Any, rows: Any) -> None:
+    from ..training.alignment import align_connector
+
+    print(f"Aligning the connector with {len(rows)} rows", flush=True)
+    found = align_connector(model.to(device_of("auto")), processor, rows)
+    told = f"The connector is aligned with {found.words} words of {found.pictures} pictures"
+    print(f"{told}, and explains {found.explained:.1%} of what their words tell")
 
 
 def only_in_python(words: list[str]) -> str:

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
+from ..training import alignment
+from ..training.alignment import ridge, told_apart
 from ..training.collator import XAttnDataCollator
 from ..utils.projection import multiplies_natively
 from .canvases import HEIGHT, PATCH, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
@@ -36,7 +38,6 @@ BLOCK_PLACES = (0.67, 0.73, 0.8, 0.87, 0.97)  # as shares of the depth
 CANVASES = 1000
 BACKGROUND = 0.2  # share of the patches without a digit that count, as they are the most
 RANDOM = 0.05  # standard deviation of what is added: what no word names must pass too, such as a digit's place
-PENALTY = 1.0
 
 
 class Recipe(NamedTuple):
@@ -232,34 +233,11 @@ def start_connector(
     connector.layers[0].bias.copy_(bias)
 
 
-@torch.no_grad()
 def word_states(base: PreTrainedModel, processor: XAttnProcessor, layer: int, words: tuple[str, ...]) -> torch.Tensor:
-    """Returns the hidden states of two words or more in front of a layer, `(words, hidden_size)`.
-
-    Their mean is subtracted, and each has a mean square of 1: this tells them apart.
-    """
+    """What tells the hidden states of two words or more apart, in front of a layer, `(words, hidden_size)`."""
     tokenizer: Any = processor.tokenizer
-    states = []
-    for word in words:
-        of_word = []
-        for phrasing in PHRASINGS["read"]:
-            chat = [{"role": "user", "content": phrasing}]
-            asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(asked + word, add_special_tokens=False, return_tensors="pt")["input_ids"]
-            output: Any = base(input_ids=ids.to(base.device), output_hidden_states=True)
-            of_word.append(output.hidden_states[layer][0, -1].float().cpu())
-        states.append(torch.stack(of_word).mean(0))
-    different = torch.stack(states) - torch.stack(states).mean(0)
-    return different / different.square().mean(-1, keepdim=True).sqrt()
-
-
-def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Solves `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`.
-
-    `features` are `(count, inputs)`, `targets` `(count, outputs)`. Returns the weight `(outputs, inputs)` and the bias
-    `(outputs,)` in float32.
-    """
-    inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1).double()
-    penalty = PENALTY * torch.eye(inputs.shape[1], dtype=inputs.dtype)
-    solved = torch.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ targets.double()).float()
-    return solved[:-1].T, solved[-1]
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": each}], tokenize=False, add_generation_prompt=True)
+        for each in PHRASINGS["read"]
+    ]
+    return told_apart(alignment.word_states(base, tokenizer, layer, words, prompts))

@@ -17,6 +17,7 @@ import phrasings
 import pytest
 import splits
 from checkout import EXAMPLES
+from documents import LINES
 from drawing import write
 from make_scenes import QUESTIONS, draw, rows_of
 from own_sealed_list import put_list
@@ -198,6 +199,38 @@ def test_a_folder_is_what_training_reads(tmp_path, chat_folder):
     assert [row["kind"] for row in rows] == [line["kind"] for line in lines]
     shows = ["file_name" in line for line in lines[8:16]]
     assert collator(rows[8:16])["image_mask"].flatten().tolist() == shows and not all(shows)
+
+
+def test_captions(tmp_path, capsys):
+    """Captions of other pictures than the questions', that name what is not there, or that change the questions."""
+    make_scenes.main([str(tmp_path / "captions"), "--captions", "--rows=40", "--processes=1"])
+    make_scenes.main([str(tmp_path / "rows"), "--rows=60", "--processes=1"])
+    assert "40 rows about 40 pictures" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "captions" / "metadata.jsonl").read_text().splitlines()]
+    asked = contents(tmp_path / "rows")
+    assert all(
+        content == asked[name]
+        for name, content in contents(tmp_path / "captions").items()
+        if name in asked and name != "metadata.jsonl"
+    )
+    split = open_split("train", 0)
+    for index, line in enumerate(lines):
+        drawn = draw(split, index)
+        assert set(line) == {"file_name", "text"} and line["file_name"] == f"{index:06}.jpg"
+        parts = line["text"].split(", ")
+        if drawn.things:
+            assert len(parts) == len(drawn.things)
+            (located,) = [each for each in drawn.asked if each.kind == "locate"]
+            (own,) = [part for part in parts if located.words["one"] in part]
+            assert own.split(" the ")[1] == located.answer
+        for each in drawn.asked:
+            if each.kind == "value":
+                assert f"{each.words['label']} is {each.answer}" in parts
+            elif each.kind == "read":
+                assert f"{each.words['field'].capitalize()}: {each.answer}" in parts
+            elif each.kind == "find":
+                assert each.words["word"] in parts[LINES.index(each.answer)].split()
+    assert "--captions with --split train" in stopped(capsys, tmp_path / "out", "--captions", "--split=development")
 
 
 def test_shards(tmp_path):

@@ -10,6 +10,7 @@ from hf_xattn import (
     VisionFeatures,
     XAttnDataCollator,
     added_modules,
+    align_connector,
     check_images,
     freeze,
     last_complete_checkpoint,
@@ -90,6 +91,20 @@ SURFACES = {
         added_modules,
         lambda **given: added_modules(**needs(given, model=make_model())),
         {"model": value(none=None, kind=torch.nn.Linear(2, 2))},
+    ),
+    "align_connector": Surface(
+        align_connector,
+        lambda **given: align_connector(**needs(given, model=make_model(), processor=make_processor(), rows=[ROW])),
+        {
+            "model": {**MODEL, "size": Wrong(make_model(vision=False), "got one without")},
+            "processor": value(none=Wrong(None, "got NoneType"), kind=3),
+            "rows": value(
+                none=Wrong(None, "got NoneType"), kind=3, rank=Wrong(ROW, "got dict"), size=Wrong([], "none")
+            ),
+            "noise": value(none=None, kind="0.5", size=-1.0),
+            "batch_size": value(none=None, kind="8", size=0, dtype=8.5),
+            "seed": value(none=None, kind="0", size=-1, dtype=0.5),
+        },
     ),
     "freeze": Surface(
         freeze,

@@ -1,0 +1,366 @@
+"""Starts a connector where the words are: a ridge regression from features of patches to the states of words.
+
+A block's queries come from text and its keys from the picture. The word `seven` finds the patch with a seven in fewer
+steps if both are near each other before the first one.
+
+A caption does not say which patch a word belongs to. So all image tokens of a picture have one target: the sum of the
+states of its words, each counted once, without what the pictures have in common. A feature that comes with one word
+more often than with the others gets the direction of that word; what every caption says falls out. The sums of the
+regression take the same memory for any number of pictures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..data.rows import IMAGE_SOURCES, read_row, text_of
+from ..decoders.decoder import find_decoder
+from ..images.vision import Tiles, run_tower
+from ..processing.chat_messages import IMAGES
+from ..processing_xattn import TILE_INPUTS, XAttnProcessor
+from ..utils.architectures import text_num_hidden_layers
+from ..utils.config_checks import check_count, check_number, check_positive_int
+from ..utils.projection import to_dtype_of
+from ..utils.quantized_weights import check_trainable
+from ..utils.tensor_checks import type_name
+from .freezing import body_of
+from .vision_features import tower_of
+
+
+PENALTY = 1.0
+MOST_WORDS = 4096  # the most frequent ones have a state
+PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
+WORDS_AT_ONCE = 64
+WORD = re.compile(r"\w+(?:['’-]\w+)*")
+
+
+class ConnectorAlignment(NamedTuple):
+    """What [`align_connector`] has used."""
+
+    pictures: int
+    words: int  # that have a state
+    explained: float  # share of the targets' square that the regression gives
+
+
+class RidgeSums:
+    """The sums of a regression `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`."""
+
+    def __init__(self, bias: bool = True):
+        self.bias = bias
+        self.count = 0
+        self.squares: Any = 0.0  # (inputs, inputs), float64
+        self.products: Any = 0.0  # (inputs, outputs)
+
+    def add(self, features: torch.Tensor, targets: torch.Tensor) -> None:
+        """`(count, inputs)` and `(count, outputs)`; or `(tokens, inputs)` and the one target of all, `(outputs,)`."""
+        inputs = features
+        if self.bias:
+            inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+        inputs, targets = inputs.double(), targets.double()
+        self.count += len(inputs)
+        self.squares = self.squares + inputs.T @ inputs
+        alike = targets.dim() == 1
+        self.products = self.products + (inputs.sum(0)[:, None] * targets if alike else inputs.T @ targets)
+
+    def solve(self) -> torch.Tensor:
+        """`(inputs, outputs)`, in float64; the last row is the bias."""
+        penalty = PENALTY * torch.eye(len(self.squares), dtype=torch.float64, device=self.squares.device)
+        return torch.linalg.solve(self.squares + penalty, self.products)
+
+
+def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight `(outputs, inputs)` and the bias `(outputs,)` of a regression, in float32. See [`RidgeSums`]."""
+    sums = RidgeSums()
+    sums.add(features, targets)
+    solved = sums.solve().float()
+    return solved[:-1].T, solved[-1]
+
+
+class _Reached(Exception):
+    """The hidden states in front of a layer are there."""
+
+
+@torch.no_grad()
+def word_states(
+    text_model: PreTrainedModel,
+    tokenizer: Any,
+    layer: int,
+    words: Sequence[str],
+    prompts: Sequence[str],
+    at_once: int = 1,
+) -> torch.Tensor:
+    """The hidden states in front of a layer at the ends of words, the mean over `prompts`, `(words, hidden_size)`.
+
+    Args:
+        prompts (`Sequence[str]`): texts in front of the word.
+        at_once (`int`): texts in a batch. They are padded at the right end, where no causal decoder looks.
+    """
+    _, layers = find_decoder(text_model)
+    found: list[torch.Tensor] = []
+
+    def keep(_: Any, args: Any, kwargs: Any) -> None:
+        found.append((args[0] if args else kwargs["hidden_states"]).detach())
+        raise _Reached
+
+    texts = [prompt + word for word in words for prompt in prompts]
+    states = []
+    hook = layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        for start in range(0, len(texts), at_once):
+            ids = tokenizer(texts[start : start + at_once], add_special_tokens=False)["input_ids"]
+            longest = max(map(len, ids))
+            padded = torch.tensor([[*each, *[each[-1]] * (longest - len(each))] for each in ids])
+            try:
+                text_model(input_ids=padded.to(text_model.device), use_cache=False)
+            except _Reached:
+                states += [row[len(each) - 1].float().cpu() for row, each in zip(found.pop(), ids)]
+    finally:
+        hook.remove()
+    return torch.stack(states).unflatten(0, (len(words), len(prompts))).mean(1)
+
+
+def told_apart(states: torch.Tensor) -> torch.Tensor:
+    """The states of two words or more without their mean, each with a mean square of 1: what tells them apart."""
+    different = states - states.mean(0)
+    return different / different.square().mean(-1, keepdim=True).sqrt()
+
+
+def align_connector(
+    model: Any,
+    processor: XAttnProcessor,
+    rows: Sequence[Any],
+    *,
+    noise: float = 0.5,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> ConnectorAlignment:
+    """Starts the connector of a fresh model by the words of captions or answers, in place.
+
+    The last layer of a `"linear"` or `"mlp"` connector becomes the ridge regression from the features of each image
+    token to the text model's hidden states, in front of the first block, at the words of the picture's text. The
+    blocks, the tower and the text model stay as they are. Rows without a picture are passed over; rows about the same
+    pictures that stand together count as one.
+
+    Args:
+        model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): with a vision tower. Changed in place.
+        processor ([`XAttnProcessor`]): of the model.
+        rows (`Sequence`): rows as for [`XAttnDataCollator`], for example of [`load_rows`]. They are read twice.
+        noise (`float`, defaults to 0.5): what no word names must pass too. So random weights are added; this is the
+            root mean square of what they add to image tokens, whose own is about 1.
+        batch_size (`int`, defaults to 8): pictures at a time.
+        seed (`int`, defaults to 0): of the random weights.
+
+    Returns:
+        [`ConnectorAlignment`]: numbers of pictures and words, and the share of the targets that is explained.
+
+    Raises:
+        TypeError: for a model without blocks, another processor, or rows that are no sequence.
+        ValueError: for a model without a tower or with a connector of another type, image tokens of another width than
+            the text, quantized weights, and rows without pictures or without words that differ among pictures. The
+            model is not changed then.
+    """
+    body: Any = body_of(model)
+    _check(body, processor, rows, noise, batch_size, seed)
+    with _evaluating(body), torch.no_grad():
+        texts = _Texts(rows, processor)
+        states = _states(body, processor, texts)
+        sums, squares = RidgeSums(body.connector.layers[-1].bias is not None), 0.0
+        for features, words in _pictures(body, processor, rows, batch_size):
+            counts = torch.tensor([(word in words) - texts.shares[word] for word in texts.words], dtype=torch.float32)
+            target = counts @ states
+            sums.add(features, target.to(features.device))
+            squares += float(target.double().square().sum()) * len(features)
+        explained = _write(body, sums, squares, noise, seed)
+    return ConnectorAlignment(texts.pictures, len(texts.words), explained)
+
+
+def _check(body: Any, processor: Any, rows: Any, noise: Any, batch_size: Any, seed: Any) -> None:
+    if not isinstance(processor, XAttnProcessor):
+        raise TypeError(f"Expected `processor` to be an XAttnProcessor, got {type_name(processor)}.")
+    if isinstance(rows, (str, bytes, Path, dict)) or not (hasattr(rows, "__getitem__") and hasattr(rows, "__len__")):
+        raise TypeError(f"Expected `rows` to be a sequence of rows, such as `load_rows` gives, got {type_name(rows)}.")
+    check_number("noise", noise)
+    if noise < 0:
+        raise ValueError(f"`noise` must not be negative, got {noise!r}.")
+    check_positive_int("batch_size", batch_size)
+    check_count("seed", seed)
+    tower_of(body)
+    config = body.config
+    if config.connector_type not in ("linear", "mlp"):
+        raise ValueError(
+            "Expected `model` with a connector of type 'linear' or 'mlp', whose last layer is solved, got "
+            f"{config.connector_type!r}."
+        )
+    block = config.cross_attention_config
+    if block.context_size != block.hidden_size:
+        raise ValueError(
+            "Expected `model` with image tokens as wide as the text's hidden states, where words and patches can be "
+            f"near each other: `context_size` {block.hidden_size}, got {block.context_size}."
+        )
+    if min(config.cross_attention_layers) >= text_num_hidden_layers(config.text_config):
+        raise ValueError("Expected `model` with a block in front of a layer, got blocks after the last layer alone.")
+    check_trainable("the connector", body.connector, "Load the base with `quantization_config`: the connector stays.")
+
+
+class _Texts:
+    """The words of the rows: those that pictures differ in, with the share of the pictures that have them."""
+
+    def __init__(self, rows: Sequence[Any], processor: XAttnProcessor):
+        counts: Counter[str] = Counter()
+        self.pictures, self.prompts = 0, list[str]()
+        for _, words, asked in _grouped(rows):
+            self.pictures += 1
+            counts.update(words)
+            if len(self.prompts) < PROMPTS:
+                prompt: Any = processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+                self.prompts += [prompt] * (prompt not in self.prompts)
+        if not self.pictures:
+            raise ValueError(f"Expected `rows` with pictures and answers or captions, got none in {len(rows)} rows.")
+        differing = Counter({word: count for word, count in counts.items() if count < self.pictures})
+        self.words = sorted(word for word, _ in differing.most_common(MOST_WORDS))
+        self.shares = {word: counts[word] / self.pictures for word in self.words}
+        if len(self.words) < 2:
+            raise ValueError(
+                f"Expected `rows` whose texts name what pictures differ in, got {self.pictures} picture(s) whose texts "
+                f"differ in {len(self.words)} word(s)."
+            )
+
+
+def _grouped(rows: Sequence[Any]) -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:
+    """The pictures of rows that stand together, the words of their answers, and a chat that asks for one."""
+
+    def read() -> Iterator[tuple[list[Any], set[str], list[dict[str, Any]]]]:
+        for index in range(len(rows)):
+            try:
+                conversation = read_row(rows[index])
+            except (TypeError, ValueError) as error:
+                if hasattr(rows, "where"):  # `Rows` say where the row is
+                    raise
+                raise type(error)(f"`rows[{index}]`: {error}") from error
+            parts = [
+                part
+                for message in conversation.messages
+                if isinstance(message.get("content"), list)
+                for part in message["content"]
+            ]
+            pictures = [
+                next(part[name] for name in IMAGE_SOURCES if name in part) for part in parts if part["type"] in IMAGES
+            ]
+            said = [text_of(conversation.messages[answer]) for answer in conversation.answers]
+            words = set(WORD.findall(" ".join(said)))
+            if pictures and words:
+                before = conversation.messages[: conversation.answers[0]]
+                yield pictures, words, [{"role": each["role"], "content": text_of(each)} for each in before]
+
+    def name(read_one: tuple[list[Any], set[str], Any]) -> list[Any]:
+        return [each if isinstance(each, (str, bytes, Path)) else id(each) for each in read_one[0]]
+
+    for _, group in groupby(read(), key=name):
+        alike = list(group)
+        yield alike[0][0], set().union(*(words for _, words, _ in alike)), alike[0][2]
+
+
+def _states(body: Any, processor: XAttnProcessor, texts: _Texts) -> torch.Tensor:
+    """The state of each word `(words, hidden_size)`, as the first block's norm gives it to its queries."""
+    first = min(body.config.cross_attention_layers)
+    found = word_states(body.text_model, processor.tokenizer, first, texts.words, texts.prompts, WORDS_AT_ONCE)
+    states = told_apart(found) * body.blocks[0].attn_norm.weight.float().cpu()
+    if not bool(torch.isfinite(states).all()):
+        raise ValueError("Expected `model` to give words different, finite hidden states, got NaN or equal ones.")
+    return states
+
+
+def _pictures(
+    body: Any, processor: XAttnProcessor, rows: Sequence[Any], batch_size: int
+) -> Iterator[tuple[torch.Tensor, set[str]]]:
+    """The inputs of the connector's last layer for all image tokens of a row's pictures, and the words of its text."""
+    waiting: list[tuple[list[Any], set[str]]] = []
+    for pictures, words, _ in _grouped(rows):
+        waiting.append((pictures, words))
+        if sum(len(each) for each, _ in waiting) >= batch_size:
+            yield from _encoded(body, processor, waiting)
+            waiting = []
+    if waiting:
+        yield from _encoded(body, processor, waiting)
+
+
+def _encoded(
+    body: Any, processor: XAttnProcessor, waiting: list[tuple[list[Any], set[str]]]
+) -> Iterator[tuple[torch.Tensor, set[str]]]:
+    images = [[picture] for pictures, _ in waiting for picture in pictures]
+    try:
+        batches = [processor(images=images)]
+    except ValueError:  # pictures of several sizes
+        batches = [processor(images=[each]) for each in images]
+    features = [each for batch in batches for each in _features(body, dict(batch))]
+    for pictures, words in waiting:
+        own, features = features[: len(pictures)], features[len(pictures) :]
+        yield torch.cat(own), words
+
+
+def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """For each picture of `(pictures, 1, ...)`: what the connector's last layer reads, `(tokens, width)`, float32."""
+    tower, connector = body.vision_tower, body.connector
+    inputs = {name: value.to(tower.device) for name, value in inputs.items()}
+    tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
+    output = run_tower(tower, inputs["pixel_values"], tiles).last_hidden_state
+    assert output is not None
+    if tiles is not None:  # no text sees padding tiles
+        found = [each[mask != 0].flatten(0, 1) for each, mask in zip(output[:, 0], tiles.aspect_ratio_mask[:, 0])]
+    else:
+        output = output.flatten(2).transpose(1, 2) if output.dim() == 4 else output
+        drops = body.config.vision_feature_select_strategy == "default"
+        found = list(output[:, 1:] if drops else output)
+    read = []
+    for features in found:
+        features = to_dtype_of(connector.layers[0], features)
+        for layer in connector.layers[:-1]:
+            features = layer(features)
+        if not bool(torch.isfinite(features).all()):
+            raise ValueError("Expected finite features of the vision tower, got NaN or infinite values.")
+        read.append(features.float())
+    return read
+
+
+def _write(body: Any, sums: RidgeSums, squares: float, noise: float, seed: int) -> float:
+    """Writes the regression, with a mean square as of the words' states, and noise. Returns the share explained."""
+    last: Any = body.connector.layers[-1]
+    solved = sums.solve()
+    given = (solved * (sums.squares @ solved)).sum()
+    explained = float((2 * (solved * sums.products).sum() - given) / squares)
+    size = body.blocks[0].attn_norm.weight.double().square().mean().sqrt().to(solved.device)
+    scale = size / (given / (sums.count * solved.shape[1])).sqrt()
+    if not (bool(torch.isfinite(scale)) and bool(torch.isfinite(solved).all())):
+        raise ValueError("Expected `rows` with pictures that differ as their words do, got no such difference.")
+    inputs = last.in_features
+    length = (sums.squares.diagonal()[:inputs].sum() / sums.count).sqrt()
+    random = torch.randn(last.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    last.weight.copy_((solved[:inputs] * scale).T + random.to(solved.device) * noise * size / length)
+    if last.bias is not None:
+        last.bias.copy_(solved[inputs] * scale)
+    return explained
+
+
+@contextmanager
+def _evaluating(body: nn.Module) -> Iterator[None]:
+    training = {module: module.training for module in body.modules()}
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+__all__ = ["ConnectorAlignment", "align_connector", "ridge", "told_apart", "word_states"]

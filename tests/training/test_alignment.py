@@ -1,0 +1,244 @@
+"""`align_connector`: a connector that starts where the words of captions are."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from command_runs import run
+from PIL import Image
+from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
+from torch import nn
+from training_examples import COLOURS, draw
+from transformers import AutoModel, AutoModelForImageTextToText, AutoTokenizer
+
+from hf_xattn import XAttnProcessor, align_connector, load_rows, retrofit
+from hf_xattn.training.alignment import RidgeSums, told_apart, word_states
+from hf_xattn.utils.transformers_api import AutoImageProcessor
+
+
+RGB = {"red": (255, 0, 0), "blue": (0, 0, 255), "green": (0, 255, 0), "black": (0, 0, 0)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alignment")
+    make_text_checkpoint(folder / "text", ["green", "black", "and", "of"])
+    make_vision_checkpoint(folder / "vision")
+    return folder
+
+
+def fresh(folder, **options):
+    torch.manual_seed(3)
+    options.setdefault("connector_type", "linear")
+    model = retrofit(folder / "text", folder / "vision", layers=[2, 3], **options)
+    images, tokenizer = (
+        AutoImageProcessor.from_pretrained(folder / "vision"),
+        AutoTokenizer.from_pretrained(folder / "text"),
+    )
+    return model.eval(), XAttnProcessor(images, tokenizer)
+
+
+def caption(picture, text):
+    image = {"type": "image", "image": picture}
+    return {
+        "messages": [
+            {"role": "user", "content": [image, {"type": "text", "text": "describe the picture"}]},
+            {"role": "assistant", "content": text},
+        ]
+    }
+
+
+def halves(size, count=60):
+    """Pictures of two colours, left and right, with a caption that does not say which is where."""
+    rng, rows, sides = np.random.default_rng(0), [], []
+    pairs = list(itertools.permutations(COLOURS, 2))
+    for index in range(count):
+        pair = pairs[index % len(pairs)]
+        pixels = np.zeros((size, size, 3))
+        for side, colour in enumerate(pair):
+            pixels[:, side * size // 2 : (side + 1) * size // 2] = RGB[colour]
+        pixels = (pixels + rng.normal(0, 20, pixels.shape)).clip(0, 255).astype(np.uint8)
+        rows.append(caption(Image.fromarray(pixels), f"a picture of {' and '.join(sorted(pair))}"))
+        sides.append(pair)
+    return rows, sides
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("connector_type", ["linear", "mlp"])
+def test_patches_are_near_the_words_for_them(folder, connector_type):
+    """Keys that are nearer to other words, a layer of the connector that is left out, weights of others that move."""
+    model, processor = fresh(folder, connector_type=connector_type)
+    for layer in model.model.vision_tower.encoder.layers:  # a random tower would mix what the patches show
+        for weight in layer.self_attn.out_proj.parameters():
+            weight.zero_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows, sides = halves(model.config.vision_config.image_size)
+    found = align_connector(model, processor, rows, noise=0.0)
+    assert found.pictures == 60 and found.words == 4  # `a picture of ... and` is said of all
+    assert 0 < found.explained < 1
+    last = f"connector.layers.{0 if connector_type == 'linear' else 2}."
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {f"model.{last}weight", f"model.{last}bias"}
+
+    prompt = processor.apply_chat_template(rows[0]["messages"][:1], tokenize=False, add_generation_prompt=True)
+    states = word_states(model.model.text_model, processor.tokenizer, 2, COLOURS, [prompt])
+    images = processor(images=[[row["messages"][0]["content"][0]["image"]] for row in rows])["pixel_values"]
+    tokens = model.get_image_features(images).pooler_output[:, 0]
+    torch.testing.assert_close(tokens.square().mean(), torch.tensor(1.0), atol=0.05, rtol=0)
+    side = int(tokens.shape[1] ** 0.5)
+    nearest = (tokens.unflatten(1, (side, side)) @ told_apart(states).T).argmax(-1)
+    right = torch.tensor([[COLOURS.index(colour) for colour in pair] for pair in sides])
+    halved = right.repeat_interleave(side // 2, dim=1)[:, None].expand(-1, side, -1)
+    assert (nearest == halved).float().mean() > 0.9  # by chance 0.25; a picture's words alone would give 0.5
+
+
+@torch.no_grad()
+def test_the_same_rows_give_the_same_weights(folder):
+    """Weights that depend on the batch, or on what was random before; noise that is not there."""
+    rows, _ = halves(32, 12)
+    weights = []
+    for noise, batch_size, seed in ((0.0, 1, 0), (0.0, 5, 1), (0.5, 5, 0), (0.5, 5, 0), (0.5, 5, 1)):
+        model, processor = fresh(folder)
+        model.train()
+        align_connector(model, processor, rows, noise=noise, batch_size=batch_size, seed=seed)
+        assert model.training and model.model.text_model.training
+        weights.append(model.model.connector.layers[0].weight)
+    torch.testing.assert_close(weights[0], weights[1], atol=1e-4, rtol=1e-4)
+    assert torch.equal(weights[2], weights[3])
+    assert not torch.equal(weights[2], weights[4]) and not torch.allclose(weights[1], weights[2], atol=1e-2)
+
+
+def test_questions_about_a_picture_count_once(folder):
+    """A picture with four questions that counts four times, or of which one answer alone counts."""
+    model, processor = fresh(folder)
+    (first, second), _ = halves(32, 2)
+    picture = first["messages"][0]["content"][0]["image"]
+    rows = [caption(picture, "red"), caption(picture, "blue"), second]
+    rows.append({"messages": [{"role": "user", "content": "what is it ?"}, {"role": "assistant", "content": "text"}]})
+    found = align_connector(model, processor, rows)
+    assert (found.pictures, found.words) == (2, len({"red", "blue", *"a picture of and green".split()} - {"blue"}))
+
+
+@torch.no_grad()
+def test_states_in_front_of_a_layer(folder):
+    """States of another layer or token, of padding, or of a batch whose rows see one another."""
+    model, processor = fresh(folder)
+    text, tokenizer = model.model.text_model, processor.tokenizer
+    words, prompts = ("red", "blue circle", "a green house"), ("what is it ?\n", "describe\n")
+    together = word_states(text, tokenizer, 2, words, prompts, at_once=64)
+    for word, state in zip(words, together):
+        expected = []
+        for prompt in prompts:
+            ids = torch.tensor([tokenizer(prompt + word, add_special_tokens=False)["input_ids"]])
+            expected.append(text(input_ids=ids, output_hidden_states=True).hidden_states[2][0, -1])
+        torch.testing.assert_close(state, torch.stack(expected).mean(0), atol=1e-5, rtol=1e-5)
+    assert not any(layer._forward_pre_hooks for layer in text.model.layers)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_sums_are_those_of_all_rows(bias):
+    """A regression of the last rows alone, or with a bias that the connector has not."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(5, 8, 6, generator=generator)
+    targets = torch.randn(5, 3, generator=generator)
+    sums = RidgeSums(bias)
+    for each, target in zip(features, targets):
+        sums.add(each, target)
+    inputs = features.flatten(0, 1).double().numpy()
+    inputs = np.hstack([inputs, np.ones((40, 1))]) if bias else inputs
+    rows = targets.repeat_interleave(8, dim=0).double().numpy()
+    size = inputs.shape[1]
+    expected = np.linalg.lstsq(np.vstack([inputs, np.eye(size)]), np.vstack([rows, np.zeros((size, 3))]), rcond=None)[0]
+    np.testing.assert_allclose(sums.solve().numpy(), expected, atol=1e-9)
+
+
+@torch.no_grad()
+def test_words_as_the_norm_of_a_block_gives_them(folder):
+    """Keys of another size than those of the self-attention that the block has started as."""
+    model, processor = fresh(folder, init="self_attention")
+    for block in model.blocks:
+        block.attn_norm.weight.fill_(0.25)
+    rows, _ = halves(32, 12)
+    align_connector(model, processor, rows, noise=0.5)
+    images = processor(images=[[row["messages"][0]["content"][0]["image"]] for row in rows])["pixel_values"]
+    size = model.get_image_features(images).pooler_output.square().mean()
+    torch.testing.assert_close(size, torch.tensor(0.0625 * 1.25), atol=0.015, rtol=0)  # with the noise
+
+
+@torch.no_grad()
+def test_what_most_captions_say_is_no_direction(folder):
+    """Image tokens that all lie at the word which most captions have."""
+    model, processor = fresh(folder)
+    rows, sides = halves(32, 36)
+    pairs = [(row, pair) for row, pair in zip(rows, sides) if "red" in pair]
+    rows = [row for row, _ in pairs] * 2 + [row for row, pair in zip(rows, sides) if "red" not in pair][:4]
+    align_connector(model, processor, rows, noise=0.0)
+    images = processor(images=[[row["messages"][0]["content"][0]["image"]] for row in rows])["pixel_values"]
+    tokens = model.get_image_features(images).pooler_output.flatten(0, 2)
+    assert tokens.mean(0).norm() < 0.02 * tokens.square().sum(-1).mean().sqrt()
+
+
+def test_what_cannot_be_aligned(folder):
+    """A connector that stays random without a word, or NaN in its weights."""
+    rows, _ = halves(32, 4)
+    for options, message in (
+        ({"connector_type": "perceiver", "perceiver_config": {"num_hidden_layers": 1}}, "'linear' or 'mlp'.*perceiver"),
+        ({"cross_attention": {"context_size": 20}}, "`context_size` 64, got 20"),
+    ):
+        model, processor = fresh(folder, **options)
+        with pytest.raises(ValueError, match=message):
+            align_connector(model, processor, rows)
+    model, processor = fresh(folder)
+    before = model.model.connector.layers[0].weight.clone()
+    said_alike = [caption(row["messages"][0]["content"][0]["image"], "a picture") for row in rows]
+    no_picture = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "red"}]}]
+    for given, message in (
+        (said_alike, r"4 picture\(s\) whose texts differ in 0"),
+        (no_picture, "none in 1 rows"),
+        ([], "none in 0 rows"),
+        ([*rows, {"messages": 3}], r"`rows\[4\]`.*messages"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            align_connector(model, processor, given)
+    assert torch.equal(model.model.connector.layers[0].weight, before)
+    model.model.vision_tower.post_layernorm.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="finite"):
+        align_connector(model, processor, rows)
+    text_only = retrofit(folder / "text")
+    with pytest.raises(ValueError, match="vision tower"):
+        align_connector(text_only, processor, rows)
+
+
+def test_command(folder, tmp_path, capsys):
+    """`--align` that aligns nothing, or that is refused after the weights were read."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    lines = []
+    for index, colour in enumerate(COLOURS * 2):
+        draw(colour).save(pictures / f"{index}.png")
+        lines.append(f'{{"file_name": "{index}.png", "text": "a {colour} circle"}}\n')
+    (pictures / "metadata.jsonl").write_text("".join(lines))
+    command = ["retrofit", folder / "text", "--vision", folder / "vision"]
+    align = ["--align", pictures, "--align-rows", "6"]
+    status, out, err = run(capsys, *command, *align, "--output", tmp_path / "out")
+    assert status in (0, None), err
+    assert "with 3 words of 6 pictures" in out
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    rows = load_rows(pictures)
+    expected, processor = retrofit(folder / "text", folder / "vision"), fresh(folder)[1]
+    first = expected.model.connector.layers[0]
+    nn.Module.load_state_dict(first, model.model.connector.layers[0].state_dict())
+    align_connector(expected, processor, rows.split([0, 1, 2, 4, 5, 6])[1])
+    given = model.model.connector.layers[2].weight.to(torch.float32)
+    torch.testing.assert_close(given, expected.model.connector.layers[2].weight, atol=1e-2, rtol=1e-2)
+    assert AutoModel.from_pretrained(tmp_path / "out") is not None
+    for options, message in (
+        (["--align-rows", "6"], "`--align-rows` needs `--align SOURCE`"),
+        (["--align", tmp_path / "none"], "none"),
+        (["--align", pictures, "--align-rows", "0"], "at least 1"),
+    ):
+        status, _, err = run(capsys, *command, *options, "--output", tmp_path / "other")
+        assert status and message in err
+    status, _, err = run(capsys, *command[:2], *align, "--output", tmp_path / "other")
+    assert status and "`--align` needs `--vision V" in err
