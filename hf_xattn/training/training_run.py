@@ -20,6 +20,7 @@ from ..checkpoints.adapter_saving import check_bases
 from ..checkpoints.model_card import write_model_card
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
+from ..utils.projection import multiplies_natively
 from ..utils.quantized_weights import check_trainable
 from ..utils.whole_folder import replace_file
 from .bad_rows import BAD_ROWS_FILE, SKIP, RowReader, StopsAtLimit
@@ -37,6 +38,10 @@ from .vision_features import VisionFeatures
 OPTIONS_FILE = "training.json"
 UNFINISHED = f".{OPTIONS_FILE}.part"  # the options while they are written
 CHECKPOINTS = "checkpoints"
+SLOW_HALF = (
+    "The frozen weights are in bfloat16, in which this CPU does not compute: a step takes many times as long as with "
+    "`--dtype float32`."
+)
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
 
@@ -70,6 +75,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     set_seed(options.seed)
     model = _load_model(options, features, **hub)
     half = model.dtype == torch.bfloat16
+    if half and _on_cpu(options) and not multiplies_natively(torch.bfloat16):
+        say(SLOW_HALF)
     dtypes = _prepare(model, options)
     if is_first_process():
         options.output.mkdir(parents=True, exist_ok=True)
@@ -346,13 +353,17 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
         logging_steps=min(options.log_steps, steps),
         seed=options.seed,
         # Said here where there is no GPU: `TrainingArguments` refuses bfloat16 on a CPU that it had to find by itself.
-        use_cpu=options.device == "cpu" or not torch.accelerator.is_available(),
+        use_cpu=_on_cpu(options),
         bf16=half,  # compute in bfloat16 if the frozen weights are bfloat16; trained weights stay float32
         dataloader_num_workers=options.workers,
         prediction_loss_only=True,
         remove_unused_columns=False,
         report_to=options.report_to or "none",
     )
+
+
+def _on_cpu(options: TrainingOptions) -> bool:
+    return options.device == "cpu" or not torch.accelerator.is_available()
 
 
 def _save(

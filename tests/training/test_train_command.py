@@ -22,6 +22,7 @@ from hf_xattn.data.loading import load_rows
 from hf_xattn.data.rows import ROLES
 from hf_xattn.training.bad_rows import digest_of_pictures
 from hf_xattn.training.training_run import OPTIONS_FILE
+from hf_xattn.utils.projection import multiplies_natively
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,8 @@ def test_half_precision_on_the_device_that_there_is(model, tmp_path, capsys):
     data = write_examples(tmp_path / "data", CAPTIONS[:2])
     command = ["train", tmp_path / "half", "--data", data, "--output", tmp_path / "out", "--steps", "1"]
     assert main([str(part) for part in command]) == 0, capsys.readouterr().err
+    slow = not torch.accelerator.is_available() and not multiplies_natively(torch.bfloat16)
+    assert ("a step takes many times as long" in capsys.readouterr().out) == slow
 
 
 def test_imported_model_with_tiles(tmp_path, capsys):
