@@ -102,10 +102,7 @@ def retrofit(
     check_choice("init", init, INITS)
     _refuse_fields(load_kwargs)
     check_load_kwargs(retrofit, load_kwargs, text, vision)
-    if layers is not None:
-        if cross_attention_layers is not None:
-            raise ValueError("Expected `cross_attention_layers` or `layers`, which mean the same, got both.")
-        cross_attention_layers = layers
+    cross_attention_layers = _one_of(cross_attention_layers, layers)
     text, load_kwargs = split_gguf("text", text, load_kwargs)
     text_source = text
     attn_implementation = load_kwargs.get("attn_implementation")
@@ -163,6 +160,14 @@ def retrofit(
     if isinstance(attn_implementation, dict):
         model.set_attn_implementation(attn_implementation)
     return model.train(text.training)
+
+
+def _one_of(cross_attention_layers: list[int] | None, layers: list[int] | None) -> list[int] | None:
+    if layers is None:
+        return cross_attention_layers
+    if cross_attention_layers is not None:
+        raise ValueError("Expected `cross_attention_layers` or `layers`, which mean the same, got both.")
+    return layers
 
 
 def remove_blocks(model: Any) -> PreTrainedModel:

@@ -75,8 +75,6 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     set_seed(options.seed)
     model = _load_model(options, features, **hub)
     half = model.dtype == torch.bfloat16
-    if half and _on_cpu(options) and not multiplies_natively(torch.bfloat16):
-        say(SLOW_HALF)
     dtypes = _prepare(model, options)
     if is_first_process():
         options.output.mkdir(parents=True, exist_ok=True)
@@ -132,6 +130,8 @@ def _load_model(options: TrainingOptions, features: VisionFeatures | None, **hub
             f"Expected weights in float32 or bfloat16, got {options.model} in float16, in which gradients vanish. Add "
             "`--dtype bfloat16` or `--dtype float32`."
         )
+    if model.dtype == torch.bfloat16 and _on_cpu(options) and not multiplies_natively(torch.bfloat16):
+        say(SLOW_HALF)
     if features is not None:
         features.check_tower(model)
     if options.adapter_only:
