@@ -133,8 +133,7 @@ def retrofit(
     # Makes all checks before weights are read.
     checked = XAttnConfig(text_config=text_config, vision_config=vision_config, **options)
     options["cross_attention_config"] = checked.cross_attention_config
-    copies = init == "self_attention"
-    if copies:
+    if copies := init == "self_attention":
         check_start(checked)
     _warn_of_start(checked.cross_attention_config)
     if not isinstance(text, PreTrainedModel):
