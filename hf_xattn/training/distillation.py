@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
 
 from ..data.loading import Rows
 from ..data.pictures import picture_of, picture_parts
 from ..learning.loss import IGNORED
 from .bad_rows import BadRowError, BadRowsFile, Place, RowReader, reason_of, resolved
 from .collator import XAttnDataCollator
+from .labelled_logits import LabelledLogitsTrainer, shifted
 
 
 SEARCHED = 4096  # rows behind one without a picture that are searched for one
@@ -185,12 +185,12 @@ def kl_of_answers(
     """The sum of KL(teacher || student) over the answer tokens, in nats, and their number.
 
     Args:
-        logits, teacher_logits (`torch.Tensor`): `(rows, length, vocabulary)`, each with a length of its own.
-        labels, teacher_labels (`torch.LongTensor`): `(rows, length)`, -100 for what is no answer. Both hold the same
-            tokens in the same order; the position before a token predicts it.
+        logits, teacher_logits (`torch.Tensor`): `(rows, positions, vocabulary)`, each with positions of its own.
+        labels, teacher_labels (`torch.LongTensor`): `(rows, positions)`, the tokens that the logits predict, -100 for
+            what is no answer. Both hold the same tokens in the same order.
     """
     own, others = (
-        each[:, :-1][chosen[:, 1:] != IGNORED].to(torch.promote_types(each.dtype, torch.float32))
+        each[chosen != IGNORED].to(torch.promote_types(each.dtype, torch.float32))
         for each, chosen in ((logits, labels), (teacher_logits, teacher_labels))
     )
     student, teacher = own.log_softmax(-1), others.log_softmax(-1)
@@ -199,8 +199,8 @@ def kl_of_answers(
     return torch.where(shares > 0, shares * (teacher - student), 0).sum(), len(own)
 
 
-class DistillingTrainer(Trainer):
-    """A `Trainer` for batches of [`DistillingCollator`]. Logs `text_kl`, the mean of a token since the last log.
+class DistillingTrainer(LabelledLogitsTrainer):
+    """A trainer for batches of [`DistillingCollator`]. Logs `text_kl`, the mean of a token since the last log.
 
     Args:
         distill_text (`float`, *optional*): WEIGHT of the KL. None: batches have no teacher.
@@ -223,13 +223,14 @@ class DistillingTrainer(Trainer):
         if distilled is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         weight, chosen = self.distill_text, distilled[:, None]
-        answers = inputs["labels"].masked_fill(~chosen, IGNORED)
-        inputs["labels"] = inputs["labels"].masked_fill(chosen, IGNORED)
+        labels, kept = self.at_labels(inputs.pop("labels"))
+        answers = labels.masked_fill(~chosen, IGNORED)
+        inputs |= {"shift_labels": labels.masked_fill(chosen, IGNORED), **kept}
 
         # `Trainer` scales what this returns, as any loss over the labels of a step.
         def with_text(**call: Any) -> Any:
             outputs = model(**call, return_dict=True)
-            kl, tokens = kl_of_answers(outputs["logits"], answers, target, teacher["labels"])
+            kl, tokens = kl_of_answers(outputs["logits"], answers, target, shifted(teacher["labels"]))
             self._text_kl = self._text_kl.to(kl.device) + torch.stack([kl.detach(), kl.new_tensor(tokens)])
             of_gpus = outputs["loss"].numel()  # one loss each in `DataParallel`, of which `Trainer` takes the sum
             items = torch.as_tensor(num_items_in_batch, device=kl.device).flatten()[0]
