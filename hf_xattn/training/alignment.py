@@ -3,10 +3,13 @@
 A block's queries come from text and its keys from the picture. The word `seven` finds the patch with a seven in fewer
 steps if both are near each other before the first one.
 
-A caption does not say which patch a word belongs to. So all image tokens of a picture have one target: the sum of the
-states of its words, each counted once, without what the pictures have in common. A feature that comes with one word
-more often than with the others gets the direction of that word; what every caption says falls out. The sums of the
-regression take the same memory for any number of pictures.
+A caption does not say which patch a word belongs to. So the words are regressed first, as numbers: all image tokens of
+a picture have its words, each counted once, without what the pictures have in common. A feature that comes with one
+word more often than with the others is then a sign of that word; what every caption says falls out. Such a regression
+already tells the patches of a picture apart, so the next one gives each word to the patches that are most like it, and
+the rest to none, a few times over: expectation and maximisation, as in Brown et al., "The Mathematics of Statistical
+Machine Translation", 1993 (model 1). Words become states at the end. The sums of a regression take the same memory for
+any number of pictures.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ from .vision_features import tower_of
 
 
 PENALTY = 1.0
+PASSES = 3  # in which words are given to patches
+SHARPER = 2.0  # power of a patch's share of a word
 MOST_WORDS = 4096  # the most frequent ones have a state
 PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
 WORDS_AT_ONCE = 64
@@ -49,7 +54,7 @@ class ConnectorAlignment(NamedTuple):
 
     pictures: int
     words: int  # that have a state
-    explained: float  # share of the targets' square that the regression gives
+    explained: float  # share of what image tokens have of words that the regression gives
 
 
 class RidgeSums:
@@ -63,19 +68,32 @@ class RidgeSums:
 
     def add(self, features: torch.Tensor, targets: torch.Tensor) -> None:
         """`(count, inputs)` and `(count, outputs)`; or `(tokens, inputs)` and the one target of all, `(outputs,)`."""
-        inputs = features
-        if self.bias:
-            inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
-        inputs, targets = inputs.double(), targets.double()
-        self.count += len(inputs)
-        self.squares = self.squares + inputs.T @ inputs
+        inputs, targets = self._inputs(features), targets.double()
         alike = targets.dim() == 1
         self.products = self.products + (inputs.sum(0)[:, None] * targets if alike else inputs.T @ targets)
+
+    def add_some(self, features: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor, count: int) -> None:
+        """`(tokens, inputs)` and `(tokens, len(outputs))`; of the other ones of `count` outputs the target is zero."""
+        inputs = self._inputs(features)
+        if not isinstance(self.products, torch.Tensor):
+            self.products = inputs.new_zeros(inputs.shape[1], count)
+        self.products[:, outputs] += inputs.T @ targets.double()
+
+    def _inputs(self, features: torch.Tensor) -> torch.Tensor:
+        inputs = with_one(features).double() if self.bias else features.double()
+        self.count += len(inputs)
+        self.squares = self.squares + inputs.T @ inputs
+        return inputs
 
     def solve(self) -> torch.Tensor:
         """`(inputs, outputs)`, in float64; the last row is the bias."""
         penalty = PENALTY * torch.eye(len(self.squares), dtype=torch.float64, device=self.squares.device)
         return torch.linalg.solve(self.squares + penalty, self.products)
+
+
+def with_one(features: torch.Tensor) -> torch.Tensor:
+    """The features and a constant, for the bias: `(count, inputs + 1)`."""
+    return torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
 
 
 def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,23 +158,23 @@ def align_connector(
     processor: XAttnProcessor,
     rows: Sequence[Any],
     *,
-    noise: float = 0.5,
+    noise: float = 0.25,
     batch_size: int = 8,
     seed: int = 0,
 ) -> ConnectorAlignment:
     """Starts the connector of a fresh model by the words of captions or answers, in place.
 
     The last layer of a `"linear"` or `"mlp"` connector becomes the ridge regression from the features of each image
-    token to the text model's hidden states, in front of the first block, at the words of the picture's text. The
-    blocks, the tower and the text model stay as they are. Rows without a picture are passed over; rows about the same
-    pictures that stand together count as one.
+    token to the text model's hidden states, in front of the first block, at the words of the picture's text; each word
+    goes to the tokens that are most like it. The blocks, the tower and the text model stay as they are. Rows without a
+    picture are passed over; rows about the same pictures that stand together count as one.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): with a vision tower. Changed in place.
         processor ([`XAttnProcessor`]): of the model.
-        rows (`Sequence`): rows as for [`XAttnDataCollator`], for example of [`load_rows`]. They are read twice.
-        noise (`float`, defaults to 0.5): what no word names must pass too. So random weights are added; this is the
-            root mean square of what they add to image tokens, whose own is about 1.
+        rows (`Sequence`): rows as for [`XAttnDataCollator`], for example of [`load_rows`]. They are read five times.
+        noise (`float`, defaults to 0.25): what no word names must pass too. So random weights are added; this is the
+            root mean square of what they add to image tokens. That of a token with words is about 1.
         batch_size (`int`, defaults to 8): pictures at a time.
         seed (`int`, defaults to 0): of the random weights.
 
@@ -174,14 +192,63 @@ def align_connector(
     with _evaluating(body), torch.no_grad():
         texts = _Texts(rows, processor)
         states = _states(body, processor, texts)
-        sums, squares = RidgeSums(body.connector.layers[-1].bias is not None), 0.0
-        for features, words in _pictures(body, processor, rows, batch_size):
-            counts = torch.tensor([(word in words) - texts.shares[word] for word in texts.words], dtype=torch.float32)
-            target = counts @ states
-            sums.add(features, target.to(features.device))
-            squares += float(target.double().square().sum()) * len(features)
-        explained = _write(body, sums, squares, noise, seed)
+        found = None
+        for _ in range(1 + PASSES):
+            regression = _Pass(body.connector.layers[-1].bias is not None, texts, found)
+            for features, words in _pictures(body, processor, rows, batch_size):
+                regression.add(features, words, states)
+            found = regression.sums.solve()
+        explained = _write(body, regression, states, noise, seed)
     return ConnectorAlignment(texts.pictures, len(texts.words), explained)
+
+
+class _Pass:
+    """A regression from the inputs of the connector's last layer to words, in a pass through all pictures.
+
+    Args:
+        bias (`bool`): whether the layer has one.
+        texts (`_Texts`): their words are the outputs.
+        found (`torch.Tensor`, *optional*): what the pass before has found, `(inputs, words)`. With it, each word of a
+            picture is given to the image tokens that are most like it; without it, to all of the picture.
+    """
+
+    def __init__(self, bias: bool, texts: _Texts, found: torch.Tensor | None):
+        self.sums = RidgeSums(bias)
+        self.squares = 0.0  # of what tokens are given
+        self._energy, self._weight = 0.0, 0.0
+        self._places = {word: place for place, word in enumerate(texts.words)}
+        self._shares = torch.tensor([texts.shares[word] for word in texts.words])
+        self._found = None if found is None else found.float()
+
+    def add(self, features: torch.Tensor, words: set[str], states: torch.Tensor) -> None:
+        """Adds the image tokens `(tokens, inputs)` of a picture, and the words of its text."""
+        own = torch.tensor([self._places[word] for word in words if word in self._places], dtype=torch.long)
+        if self._found is None:
+            target = -self._shares
+            target[own] += 1
+            self.sums.add(features, target.to(features.device))
+            return
+        like = (with_one(features) if self.sums.bias else features) @ self._found[:, own.to(features.device)]
+        given = (like / like.amax(0).clamp(min=1e-9)).clamp(0, 1) ** SHARPER
+        self.sums.add_some(features, given, own, len(self._places))
+        given = given.cpu()
+        self.squares += float(given.square().sum())
+        self._energy += float(given.sum(1) @ (given @ states[own]).square().mean(-1))
+        self._weight += float(given.sum())
+
+    def size(self) -> float:
+        """The root mean square of the states that tokens are given, weighted by how much they are given."""
+        return (self._energy / self._weight) ** 0.5 if self._weight else 0.0
+
+    def to_states(self, states: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """The weights `(inputs, hidden_size)` of tokens whose mean is zero, and the share of the words explained."""
+        solved = self.sums.solve()
+        given = (solved * (self.sums.squares @ solved)).sum()
+        explained = float((2 * (solved * self.sums.products).sum() - given) / max(self.squares, 1e-9))
+        weights = solved @ states.double().to(solved.device)
+        if self.sums.bias:  # the last input is the constant one
+            weights[-1] -= self.sums.squares[-1] @ weights / self.sums.count
+        return weights, explained
 
 
 def _check(body: Any, processor: Any, rows: Any, noise: Any, batch_size: Any, seed: Any) -> None:
@@ -332,17 +399,15 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return read
 
 
-def _write(body: Any, sums: RidgeSums, squares: float, noise: float, seed: int) -> float:
-    """Writes the regression, with a mean square as of the words' states, and noise. Returns the share explained."""
+def _write(body: Any, regression: _Pass, states: torch.Tensor, noise: float, seed: int) -> float:
+    """Writes the regression, as large as the words' states are, and noise. Returns the share explained."""
     last: Any = body.connector.layers[-1]
-    solved = sums.solve()
-    given = (solved * (sums.squares @ solved)).sum()
-    explained = float((2 * (solved * sums.products).sum() - given) / squares)
+    solved, explained = regression.to_states(states)
     size = body.blocks[0].attn_norm.weight.double().square().mean().sqrt().to(solved.device)
-    scale = size / (given / (sums.count * solved.shape[1])).sqrt()
+    scale = size / regression.size() if regression.size() else size.new_tensor(torch.inf)
     if not (bool(torch.isfinite(scale)) and bool(torch.isfinite(solved).all())):
         raise ValueError("Expected `rows` with pictures that differ as their words do, got no such difference.")
-    inputs = last.in_features
+    inputs, sums = last.in_features, regression.sums
     length = (sums.squares.diagonal()[:inputs].sum() / sums.count).sqrt()
     random = torch.randn(last.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     last.weight.copy_((solved[:inputs] * scale).T + random.to(solved.device) * noise * size / length)

@@ -85,12 +85,39 @@ def test_patches_are_near_the_words_for_them(folder, connector_type):
     states = word_states(model.model.text_model, processor.tokenizer, 2, COLOURS, [prompt])
     images = processor(images=[[row["messages"][0]["content"][0]["image"]] for row in rows])["pixel_values"]
     tokens = model.get_image_features(images).pooler_output[:, 0]
-    torch.testing.assert_close(tokens.square().mean(), torch.tensor(1.0), atol=0.05, rtol=0)
+    torch.testing.assert_close(tokens.square().mean(), torch.tensor(1.0), atol=0.15, rtol=0)  # a word for each
     side = int(tokens.shape[1] ** 0.5)
     nearest = (tokens.unflatten(1, (side, side)) @ told_apart(states).T).argmax(-1)
     right = torch.tensor([[COLOURS.index(colour) for colour in pair] for pair in sides])
     halved = right.repeat_interleave(side // 2, dim=1)[:, None].expand(-1, side, -1)
     assert (nearest == halved).float().mean() > 0.9  # by chance 0.25; a picture's words alone would give 0.5
+
+
+@torch.no_grad()
+def test_a_word_is_given_to_the_patch_it_is_about(folder):
+    """Patches around a thing that are near its words, because they are in the same pictures."""
+    model, processor = fresh(folder)
+    for layer in model.model.vision_tower.encoder.layers:
+        for weight in layer.self_attn.out_proj.parameters():
+            weight.zero_()
+    vision = model.config.vision_config
+    patch, size = vision.patch_size, vision.image_size
+    rng, rows, places = np.random.default_rng(0), [], []
+    for index in range(80):
+        pixels = np.full((size, size, 3), 200.0)
+        row, column = rng.integers(size // patch, size=2)
+        square = slice(row * patch, (row + 1) * patch), slice(column * patch, (column + 1) * patch)
+        pixels[square] = RGB[COLOURS[index % 4]]
+        pixels = (pixels + rng.normal(0, 10, pixels.shape)).clip(0, 255).astype(np.uint8)
+        rows.append(caption(Image.fromarray(pixels), f"a picture of {COLOURS[index % 4]}"))
+        places.append(row * (size // patch) + column)
+    align_connector(model, processor, rows, noise=0.0)
+    images = processor(images=[[row["messages"][0]["content"][0]["image"]] for row in rows])["pixel_values"]
+    sizes = model.get_image_features(images).pooler_output[:, 0].square().mean(-1)
+    thing = torch.zeros(sizes.shape, dtype=torch.bool)
+    thing[torch.arange(80), torch.tensor(places)] = True
+    assert sizes[thing].mean() > 0.5
+    assert sizes[~thing].mean() < 0.005 * sizes[thing].mean()
 
 
 @torch.no_grad()
