@@ -6,8 +6,9 @@ OUTPUT gets pictures and `metadata.jsonl`, one question a line, as `hf-xattn tra
 tar files in WebDataset's form: for each question KEY.jpg and KEY.json. Split, seed and number determine a picture and
 its questions: other --rows or --shards give the same ones, more or fewer of them.
 
-With --captions OUTPUT gets the same pictures with one caption each, `file_name` and `text`, in place of questions. It
-names what is drawn, for `hf-xattn retrofit --align OUTPUT`.
+With --chats the questions about a picture are one row, a chat. With --captions OUTPUT gets the same pictures with one
+caption each, `file_name` and `text`, in place of questions. It names what is drawn, for training and for
+`hf-xattn retrofit --align OUTPUT`.
 """
 
 import argparse
@@ -42,7 +43,8 @@ QUESTIONS = 4
 TEXT_SHARE = 0.1  # of the rows
 QUALITY = 90  # of JPEG
 PART = 100  # pictures that a process draws at a time, for a folder
-CAPTIONS = 2000
+CAPTIONS, CHATS = 4000, 5000
+QUESTION_ROWS, CHAT_ROWS, CAPTION_ROWS = FORMS = ("questions", "chats", "captions")
 
 
 class Part(NamedTuple):
@@ -54,7 +56,7 @@ class Part(NamedTuple):
     rows: int
     target: Path  # a folder, or a tar file
     shard: bool
-    captions: bool
+    form: str  # of `FORMS`
 
 
 class Written(NamedTuple):
@@ -81,37 +83,53 @@ def _draw(split: Split, index: int) -> tuple[Drawn, random.Random]:
     return draw_any(rng, side, split.fonts), rng
 
 
-def texts_after(index: int) -> int:
+def texts_after(index: int, form: str = QUESTION_ROWS) -> int:
     """Number of rows without a picture that follow a picture."""
-    each = TEXT_SHARE / (1 - TEXT_SHARE) * QUESTIONS
+    if form == CAPTION_ROWS:
+        return 0
+    each = TEXT_SHARE / (1 - TEXT_SHARE) * (QUESTIONS if form == QUESTION_ROWS else 1)
     return int((index + 1) * each) - int(index * each)
 
 
-def rows_of(split: Split, index: int, captions: bool = False) -> tuple[bytes, list[dict[str, str]]]:
-    """A picture as JPEG, and its rows, with the text rows that follow it; with `captions` its caption alone.
+def rows_of(split: Split, index: int, form: str = QUESTION_ROWS) -> tuple[bytes, list[dict[str, Any]]]:
+    """A picture as JPEG, and its rows, with the text rows that follow it, in one of `FORMS`.
 
-    A row has `question`, `answer` and `kind`, and `file_name` if it is about the picture. A caption has `file_name` and
-    `text`.
+    A row has `question`, `answer` and `kind`, and `file_name` if it is about the picture: then the answer first says
+    what it is about, see [`found`]. A chat has `file_name` and `texts`, all questions with their answers; a caption has
+    `file_name` and `text`.
     """
     drawn, rng = _draw(split, index)
     file = io.BytesIO()
     drawn.image.save(file, "JPEG", quality=QUALITY)
-    if captions:
-        return file.getvalue(), [{"file_name": f"{index:06}.jpg", "text": caption_of(drawn)}]
-    rows = [{"file_name": f"{index:06}.jpg", **_in_words(split, asked, rng)} for asked in drawn.asked]
-    rows += [_in_words(split, ask_without_picture(rng), rng) for _ in range(texts_after(index))]
-    return file.getvalue(), rows
+    name = {"file_name": f"{index:06}.jpg"}
+    if form == CAPTION_ROWS:
+        return file.getvalue(), [{**name, "text": caption_of(drawn)}]
+    asked: list[dict[str, Any]] = [_in_words(split, each, rng) for each in drawn.asked]
+    texts = [_in_words(split, ask_without_picture(rng), rng) for _ in range(texts_after(index, form))]
+    if form == CHAT_ROWS:
+        return file.getvalue(), [
+            {**name, "texts": [{"user": each["question"], "assistant": each["answer"]} for each in asked]},
+            *texts,
+        ]
+    return file.getvalue(), [{**name, **each} for each in asked] + texts
 
 
 def _in_words(split: Split, asked: Asked, rng: random.Random) -> dict[str, str]:
     question = rng.choice(split.phrasings[asked.kind]).format(**asked.words)
-    kind = asked.kind if asked.kind in KINDS else TEXT
-    return {"question": question, "answer": asked.answer, "kind": kind}
+    if asked.kind not in KINDS:
+        return {"question": question, "answer": asked.answer, "kind": TEXT}
+    about = " from ".join(asked.words.values())
+    return {"question": question, "answer": f"{about}: {asked.answer}", "kind": asked.kind}
+
+
+def found(answer: str) -> str:
+    """What an answer says, behind what it is about: `left` of `red square from blue heart: left`."""
+    return answer.rpartition(": ")[2]
 
 
 def write_part(part: Part) -> Written:
     """Draws and writes a part; the process of a worker begins here."""
-    drawn = (rows_of(part.split, index, part.captions) for index in range(part.first, part.last))
+    drawn = (rows_of(part.split, index, part.form) for index in range(part.first, part.last))
     rows = islice(((picture, row) for picture, rows in drawn for row in rows), part.rows)
     write = _write_shard if part.shard else _write_pictures
     digest, lines = hashlib.sha256(), []
@@ -120,8 +138,8 @@ def write_part(part: Part) -> Written:
     for row, content in write(part, rows):
         line = json.dumps(row)
         digest.update(line.encode() + content)
-        if not part.captions:
-            answers[row["kind"], row["answer"]] += 1
+        if "answer" in row:
+            answers[row["kind"], found(row["answer"])] += 1
         names.add(row.get("file_name"))
         if not part.shard:
             lines.append(line)
@@ -156,11 +174,11 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(entry, io.BytesIO(content))
 
 
-def parts_of(split: Split, rows: int, output: Path, shards: int | None, captions: bool = False) -> list[Part]:
+def parts_of(split: Split, rows: int, output: Path, shards: int | None, form: str = QUESTION_ROWS) -> list[Part]:
     """The pictures for so many rows, in shards, or in pieces of a folder."""
     starts = [0]  # of the rows of each picture
     while starts[-1] < rows:
-        starts.append(starts[-1] + (1 if captions else QUESTIONS + texts_after(len(starts) - 1)))
+        starts.append(starts[-1] + (QUESTIONS if form == QUESTION_ROWS else 1) + texts_after(len(starts) - 1, form))
     pictures = len(starts) - 1
     count = shards or -(-pictures // PART)
     if count > pictures:
@@ -174,7 +192,7 @@ def parts_of(split: Split, rows: int, output: Path, shards: int | None, captions
             min(rows, starts[last]) - starts[first],
             output / f"{split.name}-{number:05}.tar" if shards else output,
             bool(shards),
-            captions,
+            form,
         )
         for number, (first, last) in enumerate(zip(edges, edges[1:]))
     ]
@@ -192,10 +210,10 @@ def table(answers: Counter[tuple[str, str]]) -> str:
 
 
 def make(
-    split: Split, output: Path, rows: int, shards: int | None = None, processes: int = 2, captions: bool = False
+    split: Split, output: Path, rows: int, shards: int | None = None, processes: int = 2, form: str = QUESTION_ROWS
 ) -> dict[str, Any]:
     """Writes a folder of pictures, or shards. Returns numbers of rows and pictures, answers, and a digest of all."""
-    parts = parts_of(split, rows, output, shards, captions)
+    parts = parts_of(split, rows, output, shards, form)
     output.mkdir(parents=True)
     if processes == 1:
         written = list(map(write_part, parts))
@@ -220,9 +238,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--rows", type=int, help="default: 20000 to train, 2000 for development; not for the sealed test"
     )
-    parser.add_argument(
-        "--captions", action="store_true", help=f"captions for questions (default of --rows: {CAPTIONS})"
-    )
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--chats", action="store_true", help=f"a chat for each picture (default of --rows: {CHATS})")
+    forms.add_argument("--captions", action="store_true", help=f"captions for questions (rows by default: {CAPTIONS})")
     parser.add_argument("--seed", type=int, help="default: 0; not for the sealed test")
     parser.add_argument("--shards", type=int, help="write so many tar files")
     parser.add_argument("--processes", type=int, default=2)
@@ -233,19 +251,20 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"expected --{name} to be at least 1, got {value}")
     if options.split == "sealed" and (options.rows, options.seed) != (None, None):
         parser.error("expected no --rows and no --seed with --split sealed: its list has them")
-    if options.captions and options.split != "train":
-        parser.error(f"expected --captions with --split train, whose pictures may be learned from, got {options.split}")
+    form = CHAT_ROWS if options.chats else CAPTION_ROWS if options.captions else QUESTION_ROWS
+    if form != QUESTION_ROWS and options.split != "train":
+        parser.error(f"expected --{form} with --split train, whose pictures may be learned from, got {options.split}")
     if options.output.exists():
         parser.error(f"expected a new folder, got {options.output}, which exists: remove it, or name another one")
     start = time.perf_counter()
     try:
         split = open_split(options.split, options.seed or 0, options.open_sealed)
-        rows = options.rows or (CAPTIONS if options.captions else split.rows)
-        made = make(split, options.output, rows, options.shards, options.processes, options.captions)
+        rows = options.rows or {CHAT_ROWS: CHATS, CAPTION_ROWS: CAPTIONS}.get(form, split.rows)
+        made = make(split, options.output, rows, options.shards, options.processes, form)
     except ValueError as error:
         parser.error(str(error))
     seconds = time.perf_counter() - start
-    if not options.captions:
+    if form == QUESTION_ROWS:
         print(table(made["answers"]))
     print(f"{made['rows']} rows about {made['pictures']} pictures: {options.output}")
     print(f"SHA-256 of rows and pictures: {made['digest']}")

@@ -19,7 +19,7 @@ import splits
 from checkout import EXAMPLES
 from documents import LINES
 from drawing import write
-from make_scenes import QUESTIONS, draw, rows_of
+from make_scenes import QUESTIONS, draw, found, rows_of
 from own_sealed_list import put_list
 from patch_labels import CHARACTERS, HEADS, PATCHES, VOCABULARY, label_patches
 from PIL import Image, ImageDraw
@@ -65,11 +65,11 @@ def stopped(capsys, *arguments):
 def rows():
     """Rows of many pictures, by kind."""
     split = open_split("train", 5)
-    found = {}
+    by_kind = {}
     for index in range(PICTURES):
         for row in rows_of(split, index)[1]:
-            found.setdefault(row["kind"], []).append(row)
-    return found
+            by_kind.setdefault(row["kind"], []).append(row)
+    return by_kind
 
 
 def test_kinds_and_answers_are_equally_frequent(rows):
@@ -78,12 +78,12 @@ def test_kinds_and_answers_are_equally_frequent(rows):
     assert max(each.values()) - min(each.values()) == 0
     assert len(rows[phrasings.TEXT]) == pytest.approx(0.1 * sum(map(len, rows.values())), abs=1)
     for kind, number in ANSWERS.items():
-        counts = Counter(row["answer"] for row in rows[kind])
+        counts = Counter(found(row["answer"]) for row in rows[kind])
         expected = each[kind] / number
         assert len(counts) == number
         # Four and a half standard deviations of a count, for the largest of many.
         assert max(counts.values()) <= expected + 4.5 * expected**0.5, (kind, counts.most_common(3))
-    assert Counter(row["answer"] for row in rows["read"]).most_common(1)[0][1] < 0.04 * each["read"]
+    assert Counter(found(row["answer"]) for row in rows["read"]).most_common(1)[0][1] < 0.04 * each["read"]
 
 
 def test_questions_alone_give_nothing_away(rows):
@@ -95,10 +95,10 @@ def test_questions_alone_give_nothing_away(rows):
 
     for kind, number in {**ANSWERS, "read": 36}.items():  # of the field with the fewest values
         asked = [row["question"] for row in rows[kind]]
-        wanted = np.array([row["answer"] for row in rows[kind]])
+        wanted = np.array([found(row["answer"]) for row in rows[kind]])
         words = CountVectorizer(ngram_range=(1, 2), token_pattern=r"\w+").fit_transform(asked)
-        found = cross_val_predict(MultinomialNB(), words, wanted, cv=3)
-        share, guess = (found == wanted).mean(), 1 / number
+        guessed = cross_val_predict(MultinomialNB(), words, wanted, cv=3)
+        share, guess = (guessed == wanted).mean(), 1 / number
         assert share <= guess + 4.5 * (guess * (1 - guess) / len(wanted)) ** 0.5, (kind, share)
 
 
@@ -111,6 +111,9 @@ def test_a_question_names_what_it_is_about(rows):
         for row in rows[kind]:
             fitting = [pattern for pattern in patterns if re.fullmatch(pattern, row["question"])]
             assert fitting, row
+            (words,) = [re.fullmatch(pattern, row["question"]).groupdict() for pattern in fitting]
+            about = " from ".join(words[name] for name in ("one", "other") if name in words) or "".join(words.values())
+            assert row["answer"] == f"{about}: {found(row['answer'])}"
             used.update(fitting)
         assert min(used[pattern] for pattern in patterns) > 0.5 * len(rows[kind]) / len(patterns)
 
@@ -231,6 +234,26 @@ def test_captions(tmp_path, capsys):
             elif each.kind == "find":
                 assert each.words["word"] in parts[LINES.index(each.answer)].split()
     assert "--captions with --split train" in stopped(capsys, tmp_path / "out", "--captions", "--split=development")
+
+
+def test_chats(tmp_path, capsys):
+    """Chats with other questions or answers than the rows', or about other pictures; texts that are left out."""
+    from hf_xattn import load_rows
+
+    make_scenes.main([str(tmp_path / "chats"), "--chats", "--rows=40", "--processes=1"])
+    assert "40 rows about 36 pictures" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "chats" / "metadata.jsonl").read_text().splitlines()]
+    split, chats = open_split("train", 0), [line for line in lines if "texts" in line]
+    assert len(lines) - len(chats) == 4 and all(line["kind"] == "text" for line in lines if line not in chats)
+    for index, line in enumerate(chats):
+        picture, rows = rows_of(split, index)
+        asked = [row for row in rows if "file_name" in row]
+        assert {row["file_name"] for row in asked} == {line["file_name"]}
+        assert (tmp_path / "chats" / line["file_name"]).read_bytes() == picture
+        assert line["texts"] == [{"user": row["question"], "assistant": row["answer"]} for row in asked]
+    said = [message["content"] for message in load_rows(tmp_path / "chats")[0]["messages"] if message["role"] != "user"]
+    assert said == [text["assistant"] for text in chats[0]["texts"]]
+    assert "--chats with --split train" in stopped(capsys, tmp_path / "out", "--chats", "--split=development")
 
 
 def test_shards(tmp_path):
