@@ -35,7 +35,7 @@ from .utils.transformers_api import SubConfigSpec
 
 # Allowed values. The model code has one branch for each value.
 NORM_TYPES = ("rmsnorm", "layernorm")
-MLP_TYPES = ("gated", "plain")
+MLP_TYPES = ("gated", "plain", "none")
 GATES = ("tanh", "none")
 GATE_GRANULARITIES = ("scalar", "channel")
 CONNECTOR_TYPES = ("identity", "linear", "mlp", "perceiver")
@@ -64,8 +64,8 @@ class CrossAttentionConfig(CheckedConfig):
             of `head_dim` and `num_attention_heads` may differ from `hidden_size`.
         intermediate_size (`int`, *optional*): inner width of the MLP; defaults to `4 * hidden_size`.
         hidden_act (`str`, defaults to `"silu"`): any activation of transformers.
-        mlp_type (`"gated"` or `"plain"`, defaults to `"gated"`): `down(act(gate(x)) * up(x))` (SwiGLU with `silu`),
-            or `down(act(up(x)))`.
+        mlp_type (`"gated"`, `"plain"` or `"none"`, defaults to `"gated"`): `down(act(gate(x)) * up(x))` (SwiGLU with
+            `silu`), or `down(act(up(x)))`, or no MLP: then `intermediate_size` and `hidden_act` have no effect.
         norm_type (`"rmsnorm"` or `"layernorm"`, defaults to `"rmsnorm"`).
         norm_eps (`float`, defaults to 1e-6).
         attention_bias (`bool`, defaults to `False`): biases on q/k/v/o projections.
@@ -166,6 +166,8 @@ class CrossAttentionConfig(CheckedConfig):
             )
         check_activation("hidden_act", self.hidden_act)
         check_choice("mlp_type", self.mlp_type, MLP_TYPES)
+        if self.mlp_type == "none" and self.mlp_bias:
+            raise ValueError("Expected `mlp_bias=False` with `mlp_type='none'`, a block without an MLP, got True.")
         check_choice("norm_type", self.norm_type, NORM_TYPES)
         check_choice("gate", self.gate, GATES)
         check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)

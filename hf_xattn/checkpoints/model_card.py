@@ -300,7 +300,7 @@ def flops_per_text_token(config: CrossAttentionConfig, num_blocks: int, num_imag
     query_size = config.num_attention_heads * config.head_dim
     projections = 2 * 2 * config.hidden_size * query_size
     attention = 2 * 2 * query_size * num_image_tokens
-    matrices = 3 if config.mlp_type == "gated" else 2
+    matrices = {"gated": 3, "plain": 2, "none": 0}[config.mlp_type]
     mlp = 2 * matrices * config.hidden_size * config.intermediate_size
     return num_blocks * (projections + attention + mlp)
 
@@ -342,11 +342,13 @@ def is_fresh(model: Any) -> bool:
     config = model.config.cross_attention_config
     if not config.starts_at_identity:
         return False
-    last = [module for block in model.blocks for module in (block.attn.o_proj, block.mlp.down_proj)]
+    last = [block.attn.o_proj for block in model.blocks]
+    last += [block.mlp.down_proj for block in model.blocks if block.mlp is not None]
     if config.zero_init:
         weights = [module.weight for module in last]
     else:
-        weights = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate)]
+        gates = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate)]
+        weights = [gate for gate in gates if gate is not None]
     # Sharded weights would have to be gathered by all processes, and an adapter beside a projection adds to its zeros.
     whole = all(type(weight) is nn.Parameter and not weight.is_meta and weight.numel() for weight in weights)
     return whole and all(type(module) is nn.Linear for module in last) and not any(bool(each.any()) for each in weights)

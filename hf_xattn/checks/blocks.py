@@ -129,8 +129,9 @@ def _weight_of(module: Any) -> torch.Tensor:
 def _start_of(block: GatedCrossAttentionBlock) -> set[str]:
     """What is zero in a fresh block."""
     config = block.config
-    start = {"attn.o_proj", "mlp.down_proj"} if config.zero_init else set()
-    return start | ({*GATES} if config.gate == "tanh" and config.gate_init == 0 else set())
+    last = {"attn.o_proj"} if block.mlp is None else {"attn.o_proj", "mlp.down_proj"}
+    start = last if config.zero_init else set()
+    return start | ({*_gates_of(block)} if config.gate_init == 0 else set())
 
 
 def _changes(model: Any) -> tuple[dict[int, float], float]:

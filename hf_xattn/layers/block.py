@@ -1,4 +1,4 @@
-"""The pre-norm block: norm, cross-attention, gate, residual; norm, MLP, gate, residual.
+"""The pre-norm block: norm, cross-attention, gate, residual; norm, MLP, gate, residual. It may have no MLP.
 
 The block differs from the cross-attention of encoder-decoder models in three ways:
 
@@ -89,14 +89,15 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         with ValuesComeLater():
             self.attn_norm = norm(config.hidden_size, config.norm_eps)
             self.attn = GatedCrossAttention(config, layer_idx)
-            self.mlp_norm = norm(config.hidden_size, config.norm_eps)
-            self.mlp = CrossAttentionMLP(config)
+            has_mlp = config.mlp_type != "none"
+            self.mlp_norm = norm(config.hidden_size, config.norm_eps) if has_mlp else None
+            self.mlp = CrossAttentionMLP(config) if has_mlp else None
         if config.gate == "tanh":
             # Never 0-d: FSDP cannot shard a scalar.
             shape = (1,) if config.gate_granularity == "scalar" else (config.hidden_size,)
             dtype = self.attn_norm.weight.dtype
             self.attn_gate = nn.Parameter(torch.full(shape, float(config.gate_init), dtype=dtype))
-            self.mlp_gate = nn.Parameter(torch.full(shape, float(config.gate_init), dtype=dtype))
+            self.mlp_gate = nn.Parameter(self.attn_gate.detach().clone()) if has_mlp else None
         else:
             self.attn_gate = self.mlp_gate = None
         self.post_init()
@@ -180,8 +181,9 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             cross_attention.recorder.weights[self.layer_idx] = weights
         update = _gated(attended, self.attn_gate, hidden_states.dtype)
         seen = hidden_states + update
-        update = _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, hidden_states.dtype)
-        seen = seen + update
+        if self.mlp is not None and self.mlp_norm is not None:
+            update = _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, hidden_states.dtype)
+            seen = seen + update
         if cross_attention.visible is None:
             return seen
         # Not a product with the mask, because NaN * 0 is NaN.

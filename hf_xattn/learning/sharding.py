@@ -106,7 +106,7 @@ def block_plan(config: CrossAttentionConfig, tp_size: int) -> dict[str, str]:
             plan |= QUERIES | KEYS_VALUES
         elif tp_size % config.num_key_value_heads == 0:
             plan |= QUERIES  # the style of `attn` shares the heads
-    missing = {"mlp.gate_proj"} if config.mlp_type != "gated" else set()
+    missing = {"gated": set(), "plain": {"mlp.gate_proj"}, "none": set(MLP)}[config.mlp_type]
     if not config.qk_norm:
         missing |= {"attn.q_norm", "attn.k_norm"}
     return {name: style for name, style in plan.items() if name not in missing}

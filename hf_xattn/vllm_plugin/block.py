@@ -141,15 +141,17 @@ class Block(nn.Module):
         norm = NORMS[config.norm_type]
         self.attn_norm = norm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, vllm_config.cache_config, f"{prefix}.attn")
-        self.mlp_norm = norm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config, f"{prefix}.mlp")
+        has_mlp = config.mlp_type != "none"
+        self.mlp_norm = norm(config.hidden_size, config.norm_eps) if has_mlp else None
+        self.mlp = MLP(config, f"{prefix}.mlp") if has_mlp else None
         self.attn_gate = self.mlp_gate = None
         if config.gate == "tanh":
             shape = (1,) if config.gate_granularity == "scalar" else (config.hidden_size,)
-            self.attn_gate, self.mlp_gate = (
+            gates = [
                 nn.Parameter(torch.zeros(shape, dtype=self.attn_norm.weight.dtype), requires_grad=False)
                 for _ in range(2)
-            )
+            ]
+            self.attn_gate, self.mlp_gate = gates if has_mlp else (gates[0], None)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(tokens, hidden_size)`, or with axes of length 1 in front. Compiled code sees one operator."""
@@ -164,6 +166,8 @@ class Block(nn.Module):
         seen = hidden_states + _gated(attended, self.attn_gate, dtype)
         if step is not None:
             seen = torch.where(step.attends, seen, hidden_states)
+        if self.mlp is None or self.mlp_norm is None:
+            return seen
         made = seen + _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, dtype)
         return made if step is None else torch.where(step.visible, made, seen)
 

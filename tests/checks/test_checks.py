@@ -205,7 +205,12 @@ def test_other_dead_blocks(monkeypatch):
     assert result.status == BROKEN and "block 0 (layer 1): its update is not finite" in result.line
 
 
-@pytest.mark.parametrize("config", [{}, {"zero_init": False, "gate_init": 0.0}, {"gate": "none"}], ids=str)
+FLAMINGO = {"zero_init": False, "gate_init": 0.0}
+
+
+@pytest.mark.parametrize(
+    "config", [{}, FLAMINGO, {"gate": "none"}, {"mlp_type": "none"}, {**FLAMINGO, "mlp_type": "none"}], ids=str
+)
 def test_a_fresh_model(config):
     """A fresh model that fails, or whose caches are compared while its images change nothing."""
     model = make_model(random=False, cross_attention_config=config)
@@ -216,7 +221,7 @@ def test_a_fresh_model(config):
         assert results[name].status == HOLDS and "fresh blocks get random weights here" in results[name].line
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with torch.no_grad():
-        model.blocks[0].mlp.up_proj.weight.zero_()
+        model.blocks[0].attn.v_proj.weight.zero_()
     (result,) = checked(model, "blocks-alive").values()
     assert result.status == BROKEN
 

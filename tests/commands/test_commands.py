@@ -310,12 +310,13 @@ def test_a_model_that_does_not_see(saved, tmp_path, capsys, monkeypatch):
     assert status == 0 and "see nothing" not in error and "blind" not in error
 
 
+@pytest.mark.parametrize("mlp_type", ["gated", "none"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_blocks_that_are_fresh(gated):
+def test_blocks_that_are_fresh(gated, mlp_type):
     """A trained model that is said to see nothing, because one of its factors is zero; a fresh one that is not known
     by its gates.
     """
-    options = {"zero_init": not gated, "gate_init": 0.0 if gated else 0.5}
+    options = {"zero_init": not gated, "gate_init": 0.0 if gated else 0.5, "mlp_type": mlp_type}
     model = make_model(random=False, cross_attention_config={"hidden_size": 32, "num_attention_heads": 4, **options})
     assert is_fresh(model)
     block = model.blocks[0]

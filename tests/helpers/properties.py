@@ -134,7 +134,7 @@ def layer_cases(draw: Any, dtypes: st.SearchStrategy[torch.dtype] = DTYPES, repe
         "intermediate_size": draw(st.integers(1, 12)),
         "norm_type": draw(st.sampled_from(["rmsnorm", "layernorm"])),
         "norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
-        "mlp_type": draw(st.sampled_from(["gated", "plain"])),
+        "mlp_type": draw(st.sampled_from(["gated", "plain", "none"])),
         "gate": draw(st.sampled_from(["tanh", "none"])),
         "gate_granularity": draw(st.sampled_from(["scalar", "channel"])),
         **{
@@ -142,6 +142,7 @@ def layer_cases(draw: Any, dtypes: st.SearchStrategy[torch.dtype] = DTYPES, repe
             for name in ("qk_norm", "quiet_softmax", "position_bias", "attention_bias", "mlp_bias")
         },
     }
+    config["mlp_bias"] &= config["mlp_type"] != "none"
     return LayerCase(
         config,
         draw(dtypes),

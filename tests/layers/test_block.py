@@ -28,9 +28,15 @@ STYLES = {
     "kempnerforge": {"zero_init": True, "gate": "none"},
 }
 FULL = {"attention_bias": True, "mlp_bias": True, "qk_norm": True, "quiet_softmax": True, "position_bias": True}
+
+
+def full(mlp_type: str) -> dict[str, object]:
+    return {**FULL, "mlp_type": mlp_type, "mlp_bias": mlp_type != "none"}
+
+
 every_style = pytest.mark.parametrize("style", STYLES)
 every_norm = pytest.mark.parametrize("norm_type", ["rmsnorm", "layernorm"])
-every_mlp = pytest.mark.parametrize("mlp_type", ["gated", "plain"])
+every_mlp = pytest.mark.parametrize("mlp_type", ["gated", "plain", "none"])
 
 
 def fresh(dtype: torch.dtype = torch.float32, **fields) -> GatedCrossAttentionBlock:
@@ -108,7 +114,9 @@ def test_text_that_sees_nothing_keeps_its_state(dtype, fields, grad, num_tokens)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fields", [{}, FULL, {"mlp_type": "plain", "gate": "none", "norm_type": "layernorm"}])
+@pytest.mark.parametrize(
+    "fields", [{}, FULL, {"mlp_type": "plain", "gate": "none", "norm_type": "layernorm"}, {"mlp_type": "none"}]
+)
 @pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
 @torch.no_grad()
 def test_stream_of_another_dtype_than_the_weights(stream, weights, fields, num_tokens):
@@ -163,6 +171,8 @@ def reference(block, hidden, states):
         return x if gate is None else gate.tanh() * x
 
     hidden = hidden + gated(block.attn(norm(hidden, block.attn_norm), states)[0], block.attn_gate)
+    if config.mlp_type == "none":
+        return hidden
     x, mlp, act = norm(hidden, block.mlp_norm), block.mlp, ACT2FN[config.hidden_act]
     up = nn.functional.linear(x, mlp.up_proj.weight, mlp.up_proj.bias)
     if config.mlp_type == "gated":
@@ -187,11 +197,15 @@ def test_equals_the_reference(norm_type, mlp_type, gate, granularity, act):
         gate=gate,
         gate_granularity=granularity,
         hidden_act=act,
-        mlp_bias=True,
+        mlp_bias=mlp_type != "none",
     ).double()
     hidden, states = inputs(torch.float64)
     torch.testing.assert_close(block(hidden, states), reference(block, hidden, states))
-    assert (block.mlp.gate_proj is None) == (mlp_type == "plain")
+    if mlp_type == "none":
+        names = [name for name, _ in block.named_parameters() if "mlp" in name]
+        assert not names and block.mlp is None
+    else:
+        assert (block.mlp.gate_proj is None) == (mlp_type == "plain")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -211,7 +225,7 @@ def test_norms_equal_torch(dtype, scale):
 
 @every_style
 @pytest.mark.parametrize("granularity", ["scalar", "channel"])
-@pytest.mark.parametrize("fields", [{}, FULL, {"norm_type": "layernorm", "mlp_type": "plain"}])
+@pytest.mark.parametrize("fields", [{}, FULL, {"norm_type": "layernorm", "mlp_type": "plain"}, {"mlp_type": "none"}])
 def test_everything_learns_by_the_second_step(style, granularity, fields):
     """Rules out weights that stay where they are for ever behind a product of two zeros (NovaSky-AI/SkyRL#852)."""
     block = fresh(**STYLES[style], gate_granularity=granularity, initializer_range=0.2, **fields).train()
@@ -259,7 +273,7 @@ def test_gates_and_norms_stay_float32(tmp_path, dtype, norm_type):
 
 
 @every_style
-@pytest.mark.parametrize("fields", [{}, FULL, {"norm_type": "layernorm", "mlp_type": "plain"}])
+@pytest.mark.parametrize("fields", [{}, FULL, {"norm_type": "layernorm", "mlp_type": "plain"}, {"mlp_type": "none"}])
 def test_round_trip(tmp_path, style, fields):
     """Rules out loaded weights that `_init_weights` draws anew (T#46620), or a setting that is lost in the file."""
     block = randomized(**STYLES[style], **fields)
@@ -324,7 +338,7 @@ def test_no_random_number_is_drawn_for_nothing(style, mlp_type):
     """Rules out weights that are drawn twice, or drawn and then set to zero: that took most of the time
     of a retrofit.
     """
-    block = fresh(**STYLES[style], **FULL, mlp_type=mlp_type)
+    block = fresh(**STYLES[style], **full(mlp_type))
     after = torch.rand(1)
     torch.manual_seed(1)
     drawn = 0
@@ -333,7 +347,7 @@ def test_no_random_number_is_drawn_for_nothing(style, mlp_type):
             expected = torch.empty_like(module.weight).normal_(std=block.config.initializer_range)
             assert torch.equal(module.weight, expected)
             drawn += 1
-    assert drawn >= 5 and torch.equal(torch.rand(1), after)
+    assert drawn >= (4 if mlp_type == "none" else 5) and torch.equal(torch.rand(1), after)
 
 
 @every_style
@@ -342,7 +356,7 @@ def test_no_random_number_is_drawn_for_nothing(style, mlp_type):
 def test_every_weight_gets_a_value(style, norm_type, mlp_type):
     """Rules out weights that stay as the memory was, because neither torch nor `_init_weights` writes them."""
     with memory_of_nan():
-        block = fresh(**STYLES[style], **FULL, norm_type=norm_type, mlp_type=mlp_type, gate_granularity="channel")
+        block = fresh(**STYLES[style], **full(mlp_type), norm_type=norm_type, gate_granularity="channel")
     assert not [name for name, weight in block.named_parameters() if weight.isnan().any()]
 
 

@@ -106,10 +106,16 @@ def test_value_is_refused(field, value):
     assert f"`{field}`" in str(error.value) and repr(value) in str(error.value)
 
 
+def test_a_block_without_an_mlp_has_no_biases_in_it():
+    """A flag that is dropped."""
+    with pytest.raises(ValueError, match="`mlp_bias=False` with `mlp_type='none'`.* got True"):
+        CrossAttentionConfig(mlp_type="none", mlp_bias=True)
+
+
 @pytest.mark.parametrize(
     "field, choices",
     [
-        ("mlp_type", ["gated", "plain"]),
+        ("mlp_type", ["gated", "plain", "none"]),
         ("norm_type", ["rmsnorm", "layernorm"]),
         ("gate", ["tanh", "none"]),
         ("gate_granularity", ["scalar", "channel"]),

@@ -192,7 +192,7 @@ def save_and_load_is_the_identity(seed: int) -> None:
         "intermediate_size": draw.choice([8, 20]),
         "hidden_act": draw.choice(["silu", "gelu", "relu"]),
         "norm_type": draw.choice(["rmsnorm", "layernorm"]),
-        "mlp_type": draw.choice(["gated", "plain"]),
+        "mlp_type": draw.choice(["gated", "plain", "none"]),
         "gate": draw.choice(["tanh", "none"]),
         "gate_granularity": draw.choice(["scalar", "channel"]),
         "norm_eps": draw.choice([1e-6, 1e-5]),
@@ -202,6 +202,7 @@ def save_and_load_is_the_identity(seed: int) -> None:
             for name in ("attention_bias", "mlp_bias", "qk_norm", "quiet_softmax", "position_bias")
         },
     }
+    block["mlp_bias"] &= block["mlp_type"] != "none"
     perceiver = {
         "num_latents": draw.randint(1, 4),
         "num_hidden_layers": 1,

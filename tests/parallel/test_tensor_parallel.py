@@ -22,6 +22,7 @@ CASES = {
     "split": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True, "attention_bias": True},
     "auto": {"num_attention_heads": 4, "num_key_value_heads": 4, "quiet_softmax": True},
     "shared": {"num_attention_heads": 4, "num_key_value_heads": 1, "qk_norm": True, "mlp_bias": True},
+    "no MLP": {"num_attention_heads": 4, "num_key_value_heads": 2, "mlp_type": "none"},
     "whole": {"num_attention_heads": 3, "num_key_value_heads": 1, "mlp_type": "plain"},
     "gpt2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "position_bias": True},
@@ -134,6 +135,7 @@ def test_plans():
     assert not any("attn" in name for name in plan(3, num_attention_heads=4, num_key_value_heads=4))
     assert "attn.q_norm" not in shared and "mlp.gate_proj" in shared
     assert "mlp.gate_proj" not in plan(2, num_attention_heads=4, num_key_value_heads=4, mlp_type="plain")
+    assert not any("mlp" in name for name in plan(2, num_attention_heads=4, num_key_value_heads=4, mlp_type="none"))
 
 
 @pytest.mark.slow

@@ -106,11 +106,11 @@ OPTIONS = {
         "block": {"gate": "none", "context_size": 24, "quiet_softmax": True},
         "cross_attention_layers": [0, 2, 2, 4],
     },
-    "latest_group, one head": {
+    "latest_group, one head, no MLP": {
         "image_visibility": "latest_group",
         "connector_type": "linear",
         "vision_feature_select_strategy": "default",
-        "block": {"num_attention_heads": 1, "num_key_value_heads": 1, "context_size": 40},
+        "block": {"num_attention_heads": 1, "num_key_value_heads": 1, "context_size": 40, "mlp_type": "none"},
     },
     "added tokens, no BOS token, code in the folder": {
         "image_visibility": "previous",
