@@ -161,15 +161,27 @@ def test_trials_of_choices(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(
         demo_choices, "CHOICES", demo_choices.CHOICES | {"6 a step": {"batch_size": 6, "layers": (0.25,)}}
     )
-    results = demo_choices.compare(folder, 1, 0, ["connector from random weights", "6 a step"], count=1)
-    assert len(made) == 1 and made[0][0].config.cross_attention_layers == [1]
-    assert json.loads((folder / "choices.json").read_text()) == results
-    assert all(set(KINDS) | {"minutes"} == set(result) for result in results.values())
-    assert demo_choices.table(results).count("|\n") == 3
+    chosen = ["connector from random weights", "6 a step", "no MLP"]
+    results = demo_choices.compare(folder, 1, [0], chosen, count=1)
+    assert len(made) == 2 and made[0][0].config.cross_attention_layers == [1]
+    assert made[1][0].config.cross_attention_config.mlp_type == "none"
+    assert json.loads((folder / "choices.json").read_text())["results"] == results
+    costs = {"minutes", "added", "first", "step"}
+    assert all(set(KINDS) | costs == set(each["0"]) and each["0"]["step"] > 0 for each in results.values())
+    assert results["no MLP"]["0"]["added"] < results["connector from random weights"]["0"]["added"]
+    assert demo_choices.table(results).count("|\n") == 4
+
+    both = demo_choices.compare(folder, 1, [0, 1], ["no MLP"], count=1)["no MLP"]
+    assert len(made) == 3 and both["0"] == results["no MLP"]["0"] and set(both) == {"0", "1"}
+    plain = {"0": {**both["0"], "read": both["0"]["read"] - 0.5}}
+    told = demo_choices.table({demo_choices.AS_IT_IS: plain, "no MLP": both}).splitlines()
+    assert f"| {0.5 / len(KINDS):+.1%} (" in told[-1] and "| 2 |" in told[-1]  # of the seed that both have
     with pytest.raises(ValueError, match="`--choice` must be of"):
-        demo_choices.compare(folder, 1, 0, ["red"])
+        demo_choices.compare(folder, 1, [0], ["red"])
     with pytest.raises(ValueError, match="finished"):
-        demo_choices.compare(tmp_path, 1, 0, [])
+        demo_choices.compare(tmp_path, 1, [0], [])
+    with pytest.raises(ValueError, match=r"results of \{'steps': 2, 'questions': 1\}"):
+        demo_choices.compare(folder, 2, [0], [], count=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
