@@ -62,7 +62,8 @@ def llava_of(base: PreTrainedModel, tower: PreTrainedModel, image_token_id: int)
 @torch.no_grad()
 def num_image_tokens(tower: PreTrainedModel) -> int:
     """Tokens that a tower makes of a picture, the class token among them."""
-    height, width = tower.config.image_size
+    size = tower.config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
     return tower(pixel_values=torch.zeros(1, 3, height, width, dtype=tower.dtype)).last_hidden_state.shape[1]
 
 

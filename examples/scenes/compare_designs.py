@@ -1,0 +1,300 @@
+"""Cross-attention beside image tokens in the prompt: the same rows, tower, text model, parameters and compute.
+
+python examples/scenes/compare_designs.py FRESH --design DESIGN --data SOURCE... --development FOLDER --output FILE
+
+FRESH is a folder of `hf-xattn retrofit`, whose blocks are fresh. Its text model and its tower are those of all designs:
+
+- `blocks`: the folder's blocks and connector train;
+- `projector`: transformers' Llava puts the projected image tokens into the prompt, and the projector trains;
+- `lora`: the same, and LoRA on all linear layers of the text model trains too (package `peft`).
+
+The projector's inner width, or the rank of LoRA, is chosen so that about as many parameters train as in FRESH. All
+designs get the rows in the same order, `--batch-size` at a time, and as many steps as fit into `--pflop`: the floating
+point operations of the matrix products in forward and backward, tower included, as torch's FlopCounterMode counts them
+for the first batches. AdamW, warm-up and cosine, clipping at 1. The learning rate is the best of `--learning-rates` by
+the loss of the last quarter of a run with a tenth of the compute, which is not counted for any design.
+
+FILE gets, for the development rows, the shares of right answers by kind, and the costs: parameters, steps, seconds of
+a step, the largest memory, the time to a first token, of a decode step, and the bytes of the cache behind one image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoProcessor, get_cosine_schedule_with_warmup, set_seed
+
+from hf_xattn import (
+    XAttnDataCollator,
+    XAttnForConditionalGeneration,
+    XAttnProcessor,
+    freeze_base,
+    load_rows,
+    remove_blocks,
+)
+from hf_xattn.data.order import Shuffled
+from hf_xattn.evaluation.answers import normalised
+from hf_xattn.evaluation.evaluation import Asker, inputs_of
+from hf_xattn.evaluation.questions import Question, questions_of
+
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # where Llava's side is
+from llava_peer import LlavaChats, llava_of
+from timing import seconds
+
+
+DESIGNS = BLOCKS, PROJECTOR, LORA = ("blocks", "projector", "lora")
+IMAGE_TOKEN = "<image>"
+IGNORED = -100
+WARMUP = 0.05
+SEARCH = 0.1  # of the compute, for each learning rate
+COUNTED = 4  # batches whose operations are counted
+TIMED, DECODED, REPEATS = 8, 8, 5  # questions asked for a first token; decode steps of a timed run; runs
+
+
+class Design:
+    """A model that trains, and what makes its batches and its prompts.
+
+    Args:
+        name (`str`): of `DESIGNS`.
+        fresh (`Path`): folder of the retrofitted model.
+        parameters (`int`, *optional*): about so many train; not for the blocks, which are as they are.
+    """
+
+    def __init__(self, name: str, fresh: Path, parameters: int = 0):
+        self.name = name
+        processor: Any = AutoProcessor.from_pretrained(fresh)
+        seeing = XAttnForConditionalGeneration.from_pretrained(fresh, dtype=torch.float32)
+        if name == BLOCKS:
+            self.model: Any = freeze_base(seeing)
+            self.body, self.head = seeing.model, seeing.get_output_embeddings()
+            self.chats: Any = processor
+        else:
+            processor = with_marker(processor)
+            self.model, self.body, self.head = self._llava(seeing, processor.image_token_id, parameters)
+            self.chats = LlavaChats(processor, self.model.config.image_seq_length)
+        self.trained = [each for each in self.model.parameters() if each.requires_grad]
+        self._collate = XAttnDataCollator(processor, padding_side="right")
+
+    def _llava(self, seeing: Any, marker: int, parameters: int) -> tuple[Any, Any, Any]:
+        tower = seeing.model.vision_tower
+        base = remove_blocks(seeing)
+        model = llava_of(base, tower, marker)
+        projector, sizes = model.model.multi_modal_projector, (tower.config.hidden_size, base.config.hidden_size)
+        inner = max(1, round((parameters - sizes[1]) / (sum(sizes) + 1))) if self.name == PROJECTOR else sizes[1]
+        projector.linear_1, projector.linear_2 = nn.Linear(sizes[0], inner), nn.Linear(inner, sizes[1])
+        if self.name == PROJECTOR:
+            return model, model.model, model.lm_head
+        from peft import LoraConfig, get_peft_model
+
+        linear = [each for each in model.model.language_model.modules() if isinstance(each, nn.Linear)]
+        left = parameters - sum(each.numel() for each in projector.parameters())
+        rank = max(1, round(left / sum(each.in_features + each.out_features for each in linear)))
+        targets = r".*language_model.*(q|k|v|o|gate|up|down)_proj"
+        lora = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+        projector.requires_grad_(True)
+        return lora, lora.base_model.model.model, lora.base_model.model.lm_head
+
+    @property
+    def parameters(self) -> int:
+        return sum(each.numel() for each in self.trained)
+
+    def loss(self, rows: Sequence[Any]) -> torch.Tensor:
+        """The mean over the labels of the rows."""
+        batch: dict[str, Any] = self._collate(list(rows))
+        if self.name != BLOCKS:
+            batch = self._in_the_prompt(batch)
+        labels = nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORED)
+        hidden = self.body(**batch, use_cache=False).last_hidden_state
+        return nn.functional.cross_entropy(self.head(hidden[labels != IGNORED]), labels[labels != IGNORED])
+
+    def _in_the_prompt(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with so many image tokens in place of each marker, padded again."""
+        made: dict[str, list[torch.Tensor]] = {"input_ids": [], "attention_mask": [], "labels": []}
+        for row, ids in enumerate(batch["input_ids"]):
+            real = batch["attention_mask"][row].bool()
+            counts = self.chats.counts(ids[real])
+            for name, rows in made.items():
+                rows.append(batch[name][row][real].repeat_interleave(counts))
+        padding = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
+        padded = {
+            name: nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding[name])
+            for name, rows in made.items()
+        }
+        if "pixel_values" in batch:
+            pixels, mask = batch["pixel_values"], batch.get("image_mask")
+            padded["pixel_values"] = pixels.flatten(0, 1) if mask is None else pixels[mask]
+        return padded
+
+
+def with_marker(processor: XAttnProcessor) -> XAttnProcessor:
+    """The same processor, which renders a picture as a marker: Llava's image tokens come in its place."""
+    if processor.image_token is not None:
+        return processor
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.add_tokens([IMAGE_TOKEN], special_tokens=True)
+    return XAttnProcessor(
+        processor.image_processor, tokenizer, chat_template=processor.chat_template, image_token=IMAGE_TOKEN
+    )
+
+
+def batches(rows: Any, size: int, seed: int) -> Iterator[list[Any]]:
+    """The rows in the order of `hf-xattn train`, without an end."""
+    order = Shuffled(rows, sys.maxsize, seed, size, 1)
+    for start in itertools.count(0, size):
+        yield [order[place] for place in range(start, start + size)]
+
+
+def operations(design: Design, rows: Any, size: int, seed: int) -> float:
+    """Floating point operations of a step: the mean of the first batches."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        for batch in itertools.islice(batches(rows, size, seed), COUNTED):
+            design.loss(batch).backward()
+    for each in design.trained:
+        each.grad = None
+    return counter.get_total_flops() / COUNTED
+
+
+def train(design: Design, rows: Any, size: int, steps: int, rate: float, seed: int) -> tuple[list[float], float]:
+    """Trains in place. Returns the losses, and the seconds of a step."""
+    optimizer = torch.optim.AdamW(design.trained, lr=rate, weight_decay=0.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(WARMUP * steps), steps)
+    losses = []
+    begun = time.perf_counter()
+    for step, batch in enumerate(itertools.islice(batches(rows, size, seed), steps)):
+        loss = design.loss(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(design.trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+        if (step + 1) % 10 == 0:
+            print(f"{design.name}, {rate:g}: step {step + 1} of {steps}, loss {sum(losses[-10:]) / 10:.4f}", flush=True)
+    return losses, (time.perf_counter() - begun) / steps
+
+
+def try_rates(
+    design: Design, rows: Any, size: int, steps: int, rates: Sequence[float], seed: int
+) -> dict[float, float]:
+    """The mean loss of the last quarter of a short run of each learning rate. The design is as before."""
+    fresh = [each.detach().clone() for each in design.trained]
+    reached = {}
+    for rate in rates:
+        losses, _ = train(design, rows, size, steps, rate, seed)
+        last = losses[-(steps // 4 + 1) :]
+        reached[rate] = sum(last) / len(last)
+        with torch.no_grad():
+            for each, before in zip(design.trained, fresh):
+                each.copy_(before)
+    return reached
+
+
+def shares(design: Design, questions: Sequence[Question], batch_size: int) -> dict[str, dict[str, Any]]:
+    """Right answers by kind, normalised, of questions about pictures; `text`: of those without one."""
+    tokenizer = design.chats.processor.tokenizer if design.name != BLOCKS else design.chats.tokenizer
+    longest = max(len(tokenizer(each.answer, add_special_tokens=False)["input_ids"]) for each in questions)
+    asker = Asker(design.model, design.chats, batch_size, longest + 8)
+    counts: dict[str, list[int]] = {}
+    for some in (True, False):
+        asked = [each for each in questions if bool(each.pictures) == some]
+        for question, said in zip(asked, asker("asking", asked) if asked else []):
+            count = counts.setdefault(question.group or "", [0, 0])
+            count[0] += normalised(said) == normalised(question.answer)
+            count[1] += 1
+    return {kind: {"right": right, "of": total} for kind, (right, total) in sorted(counts.items())}
+
+
+@torch.no_grad()
+def times(design: Design, questions: Sequence[Question]) -> dict[str, float]:
+    """Seconds to a first token from pixels, and of a decode step behind it, and the bytes of its cache."""
+    about = [each for each in questions if each.pictures][:TIMED]
+    inputs = [dict(inputs_of(design.chats, [each.messages])) for each in about]
+    read = design.model(**inputs[0], use_cache=True)
+    cache, token = read.past_key_values, inputs[0]["input_ids"][:, :1]
+    halves = [getattr(cache, half, None) for half in ("self_attention_cache", "cross_attention_cache")]
+    layers = [layer for half in halves if half is not None for layer in half.layers] or cache.layers
+    size = sum(each.numel() * each.element_size() for layer in layers for each in (layer.keys, layer.values))
+
+    def first() -> None:
+        for each in inputs:
+            design.model(**each, use_cache=True, logits_to_keep=1)
+
+    def decode() -> None:
+        for _ in range(DECODED):
+            design.model(token, past_key_values=cache, use_cache=True)
+        cache.crop(-DECODED)
+
+    took = seconds({"first": first, "step": decode}, REPEATS)
+    return {"first token": took["first"] / len(inputs), "decode step": took["step"] / DECODED, "cache": size}
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Trains one design and measures it."""
+    set_seed(options.seed)
+    rows = load_rows(options.data)
+    wanted = Design(BLOCKS, options.fresh).parameters
+    design = Design(options.design, options.fresh, wanted)
+    flop = operations(design, rows, options.batch_size, options.seed)
+    steps = max(1, round(options.pflop * 1e15 / flop))
+    print(f"{design.name}: {design.parameters:,} parameters, {flop / 1e12:.3f} TFLOP and {steps} steps", flush=True)
+    short = max(1, round(SEARCH * steps))
+    reached = try_rates(design, rows, options.batch_size, short, options.learning_rates, options.seed)
+    rate = min(reached, key=lambda each: reached[each])
+    losses, a_step = train(design, rows, options.batch_size, steps, rate, options.seed)
+    design.model.eval()
+    questions = questions_of(load_rows(options.development), by="kind")[: options.questions]
+    return {
+        "design": design.name,
+        "seed": options.seed,
+        "parameters": design.parameters,
+        "FLOP of a step": flop,
+        "steps": steps,
+        "batch size": options.batch_size,
+        "learning rates": {f"{each:g}": loss for each, loss in reached.items()},
+        "learning rate": rate,
+        "losses": losses,
+        "seconds of a step": a_step,
+        "largest memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "right": shares(design, questions, options.batch_size),
+        **times(design, questions),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("fresh", type=Path, help="a folder of `hf-xattn retrofit`")
+    parser.add_argument("--design", choices=DESIGNS, required=True)
+    parser.add_argument("--data", nargs="+", required=True, help="rows to train on, as for `hf-xattn train --data`")
+    parser.add_argument("--development", required=True, help="rows to ask")
+    parser.add_argument("--questions", type=int, default=2000, help="so many of them, from the first on")
+    parser.add_argument("--pflop", type=float, default=0.5, help="compute of a run, in 1e15 operations (default: 0.5)")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3, 5e-4])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args(arguments)
+    if options.output.exists():
+        parser.error(f"expected a new file, got {options.output}, which exists: remove it, or name another one")
+    found = compare(options)
+    options.output.write_text(json.dumps(found, indent=2) + "\n")
+    for kind, share in found["right"].items():
+        print(f"{kind}: {share['right']} of {share['of']} right")
+
+
+if __name__ == "__main__":
+    main()

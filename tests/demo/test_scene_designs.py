@@ -1,0 +1,98 @@
+"""`examples/scenes/compare_designs.py`: blocks beside image tokens in the prompt."""
+
+import json
+
+import compare_designs
+import make_scenes
+import pytest
+import torch
+from compare_designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, batches
+from template_models import CHATML
+from tiny_checkpoints import make_text_checkpoint
+from transformers import AutoModel, AutoTokenizer, SiglipImageProcessorPil, SiglipVisionConfig
+
+from hf_xattn import XAttnProcessor, load_rows, retrofit
+from hf_xattn.data.pictures import picture_parts
+
+
+PARTS = {BLOCKS: ("cross_attention_block", "connector"), PROJECTOR: ("projector",), LORA: ("projector", "lora_")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("designs")
+    text = make_text_checkpoint(folder / "text")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = AutoModel.from_config(SiglipVisionConfig(**sizes, image_size=224, patch_size=16, vision_use_head=False))
+    images = SiglipImageProcessorPil(size={"height": 224, "width": 224})
+    tower.save_pretrained(folder / "tower")
+    retrofit(text, folder / "tower", every=2, dtype=torch.float32).save_pretrained(folder / "fresh")
+    tokenizer = AutoTokenizer.from_pretrained(text)
+    XAttnProcessor(images, tokenizer, chat_template=CHATML).save_pretrained(folder / "fresh")
+    make_scenes.main([str(folder / "chats"), "--chats", "--rows=20", "--processes=1"])
+    make_scenes.main([str(folder / "development"), "--split=development", "--rows=10", "--processes=1"])
+    return folder
+
+
+def test_image_tokens_stand_where_the_picture_does(folder):
+    """A loss over other labels than Llava's own, image tokens at another place, or of another row."""
+    design = Design(PROJECTOR, folder / "fresh", Design(BLOCKS, folder / "fresh").parameters)
+    rows = load_rows(folder / "chats")
+    chosen = [rows[index] for index in range(7, 12)]
+    assert {bool(picture_parts(row)) for row in chosen} == {True, False}
+    losses, labels = [], 0
+    for row in chosen:
+        text = design.chats.processor.apply_chat_template(row["messages"], tokenize=False)
+        inputs = design.chats.apply_chat_template([row["messages"]], tokenize=True, return_dict=True)
+        own = design._in_the_prompt(design._collate([row]))
+        assert torch.equal(own["input_ids"], inputs["input_ids"])
+        assert (inputs["input_ids"] == design.model.config.image_token_id).sum() == 196 * text.count(IMAGE_TOKEN)
+        wanted = own.pop("labels")
+        count = (wanted[:, 1:] != -100).sum()
+        losses.append(design.model(**own, labels=wanted).loss * count)
+        labels += count
+    torch.testing.assert_close(design.loss(chosen), sum(losses) / labels)
+
+
+def test_parameters_and_rows(folder):
+    """Designs that train other parts than they say, other numbers of parameters, or on other rows."""
+    rows, wanted = load_rows(folder / "chats"), Design(BLOCKS, folder / "fresh").parameters
+    for name in DESIGNS:
+        design = Design(name, folder / "fresh", wanted)
+        assert abs(design.parameters - wanted) <= (0 if name == BLOCKS else 0.25 * wanted)  # tiny ranks are coarse
+        named = [each for each, weight in design.model.named_parameters() if weight.requires_grad]
+        parts = {
+            BLOCKS: ("cross_attention_block", "connector"),
+            PROJECTOR: ("projector",),
+            LORA: ("projector", "lora_"),
+        }
+        assert all(any(part in each for part in parts[name]) for each in named)
+        assert all(any(part in each for each in named) for part in parts[name])
+    first, again = (next(batches(rows, 4, 0)) for _ in range(2))
+    assert first == again != next(batches(rows, 4, 1))
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_run(name, folder, tmp_path, capsys):
+    """A design that cannot be asked, is trained for more than its compute, or is measured with other rows."""
+    file = tmp_path / "found.json"
+    given = [str(folder / "fresh"), "--design", name, "--data", str(folder / "chats"), "--batch-size=4"]
+    given += ["--development", str(folder / "development"), "--questions=9", "--output", str(file)]
+    compare_designs.main([*given, "--pflop=2e-6", "--learning-rates", "1e-3", "1e-2"])
+    found = json.loads(file.read_text())
+    assert found["design"] == name and found["FLOP of a step"] > 1e6
+    assert found["steps"] == max(1, round(2e9 / found["FLOP of a step"])) == len(found["losses"])
+    assert set(found["learning rates"]) == {"0.001", "0.01"} and str(found["learning rate"]) in found["learning rates"]
+    assert sum(share["of"] for share in found["right"].values()) == 9
+    assert min(found[cost] for cost in ("first token", "decode step", "cache", "largest memory, MB")) > 0
+    with pytest.raises(SystemExit):
+        compare_designs.main([*given, "--pflop=1e-6"])
+    assert "which exists" in capsys.readouterr().err
+
+
+def test_blocks_cost_less_compute_and_cache(folder, tmp_path):
+    """Operations that are not those of the design: image tokens in the prompt pass all layers."""
+    rows, wanted = load_rows(folder / "chats"), Design(BLOCKS, folder / "fresh").parameters
+    flop = {name: compare_designs.operations(Design(name, folder / "fresh", wanted), rows, 4, 0) for name in DESIGNS}
+    assert flop[BLOCKS] < flop[PROJECTOR] <= flop[LORA]
