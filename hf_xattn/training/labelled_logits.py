@@ -1,7 +1,7 @@
 """Computes logits where a label needs them: in front of the tokens of answers, not at each token of a prompt.
 
-Logits are as wide as the vocabulary. For SmolLM2-135M those of a prompt take as long as eight of its thirty layers, and
-they are most of the memory of a step. The loss stays what it was: it reads the logits at labels alone.
+Logits are as wide as the vocabulary. For SmolLM2-135M those of a token take the multiplications of eight of its thirty
+layers. The loss stays what it was: it reads the logits at labels alone.
 """
 
 from __future__ import annotations
