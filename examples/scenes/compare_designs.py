@@ -35,7 +35,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoProcessor, get_cosine_schedule_with_warmup, set_seed
+from transformers import AutoProcessor, SiglipVisionConfig, get_cosine_schedule_with_warmup, set_seed
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_xattn import (
     XAttnDataCollator,
@@ -65,6 +66,28 @@ COUNTED = 4  # batches whose operations are counted
 TIMED, DECODED, REPEATS = 8, 8, 5  # questions asked for a first token; decode steps of a timed run; runs
 
 
+class Features(nn.Module):
+    """A convolutional tower as Llava reads one: its features `(batch, places, channels)`, row by row.
+
+    Args:
+        tower (`PreTrainedModel`): its output is `(batch, channels, height, width)`.
+        side (`int`): pixels of a side of a picture.
+    """
+
+    def __init__(self, tower: Any, side: int):
+        super().__init__()
+        self.tower, self.dtype = tower, tower.dtype
+        with torch.no_grad():
+            channels = tower(torch.zeros(1, 3, side, side, dtype=tower.dtype)).last_hidden_state.shape[1]
+        # Llava asks the configuration for these sizes; the tower that it makes of it is replaced.
+        sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 1}
+        self.config = SiglipVisionConfig(hidden_size=channels, image_size=side, **sizes)
+
+    def forward(self, pixel_values: torch.Tensor, **options: Any) -> BaseModelOutput:
+        features = self.tower(pixel_values).last_hidden_state.flatten(2).transpose(1, 2)
+        return BaseModelOutput(last_hidden_state=features, hidden_states=(features,))
+
+
 class Design:
     """A model that trains, and what makes its batches and its prompts.
 
@@ -84,15 +107,17 @@ class Design:
             self.chats: Any = processor
         else:
             processor = with_marker(processor)
-            self.model, self.body, self.head = self._llava(seeing, processor.image_token_id, parameters)
+            self.model, self.body, self.head = self._llava(seeing, processor, parameters)
             self.chats = LlavaChats(processor, self.model.config.image_seq_length)
         self.trained = [each for each in self.model.parameters() if each.requires_grad]
         self._collate = XAttnDataCollator(processor, padding_side="right")
 
-    def _llava(self, seeing: Any, marker: int, parameters: int) -> tuple[Any, Any, Any]:
+    def _llava(self, seeing: Any, processor: XAttnProcessor, parameters: int) -> tuple[Any, Any, Any]:
         tower = seeing.model.vision_tower
+        if not hasattr(tower.config, "hidden_size"):
+            tower = Features(tower, processor.image_processor.size["height"])
         base = remove_blocks(seeing)
-        model = llava_of(base, tower, marker)
+        model = llava_of(base, tower, processor.image_token_id)
         projector, sizes = model.model.multi_modal_projector, (tower.config.hidden_size, base.config.hidden_size)
         inner = max(1, round((parameters - sizes[1]) / (sum(sizes) + 1))) if self.name == PROJECTOR else sizes[1]
         projector.linear_1, projector.linear_2 = nn.Linear(sizes[0], inner), nn.Linear(inner, sizes[1])

@@ -6,10 +6,18 @@ import compare_designs
 import make_scenes
 import pytest
 import torch
-from compare_designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, batches
+from compare_designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, Features, batches
 from template_models import CHATML
 from tiny_checkpoints import make_text_checkpoint
-from transformers import AutoModel, AutoTokenizer, SiglipImageProcessorPil, SiglipVisionConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ResNetConfig,
+    ResNetModel,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+)
 
 from hf_xattn import XAttnProcessor, load_rows, retrofit
 from hf_xattn.data.pictures import picture_parts
@@ -53,6 +61,20 @@ def test_image_tokens_stand_where_the_picture_does(folder):
         losses.append(design.model(**own, labels=wanted).loss * count)
         labels += count
     torch.testing.assert_close(design.loss(chosen), sum(losses) / labels)
+
+
+def test_features_of_a_convolutional_tower_keep_their_places(folder):
+    """Channels read as places, or places in another order than the blocks read them in."""
+    tower = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic")).eval()
+    text = AutoModelForCausalLM.from_pretrained(folder / "text", dtype=torch.float32)
+    seeing = retrofit(text, tower, every=2).eval()
+    features = Features(tower, 224)
+    pixels = torch.rand(2, 3, 224, 224)
+    with torch.no_grad():
+        read = features(pixels, output_hidden_states=True).hidden_states[-1]
+        assert read.shape == (2, 28 * 28, features.config.hidden_size) == (2, 784, 6)
+        blocks = seeing.model.get_image_features(pixels[:, None]).pooler_output
+        torch.testing.assert_close(seeing.model.connector(read)[:, None], blocks)
 
 
 def test_parameters_and_rows(folder):

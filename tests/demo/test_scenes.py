@@ -423,7 +423,7 @@ def test_a_tower_can_be_trained_and_retrofitted(tmp_path, capsys):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     tower = tmp_path / "tower"
-    module.main([str(tower), "--steps=2", "--batch-size=2", "--hidden-size=16", "--layers=1", "--held-out=2"])
+    module.main([str(tower), "--steps=2", "--batch-size=2", "--hidden-size=24", "--layers=1", "--held-out=2"])
     assert "patches of development pictures that the tower names: shape " in capsys.readouterr().out
     text = make_text_checkpoint(tmp_path / "text")
     assert main(["retrofit", str(text), "--vision", str(tower), "--output", str(tmp_path / "fresh")]) in (0, None)
