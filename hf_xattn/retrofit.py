@@ -23,11 +23,10 @@ from .checkpoints.removal import (
 from .configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
 from .decoders.derived import original_class
 from .decoders.quantization import return_quantizer
-from .decoders.self_attention import INITS, check_block, check_start, read_self_attention, with_fields_of
 from .decoders.text_half import text_half
 from .modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from .utils.architectures import text_num_hidden_layers, vision_hidden_size
-from .utils.config_checks import check_choice, check_parts, every_nth_layer
+from .utils.config_checks import check_parts, every_nth_layer
 from .utils.keywords import ELSEWHERE
 
 
@@ -56,7 +55,6 @@ def retrofit(
     connector_bias: bool = True,
     vision_feature_select_strategy: str = "full",
     perceiver_config: PerceiverConfig | dict[str, Any] | None = None,
-    init: str = "random",
     **load_kwargs,
 ) -> XAttnForConditionalGeneration:
     """Puts gated cross-attention blocks into a text-only causal language model.
@@ -80,11 +78,6 @@ def retrofit(
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type,
             connector_hidden_act, connector_bias, vision_feature_select_strategy, perceiver_config: fields of
             [`XAttnConfig`].
-        init (`"random"` or `"self_attention"`, defaults to `"random"`): first weights of the blocks. With
-            `"self_attention"`, the projections of queries, keys and values and the norm in front of them are copies of
-            those of the layer behind the block, checked by computing. Fields that a `dict` of `cross_attention` leaves
-            out follow that layer, too: heads, biases, norms. `o_proj` and the MLP start as ever, so a fresh model still
-            gives the base's logits.
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
             `trust_remote_code`, ... `gguf_file` is the name of a GGUF file in the folder or repository `text`, whose
             weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with
@@ -96,10 +89,8 @@ def retrofit(
         TypeError: for an unknown keyword, or if `text` or `vision` is neither a model nor a checkpoint.
         ValueError: for a checkpoint without safetensors, a GGUF file that cannot be read, a model that is not a
             decoder or already has blocks, a wrong layer, or contradictory options; before weights are loaded, if the
-            configuration is enough to find the error. With `init="self_attention"` also for a layer without
-            self-attention, or with one that is not understood.
+            configuration is enough to find the error.
     """
-    check_choice("init", init, INITS)
     _refuse_fields(load_kwargs)
     check_load_kwargs(retrofit, load_kwargs, text, vision)
     cross_attention_layers = _one_of(cross_attention_layers, layers)
@@ -133,14 +124,9 @@ def retrofit(
     # Makes all checks before weights are read.
     checked = XAttnConfig(text_config=text_config, vision_config=vision_config, **options)
     options["cross_attention_config"] = checked.cross_attention_config
-    if copies := init == "self_attention":
-        check_start(checked)
     _warn_of_start(checked.cross_attention_config)
     if not isinstance(text, PreTrainedModel):
         text = load_text(text, **load_kwargs)
-    starts = read_self_attention(text, checked.cross_attention_layers) if copies else {}
-    if copies:
-        options["cross_attention_config"] = with_fields_of(cross_attention, starts)
     tower: Any = vision
     if vision is not None and not isinstance(vision, PreTrainedModel):
         tower = _load_tower(vision, text, load_kwargs)
@@ -150,10 +136,7 @@ def retrofit(
             note_base(tower.config, vision, {**load_kwargs, "gguf_file": None})
         vision_config = None if tower is None else tower.config
         config = XAttnConfig(text_config=text.config, vision_config=vision_config, **options, dtype=text.dtype)
-        check_block(config.cross_attention_config, starts)
         model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=tower)
-    for block, layer in zip(model.blocks, model.config.cross_attention_layers if starts else ()):
-        starts[layer].copy_to(block)
     if isinstance(text_source, PreTrainedModel):
         leave_out_added(text_source)
     if isinstance(attn_implementation, dict):

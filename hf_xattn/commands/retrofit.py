@@ -37,11 +37,10 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
-    init = (
-        "first weights of the blocks: random (the default), or copies of the self-attention of the layers behind them"
+    align = (
+        "start the connector and the blocks by the words of these captions or answers: a source as for "
+        "`hf-xattn train --data`"
     )
-    parser.add_argument("--init", default="random", choices=("random", "self_attention"), help=init)
-    align = "start the connector by the words of these captions or answers: a source as for `hf-xattn train --data`"
     parser.add_argument("--align", metavar="SOURCE", help=align)
     add_number(parser, "--align-rows", None, f"rows of it that are read, evenly spaced (default: {ALIGN_ROWS})")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the new model")
@@ -81,7 +80,6 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.vision,
         cross_attention_layers=arguments.layers,
         every=arguments.every,
-        init=arguments.init,
         dtype=arguments.dtype,
         gguf_file=arguments.gguf_file,
         **hub,
@@ -127,7 +125,7 @@ def _rows_to_align(arguments: argparse.Namespace) -> Any:
 def _align(model: Any, processor: Any, rows: Any) -> None:
     from ..training.alignment import align_connector
 
-    print(f"Aligning the connector with {len(rows)} rows", flush=True)
+    print(f"Aligning connector and blocks with {len(rows)} rows", flush=True)
     found = align_connector(model.to(device_of("auto")), processor, rows)
     told = f"The connector is aligned with {found.words} words of {found.pictures} pictures"
     print(f"{told}, and explains {found.explained:.1%} of what their words tell")

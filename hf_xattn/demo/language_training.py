@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from ..modeling_xattn import XAttnForConditionalGeneration
 from ..processing_xattn import XAttnProcessor
-from ..training import alignment
-from ..training.alignment import ridge, told_apart
+from ..training import word_states as states_of
 from ..training.collator import XAttnDataCollator
+from ..training.ridge import ridge
 from ..utils.projection import multiplies_natively
 from .canvases import HEIGHT, PATCH, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
 from .checkpoints import optimize
@@ -240,4 +240,4 @@ def word_states(base: PreTrainedModel, processor: XAttnProcessor, layer: int, wo
         tokenizer.apply_chat_template([{"role": "user", "content": each}], tokenize=False, add_generation_prompt=True)
         for each in PHRASINGS["read"]
     ]
-    return told_apart(alignment.word_states(base, tokenizer, layer, words, prompts))
+    return states_of.told_apart(states_of.word_states(base, tokenizer, layer, words, prompts))

@@ -1,7 +1,7 @@
 """Starts a connector where the words are: a ridge regression from features of patches to the states of words.
 
 A block's queries come from text and its keys from the picture. The word `seven` finds the patch with a seven in fewer
-steps if both are near each other before the first one.
+steps if both are near each other before the first one, and if both are compared where they are near (`block_start.py`).
 
 A caption does not say which patch a word belongs to. So the words are regressed first, as numbers: all image tokens of
 a picture have its words, each counted once, without what the pictures have in common. A feature that comes with one
@@ -14,7 +14,6 @@ any number of pictures.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..data.rows import IMAGE_SOURCES, read_row, text_of
-from ..decoders.decoder import find_decoder
 from ..images.vision import Tiles, run_tower
 from ..processing.chat_messages import IMAGES
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
@@ -35,18 +32,19 @@ from ..utils.architectures import text_num_hidden_layers
 from ..utils.config_checks import check_count, check_number, check_positive_int
 from ..utils.projection import to_dtype_of
 from ..utils.quantized_weights import check_trainable
-from ..utils.tensor_checks import type_name
+from ..utils.tensor_checks import check_flags, type_name
+from .block_start import start_blocks
 from .freezing import body_of
+from .ridge import RidgeSums, with_one
 from .vision_features import tower_of
+from .word_states import WORD, told_apart, word_states
 
 
-PENALTY = 1.0
 PASSES = 3  # in which words are given to patches
 SHARPER = 2.0  # power of a patch's share of a word
 MOST_WORDS = 4096  # the most frequent ones have a state
 PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
 WORDS_AT_ONCE = 64
-WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
 
 class ConnectorAlignment(NamedTuple):
@@ -57,124 +55,32 @@ class ConnectorAlignment(NamedTuple):
     explained: float  # share of what image tokens have of words that the regression gives
 
 
-class RidgeSums:
-    """The sums of a regression `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`."""
-
-    def __init__(self, bias: bool = True):
-        self.bias = bias
-        self.count = 0
-        self.squares: Any = 0.0  # (inputs, inputs), float64
-        self.products: Any = 0.0  # (inputs, outputs)
-
-    def add(self, features: torch.Tensor, targets: torch.Tensor) -> None:
-        """`(count, inputs)` and `(count, outputs)`; or `(tokens, inputs)` and the one target of all, `(outputs,)`."""
-        inputs, targets = self._inputs(features), targets.double()
-        alike = targets.dim() == 1
-        self.products = self.products + (inputs.sum(0)[:, None] * targets if alike else inputs.T @ targets)
-
-    def add_some(self, features: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor, count: int) -> None:
-        """`(tokens, inputs)` and `(tokens, len(outputs))`; of the other ones of `count` outputs the target is zero."""
-        inputs = self._inputs(features)
-        if not isinstance(self.products, torch.Tensor):
-            self.products = inputs.new_zeros(inputs.shape[1], count)
-        self.products[:, outputs] += inputs.T @ targets.double()
-
-    def _inputs(self, features: torch.Tensor) -> torch.Tensor:
-        inputs = with_one(features).double() if self.bias else features.double()
-        self.count += len(inputs)
-        self.squares = self.squares + inputs.T @ inputs
-        return inputs
-
-    def solve(self) -> torch.Tensor:
-        """`(inputs, outputs)`, in float64; the last row is the bias."""
-        penalty = PENALTY * torch.eye(len(self.squares), dtype=torch.float64, device=self.squares.device)
-        return torch.linalg.solve(self.squares + penalty, self.products)
-
-
-def with_one(features: torch.Tensor) -> torch.Tensor:
-    """The features and a constant, for the bias: `(count, inputs + 1)`."""
-    return torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
-
-
-def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight `(outputs, inputs)` and the bias `(outputs,)` of a regression, in float32. See [`RidgeSums`]."""
-    sums = RidgeSums()
-    sums.add(features, targets)
-    solved = sums.solve().float()
-    return solved[:-1].T, solved[-1]
-
-
-class _Reached(Exception):
-    """The hidden states in front of a layer are there."""
-
-
-@torch.no_grad()
-def word_states(
-    text_model: PreTrainedModel,
-    tokenizer: Any,
-    layer: int,
-    words: Sequence[str],
-    prompts: Sequence[str],
-    at_once: int = 1,
-) -> torch.Tensor:
-    """The hidden states in front of a layer at the ends of words, the mean over `prompts`, `(words, hidden_size)`.
-
-    Args:
-        prompts (`Sequence[str]`): texts in front of the word.
-        at_once (`int`): texts in a batch. They are padded at the right end, where no causal decoder looks.
-    """
-    _, layers = find_decoder(text_model)
-    found: list[torch.Tensor] = []
-
-    def keep(_: Any, args: Any, kwargs: Any) -> None:
-        found.append((args[0] if args else kwargs["hidden_states"]).detach())
-        raise _Reached
-
-    texts = [prompt + word for word in words for prompt in prompts]
-    states = []
-    hook = layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        for start in range(0, len(texts), at_once):
-            ids = tokenizer(texts[start : start + at_once], add_special_tokens=False)["input_ids"]
-            longest = max(map(len, ids))
-            padded = torch.tensor([[*each, *[each[-1]] * (longest - len(each))] for each in ids])
-            try:
-                text_model(input_ids=padded.to(text_model.device), use_cache=False)
-            except _Reached:
-                states += [row[len(each) - 1].float().cpu() for row, each in zip(found.pop(), ids)]
-    finally:
-        hook.remove()
-    return torch.stack(states).unflatten(0, (len(words), len(prompts))).mean(1)
-
-
-def told_apart(states: torch.Tensor) -> torch.Tensor:
-    """The states of two words or more without their mean, each with a mean square of 1: what tells them apart."""
-    different = states - states.mean(0)
-    return different / different.square().mean(-1, keepdim=True).sqrt()
-
-
 def align_connector(
     model: Any,
     processor: XAttnProcessor,
     rows: Sequence[Any],
     *,
     noise: float = 0.25,
+    blocks: bool = True,
     batch_size: int = 8,
     seed: int = 0,
 ) -> ConnectorAlignment:
-    """Starts the connector of a fresh model by the words of captions or answers, in place.
+    """Starts the connector and the blocks of a fresh model by the words of captions or answers, in place.
 
     The last layer of a `"linear"` or `"mlp"` connector becomes the ridge regression from the features of each image
     token to the text model's hidden states, in front of the first block, at the words of the picture's text; each word
-    goes to the tokens that are most like it. The blocks, the tower and the text model stay as they are. Rows without a
-    picture are passed over; rows about the same pictures that stand together count as one.
+    goes to the tokens that are most like it. The blocks start so that text attends to the tokens of the words that it
+    reads (see `block_start.py`); their output projections, the tower and the text model stay as they are. Rows without
+    a picture are passed over; rows about the same pictures that stand together count as one.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): with a vision tower. Changed in place.
         processor ([`XAttnProcessor`]): of the model.
-        rows (`Sequence`): rows as for [`XAttnDataCollator`], for example of [`load_rows`]. They are read five times.
+        rows (`Sequence`): rows as for [`XAttnDataCollator`], for example of [`load_rows`]. They are read five times,
+            and some of them once more for the blocks.
         noise (`float`, defaults to 0.25): what no word names must pass too. So random weights are added; this is the
             root mean square of what they add to image tokens. That of a token with words is about 1.
+        blocks (`bool`, defaults to `True`): start the blocks too.
         batch_size (`int`, defaults to 8): pictures at a time.
         seed (`int`, defaults to 0): of the random weights.
 
@@ -189,6 +95,7 @@ def align_connector(
     """
     body: Any = body_of(model)
     _check(body, processor, rows, noise, batch_size, seed)
+    check_flags(blocks=blocks)
     with _evaluating(body), torch.no_grad():
         texts = _Texts(rows, processor)
         states = _states(body, processor, texts)
@@ -199,6 +106,8 @@ def align_connector(
                 regression.add(features, words, states)
             found = regression.sums.solve()
         explained = _write(body, regression, states, noise, seed)
+        if blocks:
+            start_blocks(body, processor, rows, texts.words, states)
     return ConnectorAlignment(texts.pictures, len(texts.words), explained)
 
 
@@ -276,6 +185,11 @@ def _check(body: Any, processor: Any, rows: Any, noise: Any, batch_size: Any, se
         )
     if min(config.cross_attention_layers) >= text_num_hidden_layers(config.text_config):
         raise ValueError("Expected `model` with a block in front of a layer, got blocks after the last layer alone.")
+    if not processor.tokenizer.is_fast:
+        raise ValueError(
+            f"Expected `processor` to have a fast tokenizer, got a slow one ({type_name(processor.tokenizer)}), which "
+            "does not tell where words end. Load the fast one with `AutoTokenizer`."
+        )
     check_trainable("the connector", body.connector, "Load the base with `quantization_config`: the connector stays.")
 
 
@@ -428,4 +342,4 @@ def _evaluating(body: nn.Module) -> Iterator[None]:
             module.training = was
 
 
-__all__ = ["ConnectorAlignment", "align_connector", "ridge", "told_apart", "word_states"]
+__all__ = ["ConnectorAlignment", "align_connector"]

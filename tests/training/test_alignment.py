@@ -13,7 +13,8 @@ from training_examples import COLOURS, draw
 from transformers import AutoModel, AutoModelForImageTextToText, AutoTokenizer
 
 from hf_xattn import XAttnProcessor, align_connector, load_rows, retrofit
-from hf_xattn.training.alignment import RidgeSums, told_apart, word_states
+from hf_xattn.training.ridge import RidgeSums
+from hf_xattn.training.word_states import told_apart, word_states
 from hf_xattn.utils.transformers_api import AutoImageProcessor
 
 
@@ -74,7 +75,7 @@ def test_patches_are_near_the_words_for_them(folder, connector_type):
             weight.zero_()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rows, sides = halves(model.config.vision_config.image_size)
-    found = align_connector(model, processor, rows, noise=0.0)
+    found = align_connector(model, processor, rows, noise=0.0, blocks=False)
     assert found.pictures == 60 and found.words == 4  # `a picture of ... and` is said of all
     assert 0 < found.explained < 1
     last = f"connector.layers.{0 if connector_type == 'linear' else 2}."
@@ -136,6 +137,47 @@ def test_the_same_rows_give_the_same_weights(folder):
     assert not torch.equal(weights[2], weights[4]) and not torch.allclose(weights[1], weights[2], atol=1e-2)
 
 
+HEADS = {
+    "as the text": {},
+    "multi-query, normed, biased": {"num_key_value_heads": 1, "qk_norm": True, "attention_bias": True, "head_dim": 24},
+    "heads wider than the model": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 96},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_text_attends_to_what_it_has_read(folder, options):
+    """Queries of another word, of another place or another layer; keys and queries in different directions."""
+    model, processor = fresh(folder, cross_attention=options)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for layer in model.model.vision_tower.encoder.layers:
+        for weight in layer.self_attn.out_proj.parameters():
+            weight.zero_()
+    rows, sides = halves(model.config.vision_config.image_size)
+    align_connector(model, processor, rows, noise=0.0)
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    parts = {name.rsplit(".", 2)[-2] for name in moved if "cross_attention_block" in name}
+    assert parts - {"q_norm"} == {"q_proj", "k_proj", "v_proj"}
+    for row, pair in list(zip(rows, sides))[:12]:
+        picture = row["messages"][0]["content"][0]["image"]
+        said = sorted(pair)  # `a picture of blue and red`
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": "describe the picture"}, row["messages"][1]], tokenize=False
+        )
+        inputs = processor(images=[[picture]], text=[text], return_tensors="pt")
+        ends = [text.index(colour) + len(colour) for colour in said]
+        offsets = processor.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        at = [next(place for place, (_, end) in enumerate(offsets) if end == wanted) for wanted in ends]
+        maps = model(**inputs, output_attentions=True).cross_attentions
+        for weights in maps:  # of each block (1, heads, text_len, tokens)
+            side = int(weights.shape[-1] ** 0.5)
+            left = weights[0].unflatten(-1, (side, side))[..., : side // 2].sum((-1, -2))
+            on = torch.stack([left, 1 - left])  # (sides, heads, text_len)
+            first, second = (pair.index(colour) for colour in said)
+            assert on[first, 0, at[0]] > 0.8 and on[second, 0, at[1]] > 0.8  # the word read last
+            assert on[first, 1, at[1]] > 0.6  # and the one before it
+
+
 def test_questions_about_a_picture_count_once(folder):
     """A picture with four questions that counts four times, or of which one answer alone counts."""
     model, processor = fresh(folder)
@@ -182,8 +224,8 @@ def test_sums_are_those_of_all_rows(bias):
 
 @torch.no_grad()
 def test_words_as_the_norm_of_a_block_gives_them(folder):
-    """Keys of another size than those of the self-attention that the block has started as."""
-    model, processor = fresh(folder, init="self_attention")
+    """Image tokens of another size than the words that the norm gives to queries."""
+    model, processor = fresh(folder)
     for block in model.blocks:
         block.attn_norm.weight.fill_(0.25)
     rows, _ = halves(32, 12)

@@ -1,0 +1,112 @@
+"""Starts blocks so that text attends to the image tokens of the words it reads.
+
+Queries and keys meet through two random projections, in which a word and the image token for it are no nearer than
+others. Here both projections give the directions in which words differ most, the principal components of their states.
+Keys have image tokens in these directions, which `align_connector` has put at the states of words. Queries have the
+regression from the text's hidden states in front of the block to the state of the word that was read last, and in
+other heads to those of the words before it. Values are of these directions, too. The output projection stays zero, so
+the text model stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..data.rows import read_row, text_of
+from ..layers.block import GatedCrossAttentionBlock
+from ..utils.architectures import text_num_hidden_layers
+from .ridge import RidgeSums
+from .word_states import WORD, states_in_front
+
+
+MATCH = 16.0  # score of a query and a key in the same direction
+VALUES = 4.0  # size of a word in values: the larger it is, the sooner the output projection, which is zero, gets there
+MOST_TEXTS = 512  # rows that are read, evenly spaced
+LAST_WORDS = 3  # heads look for the word that was read last, for the one before it, or for the one before that
+TEXTS_AT_ONCE = 16
+MOST_TOKENS = 512  # of a text
+NO_WORD = -1
+
+
+@torch.no_grad()
+def start_blocks(body: Any, processor: Any, rows: Sequence[Any], words: Sequence[str], states: torch.Tensor) -> None:
+    """Writes the projections of queries, keys and values of all blocks in front of a layer.
+
+    Args:
+        body ([`XAttnModel`]): fresh, with an aligned connector.
+        processor ([`XAttnProcessor`]): renders the texts of the rows.
+        words (`Sequence[str]`), states (`torch.Tensor`): `(words, hidden_size)`, to which image tokens are aligned.
+    """
+    depth = text_num_hidden_layers(body.config.text_config)
+    blocks = [pair for pair in zip(body.blocks, body.config.cross_attention_layers) if pair[1] < depth]
+    components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
+    directions = {block: _directions(block, components, states) for block, _ in blocks}
+    sums = {block: RidgeSums(block.attn.q_proj.bias is not None) for block, _ in blocks}
+    targets = torch.cat([states, states.new_zeros(1, states.shape[1])])  # the last one is of `NO_WORD`
+    for ids, places, read in _texts(processor, rows, words):
+        hidden = states_in_front(body.text_model, [layer for _, layer in blocks], ids)
+        for block, layer in blocks:
+            wanted = targets[read] @ directions[block][: block.config.head_dim].T  # (words of texts, LAST_WORDS, D)
+            at_words = torch.cat([text[place] for text, place in zip(hidden[layer], places)])
+            sums[block].add(block.attn_norm(at_words).float(), wanted.flatten(1).to(at_words.device))
+    for block, _ in blocks:
+        if sums[block].count:
+            _write(block, directions[block], sums[block].solve())
+
+
+def _directions(block: GatedCrossAttentionBlock, components: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """The first components, as many as the key/value heads have room for; in a head's width words have size 1."""
+    config = block.config
+    first = components[torch.arange(config.num_key_value_heads * config.head_dim) % len(components)]
+    return first / (states @ first[: config.head_dim].T).square().mean().sqrt()
+
+
+def _texts(
+    processor: Any, rows: Sequence[Any], words: Sequence[str]
+) -> Iterator[tuple[list[list[int]], list[torch.Tensor], torch.Tensor]]:
+    """Tokens of texts, the places where words end, and there the last words `(words of all texts, LAST_WORDS)`."""
+    number = {word: index for index, word in enumerate(words)}
+    chosen = range(0, len(rows), max(1, -(-len(rows) // MOST_TEXTS)))
+    for start in range(0, len(chosen), TEXTS_AT_ONCE):
+        texts = [_rendered(processor, rows[index]) for index in chosen[start : start + TEXTS_AT_ONCE]]
+        encoded = processor.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        places, read = [], []
+        for text, offsets in zip(texts, encoded["offset_mapping"]):
+            token_at = {end: token for token, (begin, end) in enumerate(offsets[:MOST_TOKENS]) if end > begin}
+            last, own = [NO_WORD] * LAST_WORDS, []
+            for found in WORD.finditer(text):
+                if found.group() in number:
+                    last = [number[found.group()], *last[:-1]]
+                    if found.end() in token_at:
+                        own.append(token_at[found.end()])
+                        read.append(last)
+            places.append(torch.tensor(own, dtype=torch.long))
+        if read:
+            yield [ids[:MOST_TOKENS] for ids in encoded["input_ids"]], places, torch.tensor(read)
+
+
+def _rendered(processor: Any, row: Any) -> str:
+    messages = [{"role": each["role"], "content": text_of(each)} for each in read_row(row).messages]
+    text: str = processor.apply_chat_template(messages, tokenize=False)
+    return text
+
+
+def _write(block: GatedCrossAttentionBlock, directions: torch.Tensor, solved: torch.Tensor) -> None:
+    """`solved`: `(hidden_size, LAST_WORDS * head_dim)`, with the bias as a last row if queries have one."""
+    attn, config = block.attn, block.config
+    width = config.head_dim
+    attn.k_proj.weight.copy_(directions[:width].repeat(config.num_key_value_heads, 1))
+    attn.v_proj.weight.copy_(VALUES * directions)
+    sharper = MATCH / width**0.5  # two vectors of size 1 have a score of at most the root of their width
+    queries = solved.unflatten(1, (LAST_WORDS, width))
+    heads = queries[:, torch.arange(config.num_attention_heads) % LAST_WORDS].flatten(1).T  # (heads * D, inputs)
+    if attn.q_norm is not None:
+        attn.q_norm.weight.fill_(sharper)
+    else:
+        heads = heads * sharper
+    attn.q_proj.weight.copy_(heads[:, : config.hidden_size])
+    if attn.q_proj.bias is not None:
+        attn.q_proj.bias.copy_(heads[:, -1])

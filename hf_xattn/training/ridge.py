@@ -1,0 +1,57 @@
+"""Ridge regression from sums, which take the same memory for any number of examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+PENALTY = 1.0
+
+
+class RidgeSums:
+    """The sums of a regression `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`."""
+
+    def __init__(self, bias: bool = True):
+        self.bias = bias
+        self.count = 0
+        self.squares: Any = 0.0  # (inputs, inputs), float64
+        self.products: Any = 0.0  # (inputs, outputs)
+
+    def add(self, features: torch.Tensor, targets: torch.Tensor) -> None:
+        """`(count, inputs)` and `(count, outputs)`; or `(tokens, inputs)` and the one target of all, `(outputs,)`."""
+        inputs, targets = self._inputs(features), targets.double()
+        alike = targets.dim() == 1
+        self.products = self.products + (inputs.sum(0)[:, None] * targets if alike else inputs.T @ targets)
+
+    def add_some(self, features: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor, count: int) -> None:
+        """`(tokens, inputs)` and `(tokens, len(outputs))`; of the other ones of `count` outputs the target is zero."""
+        inputs = self._inputs(features)
+        if not isinstance(self.products, torch.Tensor):
+            self.products = inputs.new_zeros(inputs.shape[1], count)
+        self.products[:, outputs] += inputs.T @ targets.double()
+
+    def _inputs(self, features: torch.Tensor) -> torch.Tensor:
+        inputs = with_one(features).double() if self.bias else features.double()
+        self.count += len(inputs)
+        self.squares = self.squares + inputs.T @ inputs
+        return inputs
+
+    def solve(self) -> torch.Tensor:
+        """`(inputs, outputs)`, in float64; the last row is the bias."""
+        penalty = PENALTY * torch.eye(len(self.squares), dtype=torch.float64, device=self.squares.device)
+        return torch.linalg.solve(self.squares + penalty, self.products)
+
+
+def with_one(features: torch.Tensor) -> torch.Tensor:
+    """The features and a constant, for the bias: `(count, inputs + 1)`."""
+    return torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+
+
+def ridge(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight `(outputs, inputs)` and the bias `(outputs,)` of a regression, in float32. See [`RidgeSums`]."""
+    sums = RidgeSums()
+    sums.add(features, targets)
+    solved = sums.solve().float()
+    return solved[:-1].T, solved[-1]
