@@ -83,6 +83,11 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--batch-size", 8, "examples per forward pass of each process")
     add_number(parser, "--gradient-accumulation", 1, "forward passes per optimizer step")
     add_number(parser, "--learning-rate", 1e-4, "highest learning rate", float, "X")
+    started = (
+        "share of it for all weights that do not start at zero: with 0.1, what `retrofit --align` has started is "
+        "kept while the output projections of the blocks learn"
+    )
+    add_number(parser, "--started-rate", 1.0, started, float, "X")
     add_number(parser, "--warmup", 0.05, "share of the steps in which the learning rate rises", float, "X")
     add_number(parser, "--weight-decay", 0.0, "of AdamW", float, "X")
     add_number(parser, "--max-length", None, "cut texts to N tokens")

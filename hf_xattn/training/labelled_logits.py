@@ -10,9 +10,9 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import Trainer
 
 from ..learning.loss import IGNORED
+from .started_rate import StartedRateTrainer
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -20,7 +20,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-class LabelledLogitsTrainer(Trainer):
+class LabelledLogitsTrainer(StartedRateTrainer):
     """A `Trainer` whose model computes the logits of positions that predict a label in one of the rows, and no others.
 
     All logits are computed for a decoder without `logits_to_keep`, and where one process trains on several GPUs, each

@@ -38,6 +38,7 @@ class TrainingOptions:
     batch_size: int = 8
     gradient_accumulation: int = 1
     learning_rate: float = 1e-4
+    started_rate: float = 1.0
     warmup: float = 0.05
     weight_decay: float = 0.0
     max_length: int | None = None
@@ -63,7 +64,7 @@ class TrainingOptions:
             number = getattr(self, name)
             if number is not None and number < least:
                 raise ValueError(f"{option_of(name)} must be at least {least}, got {number}.")
-        for name in ("epochs", "learning_rate", "distill_text"):
+        for name in ("epochs", "learning_rate", "started_rate", "distill_text"):
             number = getattr(self, name)
             if number is not None and not (number > 0 and math.isfinite(number)):
                 raise ValueError(f"{option_of(name)} must be above 0, got {number}.")

@@ -31,6 +31,7 @@ from .freezing import freeze
 from .launch import ALONE, is_first_process, is_lone_on_cpu, num_processes, quiet_other_processes, say
 from .parameter_groups import train_in_float32
 from .run_data import RunData
+from .started_rate import check_started_rate
 from .training_options import TrainingOptions, option_of
 from .vision_features import VisionFeatures
 
@@ -155,6 +156,7 @@ def _make_trainer(
     return _TimedTrainer(
         data.rows_of_a_step,
         distill_text=data.options.distill_text,
+        started_rate=data.options.started_rate,
         model=model,
         args=arguments,
         train_dataset=data.in_order(),
@@ -233,7 +235,7 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
         if (output / UNFINISHED).is_file():  # killed before anything was trained
             return
         raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
-    before = {"processes": 1, **json.loads(file.read_text())}
+    before = {"processes": 1, "started_rate": 1.0, **json.loads(file.read_text())}
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
     for name, value in saved.items():
@@ -325,6 +327,7 @@ def _prepare(model: XAttnForConditionalGeneration, options: TrainingOptions) -> 
     if options.train_text:
         check_trainable("the text model (`--train-text`)", model.model.text_model, "Train an adapter (LoRA) on it.")
     freeze(model, text=not options.train_text, vision=not options.train_vision)
+    check_started_rate(model, options.started_rate)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     train_in_float32(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
