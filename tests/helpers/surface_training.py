@@ -102,6 +102,7 @@ SURFACES = {
                 none=Wrong(None, "got NoneType"), kind=3, rank=Wrong(ROW, "got dict"), size=Wrong([], "none")
             ),
             "noise": value(none=None, kind="0.5", size=-1.0),
+            "blocks": value(none=None, kind="yes", size=1),
             "batch_size": value(none=None, kind="8", size=0, dtype=8.5),
             "seed": value(none=None, kind="0", size=-1, dtype=0.5),
         },

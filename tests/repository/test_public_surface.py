@@ -346,7 +346,6 @@ SURFACES = {
                 for kind, given in FIELDS["cross_attention_layers"].items()
             },
             "every": value(none=None, kind="4", size=0, dtype=4.0),
-            "init": value(none=None, kind=3, size="other"),
             "cross_attention": value(none=Fine(None), kind=3, size=Wrong({"hidden_size": 8}, "hidden_size.*8")),
         },
     ),
