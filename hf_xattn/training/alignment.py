@@ -33,7 +33,7 @@ from ..utils.config_checks import check_count, check_number, check_positive_int
 from ..utils.projection import to_dtype_of
 from ..utils.quantized_weights import check_trainable
 from ..utils.tensor_checks import check_flags, type_name
-from .block_start import start_blocks
+from .block_start import check_fresh, start_blocks
 from .freezing import body_of
 from .ridge import RidgeSums, with_one
 from .vision_features import tower_of
@@ -90,14 +90,16 @@ def align_connector(
     Raises:
         TypeError: for a model without blocks, another processor, or rows that are no sequence.
         ValueError: for a model without a tower or with a connector of another type, image tokens of another width than
-            the text, quantized weights, and rows without pictures or without words that differ among pictures. The
-            model is not changed then.
+            the text, quantized weights, trained blocks, and rows without pictures or without words that differ among
+            pictures. The model is not changed then.
     """
     body: Any = body_of(model)
     _check(body, processor, rows, noise, batch_size, seed)
     check_flags(blocks=blocks)
     with _evaluating(body), torch.no_grad():
         texts = _Texts(rows, processor)
+        if blocks:
+            check_fresh(body)
         states = _states(body, processor, texts)
         found = None
         for _ in range(1 + PASSES):

@@ -31,6 +31,16 @@ MOST_TOKENS = 512  # of a text
 NO_WORD = -1
 
 
+def check_fresh(body: Any) -> None:
+    """Raises a `ValueError` for blocks that have learned: their projections would be written over."""
+    for block in body.blocks:
+        if block.config.zero_init and bool(block.attn.o_proj.weight.detach().any()):
+            raise ValueError(
+                "Expected `model` with fresh blocks, whose output projections are zero, got trained ones. Retrofit the "
+                "text model again, or pass `blocks=False` to align the connector alone."
+            )
+
+
 @torch.no_grad()
 def start_blocks(body: Any, processor: Any, rows: Sequence[Any], words: Sequence[str], states: torch.Tensor) -> None:
     """Writes the projections of queries, keys and values of all blocks in front of a layer.

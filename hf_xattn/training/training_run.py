@@ -106,6 +106,8 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
     if options.distill_text is not None:
         facts["weight of KL to the text model, for texts beside a picture"] = f"{options.distill_text:g}"
+    if options.started_rate != 1.0:
+        facts["share of the learning rate for weights that do not start at zero"] = f"{options.started_rate:g}"
     write_model_card(model, options.output, trainer, training=facts)
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")

@@ -149,6 +149,8 @@ HEADS = {
 def test_text_attends_to_what_it_has_read(folder, options):
     """Queries of another word, of another place or another layer; keys and queries in different directions."""
     model, processor = fresh(folder, cross_attention=options)
+    for block in model.blocks:  # a norm that is no mere scale: queries are fitted behind it
+        block.attn_norm.weight[::2] = -1.0
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for layer in model.model.vision_tower.encoder.layers:
         for weight in layer.self_attn.out_proj.parameters():
@@ -176,6 +178,20 @@ def test_text_attends_to_what_it_has_read(folder, options):
             first, second = (pair.index(colour) for colour in said)
             assert on[first, 0, at[0]] > 0.8 and on[second, 0, at[1]] > 0.8  # the word read last
             assert on[first, 1, at[1]] > 0.6  # and the one before it
+
+
+@torch.no_grad()
+def test_trained_blocks_are_not_written_over(folder):
+    """A start that takes what blocks have learned."""
+    model, processor = fresh(folder)
+    model.blocks[1].attn.o_proj.weight.fill_(0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows, _ = halves(32, 12)
+    with pytest.raises(ValueError, match="with fresh blocks, .* got trained ones"):
+        align_connector(model, processor, rows)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    align_connector(model, processor, rows, blocks=False)
+    assert not torch.equal(model.model.connector.layers[0].weight, before["model.connector.layers.0.weight"])
 
 
 def test_questions_about_a_picture_count_once(folder):

@@ -27,6 +27,9 @@ def test_what_has_a_start_moves_less(arguments, tmp_path, capsys):
     """A share that is dropped, or given to the wrong weights; weights that are in no group."""
     status, _, error = run_training(capsys, *arguments, "--output", tmp_path / "out")
     assert status == 0, error
+    assert (
+        "share of the learning rate for weights that do not start at zero" in (tmp_path / "out/README.md").read_text()
+    )
     before, after = weights(tmp_path / "model"), weights(tmp_path / "out")
     moved = {name: float((after[name] - value).abs().max()) for name, value in before.items()}
     trained = {name for name in moved if "cross_attention_block" in name or "connector" in name}
