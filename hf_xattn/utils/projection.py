@@ -23,6 +23,9 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if dtype not in checks or not torch.backends.mkldnn.is_available():
         return True
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_supported():
+        # oneDNN says yes to AVX-512 alone, on which its bfloat16 takes four times as long as float32.
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return bool(getattr(torch.ops.mkldnn, checks[dtype])())
 
 

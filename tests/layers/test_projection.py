@@ -60,3 +60,17 @@ def test_every_projection_of_image_tokens(monkeypatch):
     monkeypatch.setattr(projection, "multiplies_natively", lambda dtype: True)
     model.encode_images(cross_attention_states=model.model.connector(features))
     assert rows == [64] * 6  # two layers of the connector, keys and values of two blocks
+
+
+@pytest.mark.parametrize(
+    ("found", "natively"),
+    [
+        ({"_is_avx512_supported": True, "_is_avx512_bf16_supported": False, "_is_amx_tile_supported": False}, False),
+        ({"_is_avx512_supported": True, "_is_avx512_bf16_supported": True, "_is_amx_tile_supported": False}, True),
+        ({"_is_avx512_supported": True, "_is_avx512_bf16_supported": False, "_is_amx_tile_supported": True}, True),
+    ],
+)
+def test_a_cpu_with_avx512_alone_does_not_multiply_bfloat16(monkeypatch, found, natively):
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cpu, name, lambda value=value: value)
+    assert projection.multiplies_natively.__wrapped__(torch.bfloat16) is natively
