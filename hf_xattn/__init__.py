@@ -20,6 +20,7 @@ from .training.complete_checkpoints import last_complete_checkpoint
 from .training.freezing import added_modules, freeze, freeze_base, lora_targets, training_table
 from .training.parameter_groups import parameter_groups, sharding_units, train_in_float32
 from .training.vision_features import VisionFeatures
+from .utils.parts import register_connector, register_gate
 from .utils.transformers_api import warn_of_version
 from .version import __version__
 
@@ -64,6 +65,8 @@ __all__ = [
     "load_rows",
     "lora_targets",
     "parameter_groups",
+    "register_connector",
+    "register_gate",
     "remove_blocks",
     "retrofit",
     "sharding_units",

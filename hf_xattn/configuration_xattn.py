@@ -29,16 +29,15 @@ from .utils.config_checks import (
     every_nth_layer,
     refuse_unknown_fields,
 )
-from .utils.custom_code import UnreadConfig, read_config
+from .utils.custom_code import UnreadConfig, read_config, read_parts
+from .utils.parts import CONNECTORS, GATES
 from .utils.transformers_api import SubConfigSpec
 
 
 # Allowed values. The model code has one branch for each value.
 NORM_TYPES = ("rmsnorm", "layernorm")
 MLP_TYPES = ("gated", "plain", "none")
-GATES = ("tanh", "none")
 GATE_GRANULARITIES = ("scalar", "channel")
-CONNECTOR_TYPES = ("identity", "linear", "mlp", "perceiver")
 FEATURE_STRATEGIES = ("full", "default")
 IMAGE_VISIBILITIES = ("all", "previous", "latest", "latest_group")
 
@@ -71,7 +70,9 @@ class CrossAttentionConfig(CheckedConfig):
         attention_bias (`bool`, defaults to `False`): biases on q/k/v/o projections.
         mlp_bias (`bool`, defaults to `False`): biases in the MLP.
         attention_dropout (`float`, defaults to 0.0): dropout on the attention weights in training.
-        gate (`"tanh"` or `"none"`, defaults to `"tanh"`): multiply each branch by `tanh(gate)`, or use no gate.
+        gate (`str`, defaults to `"tanh"`): multiply each branch by `tanh(gate)`, or `"none"`: use no gate, or the
+            name of a gate of your own ([`register_gate`]).
+        gate_options (`dict`, *optional*): of a gate of your own, which reads them.
         gate_granularity (`"scalar"` or `"channel"`, defaults to `"scalar"`): gate of shape `(1,)` or `(hidden_size,)`.
         gate_init (`float`, defaults to 1.0): initial value of the gates, before `tanh`.
         zero_init (`bool`, defaults to `True`): initialise `o_proj` and the MLP's `down_proj` to zero.
@@ -114,6 +115,7 @@ class CrossAttentionConfig(CheckedConfig):
     mlp_bias: bool = False
     attention_dropout: float | int = 0.0
     gate: str = "tanh"
+    gate_options: dict | None = None
     gate_granularity: str = "scalar"
     gate_init: float | int = 1.0
     zero_init: bool = True
@@ -148,16 +150,8 @@ class CrossAttentionConfig(CheckedConfig):
 
     def _check_fields(self) -> None:
         check_bool_fields(self)
-        for field in (
-            "hidden_size",
-            "num_attention_heads",
-            "context_size",
-            "num_key_value_heads",
-            "head_dim",
-            "intermediate_size",
-            "position_bias_num_buckets",
-            "position_bias_max_distance",
-        ):
+        sizes = "hidden_size num_attention_heads context_size num_key_value_heads head_dim intermediate_size"
+        for field in (*sizes.split(), "position_bias_num_buckets", "position_bias_max_distance"):
             check_positive_int(field, getattr(self, field))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -169,7 +163,7 @@ class CrossAttentionConfig(CheckedConfig):
         if self.mlp_type == "none" and self.mlp_bias:
             raise ValueError("Expected `mlp_bias=False` with `mlp_type='none'`, a block without an MLP, got True.")
         check_choice("norm_type", self.norm_type, NORM_TYPES)
-        check_choice("gate", self.gate, GATES)
+        GATES.check(self.gate, self.gate_options)
         check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
         check_probability("attention_dropout", self.attention_dropout)
         check_positive_number("norm_eps", self.norm_eps)
@@ -188,17 +182,23 @@ class CrossAttentionConfig(CheckedConfig):
                 f"`position_bias_max_distance` ({self.position_bias_max_distance}) must be larger than a quarter of "
                 f"`position_bias_num_buckets` ({self.position_bias_num_buckets})."
             )
-        if self.gate == "tanh" and self.gate_init == 0.0 and self.zero_init:
+        if self.gate_starts_at_zero and self.zero_init:
             raise ValueError(
-                "`gate_init=0.0` together with `zero_init=True` starts both factors of each branch at zero. The "
-                "gradient of each factor is proportional to the other, so neither would learn. Set `zero_init=False` "
-                "(as in Flamingo), a non-zero `gate_init`, or `gate='none'`."
+                f"A gate that starts at zero (`gate={self.gate!r}`, `gate_init={self.gate_init + 0.0}`) together with "
+                "`zero_init=True` starts both factors of each branch at zero. The gradient of each factor is "
+                "proportional to the other, so neither would learn. Set `zero_init=False` (as in Flamingo), a non-zero "
+                "`gate_init`, or `gate='none'`."
             )
 
     @property
     def starts_at_identity(self) -> bool:
         """Whether a fresh block leaves the hidden states unchanged, because one factor of each branch is zero."""
-        return self.zero_init or (self.gate == "tanh" and self.gate_init == 0.0)
+        return self.zero_init or self.gate_starts_at_zero
+
+    @property
+    def gate_starts_at_zero(self) -> bool:
+        """Whether a fresh gate returns zero: with `gate_init=0.0`, or a gate of your own that says so."""
+        return self.gate_init == 0.0 if self.gate == "tanh" else GATES.starts_at_zero(self.gate)
 
 
 class PerceiverConfig(CheckedConfig):
@@ -281,8 +281,9 @@ class XAttnConfig(CheckedConfig):
         additional_vocab_size (`int`, defaults to 0): number of tokens added behind the decoder's vocabulary.
         additional_vocab_in_head (`bool`, defaults to `False`): whether the model can also generate the added tokens.
         source_config (`dict`, *optional*): configuration of the checkpoint that the model was imported from.
-        connector_type (`"identity"`, `"linear"`, `"mlp"` or `"perceiver"`, defaults to `"mlp"`): the module that maps
-            vision features to the width of the image tokens.
+        connector_type (`str`, defaults to `"mlp"`): the module that maps vision features to the width of the image
+            tokens: `"identity"`, `"linear"`, `"mlp"`, `"perceiver"`, or one of your own ([`register_connector`]).
+        connector_options (`dict`, *optional*): of a connector of your own, which reads them.
         vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): use all tokens of the vision
             tower (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
         perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): configuration of the `"perceiver"` connector.
@@ -319,6 +320,7 @@ class XAttnConfig(CheckedConfig):
     additional_vocab_size: int = 0
     additional_vocab_in_head: bool = False
     connector_type: str = "mlp"
+    connector_options: dict | None = None
     connector_hidden_act: str = "gelu"
     connector_bias: bool = True
     vision_feature_select_strategy: Literal["full", "default"] = "full"
@@ -369,10 +371,12 @@ class XAttnConfig(CheckedConfig):
             )
         elif block._attn_implementation is None and "text_config" in live:
             block._attn_implementation = live["text_config"][1]
+        read_parts(self)
         self._check_fields()
 
     def read_custom_code(self) -> None:
-        """Reads configurations of custom code, where [`trusting`] allows it to be run."""
+        """Reads configurations and parts of custom code, where [`trusting`] allows it to be run."""
+        read_parts(self)
         if isinstance(self.text_config, UnreadConfig) or isinstance(self.vision_config, UnreadConfig):
             self.text_config, self.vision_config = read_config(self.text_config), read_config(self.vision_config)
             self._check_fields()
@@ -385,7 +389,7 @@ class XAttnConfig(CheckedConfig):
 
     def _check_fields(self) -> None:
         check_bool_fields(self)
-        check_choice("connector_type", self.connector_type, CONNECTOR_TYPES)
+        CONNECTORS.check(self.connector_type, self.connector_options)
         check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, FEATURE_STRATEGIES)
         check_choice("image_visibility", self.image_visibility, IMAGE_VISIBILITIES)
         check_activation("connector_hidden_act", self.connector_hidden_act)

@@ -51,6 +51,7 @@ def retrofit(
     additional_vocab_size: int = 0,
     additional_vocab_in_head: bool = False,
     connector_type: str = "mlp",
+    connector_options: dict[str, Any] | None = None,
     connector_hidden_act: str = "gelu",
     connector_bias: bool = True,
     vision_feature_select_strategy: str = "full",
@@ -76,8 +77,8 @@ def retrofit(
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
             `dict` leaves out follow the decoder's.
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type,
-            connector_hidden_act, connector_bias, vision_feature_select_strategy, perceiver_config: fields of
-            [`XAttnConfig`].
+            connector_options, connector_hidden_act, connector_bias, vision_feature_select_strategy, perceiver_config:
+            fields of [`XAttnConfig`].
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
             `trust_remote_code`, ... `gguf_file` is the name of a GGUF file in the folder or repository `text`, whose
             weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with
@@ -116,6 +117,7 @@ def retrofit(
         "additional_vocab_size": additional_vocab_size,
         "additional_vocab_in_head": additional_vocab_in_head,
         "connector_type": connector_type,
+        "connector_options": connector_options,
         "connector_hidden_act": connector_hidden_act,
         "connector_bias": connector_bias,
         "vision_feature_select_strategy": vision_feature_select_strategy,

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..images.vision import blank_image
 from ..utils.checkpoint_files import CARD, check_path
+from ..utils.parts import named_parts
 from ..utils.tensor_checks import type_name
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import whole_file
@@ -164,7 +165,7 @@ def _card(
         f"The blocks come from `hf_xattn`, a plug-in for transformers.{untrained if is_fresh(model) else ''}",
         "## How to load",
         HOW_TO_INSTALL,
-        _loading(vision is not None),
+        _loading(config),
         "## What was added",
         _table(_figures(config, model)),
     ]
@@ -177,13 +178,19 @@ def _card(
     return whole.replace(MARK.format(""), MARK.format(_digest(whole)))
 
 
-def _loading(sees: bool) -> str:
+def _loading(config: XAttnConfig) -> str:
+    sees = config.vision_config is not None
     kind, part = ("ImageTextToText", "Processor") if sees else ("CausalLM", "Tokenizer")
     lines = [
         *(["from PIL import Image"] if sees else []),
         f"from transformers import AutoModelFor{kind}, Auto{part}",
         "",
         "import hf_xattn  # or pass trust_remote_code=True below",
+        *(
+            f"# first: hf_xattn.register_{parts.kind}({name!r}, ...), with the class of this {parts.kind}"
+            for parts, name in named_parts(config)
+            if parts.is_own(name)
+        ),
         "",
         'name = "..."  # this folder or repository',
         f"model = AutoModelFor{kind}.from_pretrained(name)",
@@ -348,7 +355,9 @@ def is_fresh(model: Any) -> bool:
         weights = [module.weight for module in last]
     else:
         gates = [gate for block in model.blocks for gate in (block.attn_gate, block.mlp_gate)]
-        weights = [gate for gate in gates if gate is not None]
+        if not all(isinstance(gate, nn.Parameter) or gate is None for gate in gates):
+            return False  # of the caller's own: which of its weights make it zero is not known
+        weights = [gate for gate in gates if isinstance(gate, nn.Parameter)]
     # Sharded weights would have to be gathered by all processes, and an adapter beside a projection adds to its zeros.
     whole = all(type(weight) is nn.Parameter and not weight.is_meta and weight.numel() for weight in weights)
     return whole and all(type(module) is nn.Linear for module in last) and not any(bool(each.any()) for each in weights)

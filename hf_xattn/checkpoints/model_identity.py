@@ -64,6 +64,8 @@ class ModelIdentity:
         if block.qk_norm_eps != block.norm_eps:
             facts["qk_norm_eps"] = block.qk_norm_eps
         facts.update((name, getattr(config, name)) for name in MODEL_FIELDS)
+        if config.connector_options is not None:
+            facts["connector_options"] = config.connector_options
         for name in ("vision_config", "perceiver_config"):
             part = getattr(config, name)
             facts[name] = None if part is None else _shape_of(part.to_dict())

@@ -18,7 +18,7 @@ import torch
 
 from ..decoders.quantization import check_savable
 from ..utils.checkpoint_files import CARD, SHARDS, SHARDS_OF_RANKS
-from ..utils.custom_code import save_code
+from ..utils.custom_code import save_code, save_parts_code
 from ..utils.distributed import gathered_weights, is_distributed, is_sharded_by_transformers
 from ..utils.keywords import refuse_unknown, suggestion
 from ..utils.quantized_weights import first_quantized
@@ -93,7 +93,8 @@ class XAttnSavingMixin(Model):
                 `from_pretrained` of the folder fetches the bases.
             text_base, vision_base (`str` or `Path`, *optional*): with `adapter_only`, Hub id or folder of the bases; by
                 default where the parts were loaded from.
-            with_code (`bool`): save the code of this package too, for machines without it.
+            with_code (`bool`): save the code of this package too, for machines without it, and the files of your own
+                connector and gate.
 
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
@@ -243,6 +244,7 @@ class XAttnSavingMixin(Model):
             config = self.config
             parts = ((body.text_model, config.text_config), (body.vision_tower, config.vision_config))
             save_code([(part, own) for part, own in parts if part is not None and own is not None], folder)
+            save_parts_code(config, folder, with_code)
             write_stub(folder, with_code, target, small)
         self._write_by_transformers(folder, options, is_main_process, whole)
         if is_main_process:

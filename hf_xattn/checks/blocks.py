@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..layers.block import GatedCrossAttentionBlock
+from ..utils import parts
 from .measures import (
     BROKEN,
     FRESH,
@@ -73,6 +74,7 @@ def check_alive(model: Any) -> Result:
     if dead:
         return Result("blocks-alive", BROKEN, f"{len(dead)} of {len(blocks)} blocks dead: {listed(dead)}", len(dead), 0)
     gated = f", smallest |tanh(gate)| {number(min(gates))}" if gates else ""
+    gated += f", gate {blocks[0].config.gate!r} of your own" if _own_gates_of(blocks[0]) else ""
     line = (
         f"{len(blocks)} of {len(blocks)} blocks, weakest update {number(changes[weakest])} of the hidden state (layer "
         f"{layers[weakest]}){gated}, an image changes logits by {number(seen)}"
@@ -88,9 +90,9 @@ def awake_blocks(model: Any) -> Iterator[int]:
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
         for block in blocks:
-            modules = dict(block.named_modules())
+            modules, weights = dict(block.named_modules()), dict(block.named_parameters())
             for name in sorted(_start_of(block)):
-                weight = getattr(block, name) if name in GATES else _weight_of(modules[name])
+                weight = weights[name] if name in weights else _weight_of(modules[name])
                 kept.append((weight, weight.detach().clone()))
                 weight.copy_(torch.randn(weight.shape, generator=generator) * AWAKE)
     try:
@@ -107,11 +109,20 @@ def woken(count: int) -> str:
 
 
 def _is_fresh(block: GatedCrossAttentionBlock) -> bool:
-    return block.config.starts_at_identity and _zeros_of(block) == _start_of(block)
+    zeros = _zeros_of(block).union(*(_zeros_in(name, gate) for name, gate in _own_gates_of(block).items()))
+    return block.config.starts_at_identity and zeros == _start_of(block)
 
 
 def _gates_of(block: GatedCrossAttentionBlock) -> dict[str, torch.Tensor]:
-    return {name: gate for name in GATES if (gate := getattr(block, name)) is not None}
+    return {name: gate for name in GATES if isinstance(gate := getattr(block, name), torch.Tensor)}
+
+
+def _own_gates_of(block: GatedCrossAttentionBlock) -> dict[str, nn.Module]:
+    return {name: gate for name in GATES if isinstance(gate := getattr(block, name), nn.Module)}
+
+
+def _zeros_in(name: str, gate: nn.Module) -> set[str]:
+    return {f"{name}.{inner}" for inner, weight in gate.named_parameters() if not bool(weight.any())}
 
 
 def _zeros_of(block: GatedCrossAttentionBlock) -> set[str]:
@@ -131,7 +142,10 @@ def _start_of(block: GatedCrossAttentionBlock) -> set[str]:
     config = block.config
     last = {"attn.o_proj"} if block.mlp is None else {"attn.o_proj", "mlp.down_proj"}
     start = last if config.zero_init else set()
-    return start | ({*_gates_of(block)} if config.gate_init == 0 else set())
+    if not (own := _own_gates_of(block)):
+        return start | ({*_gates_of(block)} if config.gate_init == 0 else set())
+    fresh = parts.GATES.make(config.gate, config)
+    return start.union(*(_zeros_in(name, fresh) for name in own))
 
 
 def _changes(model: Any) -> tuple[dict[int, float], float]:

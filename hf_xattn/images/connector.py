@@ -14,17 +14,48 @@ from transformers.modeling_utils import local_torch_dtype
 from ..configuration_xattn import XAttnConfig
 from ..utils.architectures import vision_hidden_size
 from ..utils.first_values import ValuesComeLater
+from ..utils.parts import CONNECTORS
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.quantized_weights import is_quantized
 from .perceiver import PerceiverResampler
+
+
+def identity(config: XAttnConfig) -> list[nn.Module]:
+    return []
+
+
+def linear(config: XAttnConfig) -> list[nn.Module]:
+    with ValuesComeLater():
+        return [ImageLinear(*_sizes(config), bias=config.connector_bias)]
+
+
+def mlp(config: XAttnConfig) -> list[nn.Module]:
+    features, context = _sizes(config)
+    with ValuesComeLater():
+        return [
+            ImageLinear(features, context, bias=config.connector_bias),
+            ACT2FN[config.connector_hidden_act],
+            ImageLinear(context, context, bias=config.connector_bias),
+        ]
+
+
+def perceiver(config: XAttnConfig) -> list[nn.Module]:
+    assert config.perceiver_config is not None
+    with ValuesComeLater():
+        return [PerceiverResampler(config.perceiver_config)]
+
+
+for _connector in (identity, linear, mlp, perceiver):
+    CONNECTORS.register(_connector.__name__, _connector)
 
 
 class XAttnConnector(PreTrainedModel):
     """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
 
     `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
-    `"perceiver"` is a perceiver resampler, which returns fewer tokens. As a `PreTrainedModel` the connector is
-    initialised by its own `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
+    `"perceiver"` is a perceiver resampler, which returns fewer tokens. Others are registered (`utils/parts.py`). As a
+    `PreTrainedModel` the connector is initialised by its own `_init_weights` inside any model (see
+    [`GatedCrossAttentionBlock`]).
     """
 
     config_class = XAttnConfig
@@ -38,26 +69,15 @@ class XAttnConnector(PreTrainedModel):
 
     def __init__(self, config: XAttnConfig):
         super().__init__(config)
-        assert config.vision_config is not None  # a model without a tower has no connector
-        features, context = vision_hidden_size(config.vision_config), config.cross_attention_config.context_size
-        bias = config.connector_bias
-        with ValuesComeLater():
-            if config.connector_type == "identity":
-                self.layers = nn.ModuleList()
-            elif config.connector_type == "perceiver":
-                assert config.perceiver_config is not None
-                self.layers = nn.ModuleList([PerceiverResampler(config.perceiver_config)])
-            elif config.connector_type == "linear":
-                self.layers = nn.ModuleList([ImageLinear(features, context, bias=bias)])
-            else:
-                act = ACT2FN[config.connector_hidden_act]
-                self.layers = nn.ModuleList(
-                    [ImageLinear(features, context, bias=bias), act, ImageLinear(context, context, bias=bias)]
-                )
+        made = CONNECTORS.make(config.connector_type, config)
+        self.layers = nn.ModuleList([made] if isinstance(made, nn.Module) else made)
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        name = self.config.connector_type
+        if CONNECTORS.is_own(name) and CONNECTORS.write_first_values(name, self.layers[0], module, self.config):
+            return
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
             if module.bias is not None:
@@ -75,9 +95,21 @@ class XAttnConnector(PreTrainedModel):
         first = next((module for module in self.modules() if isinstance(module, nn.Linear)), None)
         if first is not None:  # trained in float32, beside a frozen tower in half precision
             features = to_dtype_of(first, features)
+        images = features.shape[:-2]
         for layer in self.layers:
             features = layer(features, positions) if isinstance(layer, PerceiverResampler) else layer(features)
+        width = self.config.cross_attention_config.context_size
+        if features.shape[:-2] != images or features.shape[-1] != width:  # of a connector that is not ours
+            raise ValueError(
+                f"Expected the connector {self.config.connector_type!r} to return image tokens {(*images, 'tokens')}, "
+                f"each of width {width} (`context_size`), got shape {tuple(features.shape)}."
+            )
         return features
+
+
+def _sizes(config: XAttnConfig) -> tuple[int, int]:
+    assert config.vision_config is not None  # a model without a tower has no connector
+    return vision_hidden_size(config.vision_config), config.cross_attention_config.context_size
 
 
 def new_connector(config: XAttnConfig, tower: PreTrainedModel) -> XAttnConnector:

@@ -28,6 +28,7 @@ from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
 from .context import CrossAttentionContext, no_context, plain_context
+from .gates import Gate, gated, new_gate, write_first_values
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
 
 
@@ -61,8 +62,8 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
 
     config_class = CrossAttentionConfig
     config: CrossAttentionConfig
-    attn_gate: nn.Parameter | None
-    mlp_gate: nn.Parameter | None
+    attn_gate: Gate
+    mlp_gate: Gate
     base_model_prefix = ""
     main_input_name = "hidden_states"
     _no_split_modules = ["GatedCrossAttentionBlock"]
@@ -92,14 +93,8 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             has_mlp = config.mlp_type != "none"
             self.mlp_norm = norm(config.hidden_size, config.norm_eps) if has_mlp else None
             self.mlp = CrossAttentionMLP(config) if has_mlp else None
-        if config.gate == "tanh":
-            # Never 0-d: FSDP cannot shard a scalar.
-            shape = (1,) if config.gate_granularity == "scalar" else (config.hidden_size,)
-            dtype = self.attn_norm.weight.dtype
-            self.attn_gate = nn.Parameter(torch.full(shape, float(config.gate_init), dtype=dtype))
-            self.mlp_gate = nn.Parameter(self.attn_gate.detach().clone()) if has_mlp else None
-        else:
-            self.attn_gate = self.mlp_gate = None
+        self.attn_gate = new_gate(config)
+        self.mlp_gate = new_gate(config) if has_mlp else None
         self.post_init()
 
     @classmethod
@@ -123,6 +118,8 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if any(write_first_values(gate, module, self.config) for gate in (self.attn_gate, self.mlp_gate)):
+            return
         if isinstance(module, nn.Linear):
             if getattr(module, "zero_init", False):
                 init.zeros_(module.weight)
@@ -138,7 +135,7 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
                 init.zeros_(module.bias)
         elif isinstance(module, GatedCrossAttentionBlock):
             for gate in (module.attn_gate, module.mlp_gate):
-                if gate is not None:
+                if isinstance(gate, nn.Parameter):
                     init.constant_(gate, float(self.config.gate_init))
 
     def forward(
@@ -179,11 +176,9 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
             # In compiled code only if needed: `torch.compile` takes no checkpointed layer with a side effect into its
             # graph.
             cross_attention.recorder.weights[self.layer_idx] = weights
-        update = _gated(attended, self.attn_gate, hidden_states.dtype)
-        seen = hidden_states + update
+        seen = hidden_states + gated(attended, self.attn_gate, hidden_states)
         if self.mlp is not None and self.mlp_norm is not None:
-            update = _gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, hidden_states.dtype)
-            seen = seen + update
+            seen = seen + gated(self.mlp(self.mlp_norm(seen)), self.mlp_gate, seen)
         if cross_attention.visible is None:
             return seen
         # Not a product with the mask, because NaN * 0 is NaN.
@@ -194,13 +189,6 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         self.attn(None, cross_attention=cross_attention)
         assert cross_attention.recorder is not None
         return cross_attention.recorder.keys_values[self.layer_idx]
-
-
-def _gated(branch: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """`tanh(gate) * branch`, computed in the gate's dtype, in the dtype of the hidden states."""
-    if gate is None:
-        return branch.to(dtype)
-    return (torch.tanh(gate) * branch).to(dtype)
 
 
 def cross_attention_blocks(module: nn.Module) -> list[GatedCrossAttentionBlock]:

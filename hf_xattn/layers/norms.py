@@ -9,7 +9,7 @@ from torch import nn
 class CrossAttentionRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
+        self.weight = nn.Parameter(torch.ones(size, dtype=at_least_float32()))
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -42,8 +42,8 @@ class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
 class CrossAttentionLayerNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=_norm_dtype()))
-        self.bias = nn.Parameter(torch.zeros(size, dtype=_norm_dtype()))
+        self.weight = nn.Parameter(torch.ones(size, dtype=at_least_float32()))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=at_least_float32()))
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -63,6 +63,6 @@ NORMS: dict[str, type[CrossAttentionRMSNorm] | type[CrossAttentionLayerNorm]] = 
 }
 
 
-def _norm_dtype() -> torch.dtype:
+def at_least_float32() -> torch.dtype:
     """float32, or float64 if that is torch's default dtype (gradient checks)."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)

@@ -24,6 +24,7 @@ from ..images.image_encoder import ImageEncoder, NewImages
 from ..images.vision import blank_image, connect, is_tiled
 from ..utils.architectures import vision_hidden_size
 from ..utils.distributed import compute_device, has_units, is_distributed
+from ..utils.parts import CONNECTORS
 
 
 def stand_in_images(encoder: ImageEncoder, rows: int) -> NewImages:
@@ -68,7 +69,8 @@ def _states(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> 
     config, tower, connector = encoder.config, encoder.vision_tower, encoder.connector
     if tower is None or connector is None or config.vision_config is None:
         return _zeros(encoder, device, dtype)
-    if encoder.tower_is_waited_for():
+    # A connector of the caller's own may need as many features as an image has.
+    if encoder.tower_is_waited_for() or CONNECTORS.is_own(config.connector_type):
         return encoder.features(*blank_image(config.vision_config, device, dtype)).flatten(1, 2)
     tiled = is_tiled(config.vision_config)
     # Two tokens: the connector may drop the first one, the class token.

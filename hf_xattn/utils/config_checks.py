@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from .checkpoint_files import Stored, short
 from .keywords import suggestion
+from .parts import names_come_later
 from .stub import NamesItsStub, references, write_stub
 from .transformers_api import DeclaresParts
 
@@ -104,7 +105,8 @@ class CheckedConfig(NamesItsStub, DeclaresParts, PreTrainedConfig):
         where = cls.__name__ if not name else f"{cls.__name__} of {name}"
         check_fields(config_dict, where, config_class=cls)
         try:
-            return cls._from_checked(config_dict, kwargs)
+            with names_come_later(bool(config_dict.get("auto_map"))):
+                return cls._from_checked(config_dict, kwargs)
         except (OSError, ImportError):
             raise
         except TypeError as error:

@@ -1,15 +1,17 @@
-"""Decoders and vision towers whose code came with their checkpoint.
+"""Decoders, vision towers, connectors and gates whose code came with their checkpoint.
 
 Transformers runs such code where `trust_remote_code=True` allows it, and copies it beside a model that it saves, but
 does neither for a part of a larger model. A configuration is read without running code: until a model is loaded with
-`trust_remote_code=True`, the part's configuration is an [`UnreadConfig`].
+`trust_remote_code=True`, the configuration of a decoder or tower is an [`UnreadConfig`].
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from transformers.dynamic_module_utils import custom_object_save, get_class_from
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .keywords import CODE_KEYWORDS, given
+from .parts import Parts, named_parts
 
 
 class UnreadConfig(PreTrainedConfig):
@@ -84,6 +87,66 @@ def build_part(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
     if not is_known:  # as in transformers: where the model is built again, for its card, nothing asks
         auto_class.register(type(config), model_class)
     return model_class._from_config(config)
+
+
+def read_parts(config: Any) -> None:
+    """Registers the classes of connectors and gates that came with a checkpoint, where [`trusting`] allows their code.
+
+    A class that the caller has registered comes first. Raises a `ValueError` if another checkpoint has brought another
+    class of that name.
+    """
+    source = _trusted.get()
+    for parts, name in named_parts(config):
+        ref = _code_of(config, _key_of(parts))
+        if ref is None or source is None or not parts.is_own(name):
+            continue
+        known = parts.find(name)
+        if known is None or _came_along(known):
+            found: Any = get_class_from_dynamic_module(ref, **source)
+            parts.register(name, found, exist_ok=known is not None and _file_of(known) == _file_of(found))
+
+
+def save_parts_code(config: Any, folder: Path, with_code: bool) -> None:
+    """Copies the code of own connectors and gates into a folder, and notes it in the configuration of the whole model.
+
+    Args:
+        with_code (`bool`): also code that did not come with a checkpoint.
+
+    Raises:
+        ValueError: for a class that is in no file, and for a file whose name is taken.
+    """
+    for parts, name in named_parts(config):
+        key = _key_of(parts)
+        if getattr(config, "auto_map", None):
+            config.auto_map.pop(key, None)
+        made: Any = parts.find(name)
+        if made is None or not parts.is_own(name) or not (with_code or _came_along(made)):
+            continue
+        path = getattr(sys.modules[made.__module__], "__file__", None)
+        if path is None or made.__module__ == "__main__":
+            raise ValueError(
+                f"`with_code=True`: expected the class of the {parts.kind} {name!r} in a file of its own, which can be "
+                f"saved, got {made.__qualname__} of {made.__module__}."
+            )
+        file = Path(path)
+        if (folder / file.name).is_file() and (folder / file.name).read_bytes() != file.read_bytes():
+            raise ValueError(f"Two parts of this model bring a different file of the name {file.name}: rename one.")
+        made._auto_class = key
+        folder.mkdir(parents=True, exist_ok=True)
+        custom_object_save(made.__new__(made), folder, config=config)
+
+
+def _key_of(parts: Parts) -> str:
+    """Where the `auto_map` of a configuration names the class of a connector or gate."""
+    return f"XAttn{parts.kind.capitalize()}"
+
+
+def _came_along(part: Any) -> bool:
+    return str(part.__module__).startswith("transformers_modules.")
+
+
+def _file_of(part: Any) -> str:
+    return inspect.getsource(sys.modules[part.__module__])
 
 
 def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str | os.PathLike[str]) -> None:

@@ -143,7 +143,7 @@ def test_kernels_of_the_parts(auto_class, tmp_path):
         ({"image_token_id": 1000}, "`image_token_id`.*96 entries, got 1000"),
         ({"image_token_id": "<image>"}, "`image_token_id` must be a token id or None, got '<image>'"),
         ({"cross_attention_layers": [9]}, "`cross_attention_layers`.*4 layers.*got \\[9\\]"),
-        ({"connector_type": "conv"}, "`connector_type` must be one of.*'conv'"),
+        ({"connector_type": "conv"}, "`connector_type` to name a connector: .*'conv'"),
         ({"perceiver_config": {"num_latents": 3}}, "`perceiver_config` needs.*got 'mlp'"),
         ({"cross_attention_config": {"hidden_size": 8}}, "`cross_attention_config.hidden_size` \\(8\\).*32"),
     ],

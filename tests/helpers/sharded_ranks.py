@@ -1,5 +1,6 @@
 """What a rank of `test_sharded.py` does: `torchrun --nproc-per-node 2 sharded_ranks.py FOLDER CASE...`"""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from gradient_checks import without_dropout
+from own_parts import OWN
 from tiny_decoders import make_tiny, retrofitted
 from tiny_models import make_model, pixels, randomize, token_ids
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -42,6 +44,8 @@ CASES = {
     "several blocks at a place": ("llama", ("text", "vision"), "fsdp", "no images", {"layers": [1, 1, 4, 4]}),
     "bfloat16, several blocks": ("llama", ("text", "vision"), "fsdp", "no images", NORMS | {"layers": [1, 1]}),
     "accelerate, several blocks": ("llama", (), "accelerate", "pixels", {"layers": [1, 1, 4, 4]}),
+    "own parts, no images": ("llama", ("text", "vision"), "fsdp", "no images", {"model": OWN}),
+    "bfloat16, own parts": ("llama", ("text", "vision"), "fsdp", "pixels", {"model": OWN, "dtype": torch.bfloat16}),
     "bfloat16, one token": ("llama", ("text", "vision"), "fsdp", "one token", NORMS),
     "fsdp, tower outputs": ("llama", ("text", "vision"), "fsdp", "tower outputs", {}),
     "ddp, tower outputs": ("llama", ("text", "vision"), "ddp", "tower outputs", {}),
@@ -68,12 +72,12 @@ def build(
     dtype: torch.dtype = torch.float32,
     block: dict | None = None,
     layers=(1, 3),
+    model: dict | None = None,
     **_,
 ):
     if decoder.startswith("llama"):
-        model = make_model(
-            decoder, dtype=dtype, cross_attention_config=dict(block or {}), cross_attention_layers=layers
-        )
+        fields = {"cross_attention_config": block or {}, "cross_attention_layers": layers, **(model or {})}
+        model = make_model(decoder, dtype=dtype, **copy.deepcopy(fields))
     else:
         model = randomize(retrofitted(make_tiny(decoder)))
     return freeze(without_dropout(model), **{"text": False, "vision": False, **dict.fromkeys(frozen, True)})

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import own_parts  # noqa: F401  # registers them
 import torch
 import torch.distributed as dist
 from gradient_checks import without_dropout

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import own_parts  # noqa: F401  # registers them
 import pytest
 import torch
 from checkout import HELPERS
@@ -27,8 +28,12 @@ CASES = {
     "gpt2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "position_bias": True},
     "several blocks": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True},
+    "own parts": {"num_attention_heads": 4, "num_key_value_heads": 2, "gate": "offset_sigmoid"},
 }
-LAYERS = {"several blocks": [1, 1, 4, 4]}  # by default every second layer
+OTHERS = {
+    "several blocks": {"cross_attention_layers": [1, 1, 4, 4]},  # by default every second layer
+    "own parts": {"connector_type": "pooling", "connector_options": {"pool": 1}},
+}
 
 
 def make(folder, cross_attention, name="llama"):
@@ -36,16 +41,8 @@ def make(folder, cross_attention, name="llama"):
     if not bases.exists():
         make_text(name).save_pretrained(bases / "text")
         AutoModel.from_config(vision_config()).save_pretrained(bases / "vision")
-    places = LAYERS.get(folder.name)
-    model = randomize(
-        retrofit(
-            bases / "text",
-            bases / "vision",
-            every=2,
-            cross_attention_layers=places,
-            cross_attention=cross_attention,
-        )
-    )
+    others = OTHERS.get(folder.name, {})
+    model = randomize(retrofit(bases / "text", bases / "vision", every=2, cross_attention=cross_attention, **others))
     model.save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, 90, (2, 7), generator=generator)

@@ -71,6 +71,7 @@ EXPECTED = {
         "no picture: the answer of `generate`: True",
         "a broken picture: 400",
     ],
+    "own_parts/train_on_digits --quick": ["in the folder: True", "held-out digits right: "],
     "blocks/time_series": ["frequencies right: ", "learnt: True"],
     "caches/encode_once_ask_many": [
         "its words mean nothing",

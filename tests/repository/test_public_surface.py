@@ -29,6 +29,7 @@ from surface_adapters import SURFACES as ADAPTERS
 from surface_images import IMAGE_MASK, MASK, PIXELS, RATIO_IDS, RATIO_MASK, ROWS, STATES, image_rows
 from surface_images import SURFACES as IMAGES
 from surface_maps import SURFACES as MAPS
+from surface_parts import SURFACES as PARTS
 from surface_processor import processor_surfaces
 from surface_saving import SURFACES as SAVING
 from surface_training import SURFACES as TRAINING
@@ -201,6 +202,7 @@ FIELDS = {
     "additional_vocab_size": value(none=None, kind="2", size=-1, dtype=2.0),
     "additional_vocab_in_head": value(none=None, kind="yes", size=True),
     "connector_type": value(none=None, kind=3, size="conv"),
+    "connector_options": value(none=Fine(None), kind=3, size={"pool": 2}),
     "connector_hidden_act": value(none=None, kind=3, size="gelo"),
     "connector_bias": value(none=None, kind="no"),
     "vision_feature_select_strategy": value(none=None, kind=3, size="cls"),
@@ -261,6 +263,7 @@ BLOCK_FIELDS = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "zero_init", "qk_norm", "quiet_softmax", "position_bias"), FLAG),
     **dict.fromkeys(("norm_eps", "attention_dropout", "gate_init", "initializer_range"), NUMBER),
     "qk_norm_eps": value(none=Fine(None), kind="0.5", size=float("nan")),
+    "gate_options": value(none=Fine(None), kind=3, size={"offset": 4}),
 }
 PERCEIVER_FIELDS = {
     **dict.fromkeys(("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"), SIZE),
@@ -283,6 +286,7 @@ SURFACES = {
     **MAPS,
     **ADAPTERS,
     **SAVING,
+    **PARTS,
     **WEB,
     **IMAGES,
     "forward": Surface(

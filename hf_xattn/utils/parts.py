@@ -1,0 +1,213 @@
+"""Parts of a model that a name in its configuration chooses: connectors and gates, ours and yours.
+
+A folder holds the name and the weights of a part. Its class is code, and is registered in each process before a model
+is built:
+
+    class MyConnector(torch.nn.Module):
+        def __init__(self, config):                    # an `XAttnConfig`; `config.connector_options` are yours
+            ...
+        def forward(self, features):                   # (..., tokens, vision_hidden_size)
+            return ...                                 # (..., tokens, context_size); tokens may be more or fewer
+
+    class MyGate(torch.nn.Module):
+        def __init__(self, config):                    # a `CrossAttentionConfig`; `config.gate_options` are yours
+            ...
+        def forward(self, update, hidden_states):      # what a branch wants to add to the text, and the text
+            return ...                                 # what it adds; all three (batch, text_len, hidden_size)
+
+The first values of the weights are those that `__init__` gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .stub import PACKAGE
+from .tensor_checks import check_flags, type_name
+
+
+# Inside: names of a configuration that comes with code, which registers them before the model is built.
+_come_later: contextvars.ContextVar[bool] = contextvars.ContextVar("come_later", default=False)
+
+
+@contextlib.contextmanager
+def names_come_later(later: bool = True) -> Iterator[None]:
+    """Inside, a configuration may name parts that are not registered yet. Building one raises an error still."""
+    token = _come_later.set(later or _come_later.get())
+    try:
+        yield
+    finally:
+        _come_later.reset(token)
+
+
+class Parts:
+    """The parts of one kind, by name.
+
+    Args:
+        kind (`str`): what they are.
+        field (`str`): of the configuration, which names one.
+    """
+
+    def __init__(self, kind: str, field: str):
+        self.kind, self.field = kind, field
+        self._makers: dict[str, Callable[[Any], Any]] = {}
+
+    def register(self, name: str, maker: Callable[[Any], Any], exist_ok: bool = False) -> None:
+        """Gives a part its name. `maker`, called with a configuration, makes one."""
+        check_flags(exist_ok=exist_ok)
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"Expected `name` to be the name of a {self.kind}, got {name!r}.")
+        known = self._makers.get(name)
+        # A cell of a notebook that runs again defines its class again.
+        if known is not None and not exist_ok and (_path_of(known) != _path_of(maker) or _is_ours(known)):
+            raise ValueError(
+                f"Expected a new `name` for a {self.kind}, got {name!r}, which is {_path_of(known)}. Take another "
+                "name, or pass `exist_ok=True`: models that are built from now on get the new one."
+            )
+        self._makers[name] = maker
+
+    def check(self, name: Any, options: Any) -> None:
+        """Raises a `ValueError` for a name that is not registered, unless its code comes later, and for its options."""
+        if not isinstance(name, str) or (name not in self._makers and not _come_later.get()):
+            raise ValueError(self._unknown(name))
+        if options is None:
+            return
+        field = f"{self.kind}_options"
+        if not isinstance(options, dict):
+            raise ValueError(f"`{field}` must be a dict or None, got {options!r}.")
+        if not self.is_own(name):
+            raise ValueError(f"`{field}` are for a {self.kind} of your own, got {options!r} with {name!r}.")
+        try:
+            json.dumps(options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`{field}` must hold what JSON can save, got {options!r}: {error}.") from error
+
+    def is_own(self, name: str) -> bool:
+        """Whether a part is not of this package."""
+        return name not in self._makers or not _is_ours(self._makers[name])
+
+    def starts_at_zero(self, name: str) -> bool:
+        """Whether fresh parts return zero, as their class says."""
+        return bool(getattr(self._makers.get(name), "starts_at_zero", False))
+
+    def find(self, name: str) -> Callable[[Any], Any] | None:
+        return self._makers.get(name)
+
+    def maker(self, name: str) -> Callable[[Any], Any]:
+        if name not in self._makers:
+            raise ValueError(self._unknown(name))
+        return self._makers[name]
+
+    def make(self, name: str, config: Any) -> Any:
+        """A part with first values, which transformers does not write over."""
+        part = self.maker(name)(config)
+        if self.is_own(name):
+            for module in part.modules():
+                for tensor in _tensors(module).values():
+                    if not tensor.is_meta:
+                        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        return part
+
+    def write_first_values(self, name: str, part: nn.Module, module: nn.Module, config: Any) -> bool:
+        """Writes what a checkpoint lacks of a module in an own part, and is empty memory, as the constructor gives it.
+
+        Returns whether the module is in that part.
+        """
+        path = next((path for path, each in part.named_modules() if each is module), None)
+        if path is None or not self.is_own(name):
+            return False
+        with torch.random.fork_rng(devices=[]):
+            fresh = _tensors(self.maker(name)(config).get_submodule(path))
+        for each, value in _tensors(module).items():
+            init.copy_(value, fresh[each])
+        return True
+
+    def _unknown(self, name: Any) -> str:
+        known = ", ".join(map(repr, sorted(self._makers)))
+        return (
+            f"Expected `{self.field}` to name a {self.kind}: {known}, got {name!r}. Register one of your own first: "
+            f"`hf_xattn.register_{self.kind}({name!r}, ITS_CLASS)`, or load with `trust_remote_code=True` a checkpoint "
+            "that brings its code."
+        )
+
+
+CONNECTORS = Parts("connector", "connector_type")
+GATES = Parts("gate", "gate")
+
+
+def named_parts(config: Any) -> list[tuple[Parts, str]]:
+    """The parts that an [`XAttnConfig`] chooses by a name, each with the parts of its kind."""
+    connector = [] if config.vision_config is None else [(CONNECTORS, config.connector_type)]
+    return [*connector, (GATES, config.cross_attention_config.gate)]
+
+
+def register_connector(name: str, connector: type[nn.Module], exist_ok: bool = False) -> None:
+    """Makes a connector of your own known under a name, for `connector_type` of [`XAttnConfig`] and [`retrofit`].
+
+    Register it in each process, before a model that has it is built or loaded.
+
+    Args:
+        name (`str`): as saved in the configuration.
+        connector (`type`): a class of `torch.nn.Module`. `connector(config)` gets the [`XAttnConfig`]: `vision_config`,
+            `cross_attention_config.context_size`, and your own `connector_options`. Its `forward` turns the features
+            of the vision tower `(..., tokens, vision_hidden_size)` into image tokens `(..., tokens, context_size)`,
+            more or fewer of them, but equally many of each image.
+        exist_ok (`bool`, defaults to `False`): replace another one of this name.
+
+    Raises:
+        TypeError: for a name that is no text, and for anything but a class of modules.
+        ValueError: for a name that is taken.
+    """
+    CONNECTORS.register(name, _checked("connector", connector), exist_ok)
+
+
+def register_gate(name: str, gate: type[nn.Module], exist_ok: bool = False) -> None:
+    """Makes a gate of your own known under a name, for `gate` of [`CrossAttentionConfig`].
+
+    Register it in each process, before a model that has it is built or loaded. Its weights are float32, in a model of
+    any dtype; it gets its inputs in float32.
+
+    Args:
+        name (`str`): as saved in the configuration.
+        gate (`type`): a class of `torch.nn.Module`. `gate(config)` gets the [`CrossAttentionConfig`] with your own
+            `gate_options`; each block makes one for the attention and one for the MLP. Its `forward(update,
+            hidden_states)` gets what the branch would add and the text `(batch, text_len, hidden_size)`, and returns
+            what is added, in the same shape. A class attribute `starts_at_zero = True` says that a fresh gate returns
+            zero: `zero_init=False` is then for you.
+        exist_ok (`bool`, defaults to `False`): replace another one of this name.
+
+    Raises:
+        TypeError: for a name that is no text, and for anything but a class of modules.
+        ValueError: for a name that is taken.
+    """
+    GATES.register(name, _checked("gate", gate), exist_ok)
+
+
+def _checked(argument: str, part: Any) -> type[nn.Module]:
+    if not (isinstance(part, type) and issubclass(part, nn.Module)):
+        got = f"the class {part.__name__}" if isinstance(part, type) else f"an object of type {type_name(part)}"
+        raise TypeError(f"Expected `{argument}` to be a class of torch.nn.Module, got {got}.")
+    return part
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _path_of(maker: Any) -> str:
+    return f"{maker.__module__}.{maker.__qualname__}"
+
+
+def _is_ours(maker: Any) -> bool:
+    return f"{maker.__module__}.".startswith(f"{PACKAGE}.")
+
+
+__all__ = ["register_connector", "register_gate"]
