@@ -23,10 +23,15 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if dtype not in checks or not torch.backends.mkldnn.is_available():
         return True
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_supported():
+    if dtype == torch.bfloat16 and _cpu_has("avx512"):
         # oneDNN says yes to AVX-512 alone, on which its bfloat16 takes four times as long as float32.
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return _cpu_has("avx512_bf16") or _cpu_has("amx_tile")
     return bool(getattr(torch.ops.mkldnn, checks[dtype])())
+
+
+def _cpu_has(feature: str) -> bool:
+    """False also where this torch cannot tell."""
+    return bool(getattr(torch.cpu, f"_is_{feature}_supported", bool)())
 
 
 def to_dtype_of(projection: nn.Linear, states: torch.Tensor) -> torch.Tensor:
