@@ -273,3 +273,20 @@ def test_compiled():
     expected = model(token_ids(), pixel_values=pixels()).logits
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(token_ids(), pixel_values=pixels()).logits, expected, atol=1e-5)
+
+
+def test_a_part_is_made_once():
+    """A constructor that runs again for each of its layers, such as one that reads a large file."""
+    made = []
+
+    class Counted(PoolingConnector):
+        def __init__(self, config):
+            made.append(1)
+            super().__init__(config)
+
+    try:
+        register_connector("counted", Counted)
+        retrofit(make_text(), AutoModel.from_config(vision_config()), connector_type="counted")
+    finally:
+        CONNECTORS._makers.pop("counted", None)
+    assert len(made) == 1
