@@ -4,8 +4,8 @@ Queries and keys meet through two random projections, in which a word and the im
 others. Here both projections give the directions in which words differ most, the principal components of their states.
 Keys have image tokens in these directions, which `align_connector` has put at the states of words. Queries have the
 regression from the text's hidden states in front of the block to the state of the word that was read last, and in
-other heads to those of the words before it. Values are of these directions, too. The output projection stays zero, so
-the text model stays as it was.
+other heads to those of the words before it: at each token behind a word, so also at the colon of `blue circle: left`.
+Values are of these directions, too. The output projection stays zero, so the text model stays as it was.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def start_blocks(body: Any, processor: Any, rows: Sequence[Any], words: Sequence
     for ids, places, read in _texts(processor, rows, words):
         hidden = states_in_front(body.text_model, [layer for _, layer in blocks], ids)
         for block, layer in blocks:
-            wanted = targets[read] @ directions[block][: block.config.head_dim].T  # (words of texts, LAST_WORDS, D)
-            at_words = torch.cat([text[place] for text, place in zip(hidden[layer], places)])
-            sums[block].add(block.attn_norm(at_words).float(), wanted.flatten(1).to(at_words.device))
+            wanted = targets[read] @ directions[block][: block.config.head_dim].T  # (places of texts, LAST_WORDS, D)
+            behind = torch.cat([text[place] for text, place in zip(hidden[layer], places)])
+            sums[block].add(block.attn_norm(behind).float(), wanted.flatten(1).to(behind.device))
     for block, _ in blocks:
         if sums[block].count:
             _write(block, directions[block], sums[block].solve())
@@ -77,7 +77,7 @@ def _directions(block: GatedCrossAttentionBlock, components: torch.Tensor, state
 def _texts(
     processor: Any, rows: Sequence[Any], words: Sequence[str]
 ) -> Iterator[tuple[list[list[int]], list[torch.Tensor], torch.Tensor]]:
-    """Tokens of texts, the places where words end, and there the last words `(words of all texts, LAST_WORDS)`."""
+    """Tokens of texts, the places behind a word, and there the last words `(places of all texts, LAST_WORDS)`."""
     number = {word: index for index, word in enumerate(words)}
     chosen = range(0, len(rows), max(1, -(-len(rows) // MOST_TEXTS)))
     for start in range(0, len(chosen), TEXTS_AT_ONCE):
@@ -85,14 +85,14 @@ def _texts(
         encoded = processor.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         places, read = [], []
         for text, offsets in zip(texts, encoded["offset_mapping"]):
-            token_at = {end: token for token, (begin, end) in enumerate(offsets[:MOST_TOKENS]) if end > begin}
+            ends = [(found.end(), number[found.group()]) for found in WORD.finditer(text) if found.group() in number]
             last, own = [NO_WORD] * LAST_WORDS, []
-            for found in WORD.finditer(text):
-                if found.group() in number:
-                    last = [number[found.group()], *last[:-1]]
-                    if found.end() in token_at:
-                        own.append(token_at[found.end()])
-                        read.append(last)
+            for token, (begin, end) in enumerate(offsets[:MOST_TOKENS]):
+                while ends and ends[0][0] <= end:
+                    last = [ends.pop(0)[1], *last[:-1]]
+                if end > begin and last[0] != NO_WORD:
+                    own.append(token)
+                    read.append(last)
             places.append(torch.tensor(own, dtype=torch.long))
         if read:
             yield [ids[:MOST_TOKENS] for ids in encoded["input_ids"]], places, torch.tensor(read)

@@ -178,6 +178,7 @@ def test_text_attends_to_what_it_has_read(folder, options):
             first, second = (pair.index(colour) for colour in said)
             assert on[first, 0, at[0]] > 0.8 and on[second, 0, at[1]] > 0.8  # the word read last
             assert on[first, 1, at[1]] > 0.6  # and the one before it
+            assert on[first, 0, at[0] + 1] > 0.8  # also at `and`, as at the colon of `blue circle: left`
 
 
 @torch.no_grad()
