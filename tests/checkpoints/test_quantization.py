@@ -3,12 +3,13 @@
 import copy
 import json
 
+import own_parts  # noqa: F401  # registers them
 import pytest
 import torch
 from command_runs import FAST, run_training
 from quantized_bases import EXPECTED, METHODS, folder, parts_of, quantization, quantized_retrofit, quantized_text
 from template_models import CHATML, make_chat_model, make_processor
-from tiny_models import make_model, pixels, token_ids
+from tiny_models import make_model, pixels, randomize, token_ids
 from training_examples import CAPTIONS, write_examples
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
@@ -88,6 +89,26 @@ def test_a_saved_model_loads_with_equal_logits(method, tmp_path):
             assert torch.equal(_head(body), expected)
         again.save_pretrained(tmp_path / "again")
         assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits_of(again))
+
+
+@ON_METHODS
+def test_own_parts_on_a_quantized_base(method, tmp_path):
+    """A connector or gate of the caller's own in 8 bit, or a gate that gets another dtype than it has."""
+    model = retrofit(
+        quantized_text(method),
+        AutoModel.from_pretrained(folder() / "vision", dtype=torch.bfloat16),
+        every=1,
+        connector_type="pooling",
+        cross_attention={"gate": "offset_sigmoid"},
+    )
+    model = randomize(model).eval()
+    logits_of(model)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = XAttnForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    for each in (model, loaded):
+        assert each.model.connector.layers[0].conv.weight.dtype == torch.bfloat16
+        assert {weight.dtype for weight in each.blocks[0].mlp_gate.parameters()} == {torch.float32}
+    assert torch.equal(logits_of(loaded), logits_of(model))
 
 
 @torch.no_grad()
