@@ -96,7 +96,7 @@ LONG = {"training/keep_text_ability --steps 60 --text-steps 400"}
 @pytest.mark.parametrize(
     "example", [pytest.param(each, marks=pytest.mark.slow) if each in LONG else each for each in EXPECTED]
 )
-def test_example(example):
+def test_example(example, tmp_path):
     """An example that its reader cannot run."""
     if example in NEEDS:
         pytest.importorskip(NEEDS[example])
@@ -105,7 +105,7 @@ def test_example(example):
     if ("AutoImageProcessor" in source or "tiny_chat" in source) and not has("AutoImageProcessor without torchvision"):
         pytest.skip(needs("AutoImageProcessor without torchvision", name))
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert output.returncode == 0, output.stderr
     for line in EXPECTED[example]:
         assert line in output.stdout
