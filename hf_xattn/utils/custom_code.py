@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -102,8 +101,7 @@ def read_parts(config: Any) -> None:
             continue
         known = parts.find(name)
         if known is None or _came_along(known):
-            found: Any = get_class_from_dynamic_module(ref, **source)
-            parts.register(name, found, exist_ok=known is not None and _file_of(known) == _file_of(found))
+            parts.register(name, get_class_from_dynamic_module(ref, **source))
 
 
 def save_parts_code(config: Any, folder: Path, with_code: bool) -> None:
@@ -143,10 +141,6 @@ def _key_of(parts: Parts) -> str:
 
 def _came_along(part: Any) -> bool:
     return str(part.__module__).startswith("transformers_modules.")
-
-
-def _file_of(part: Any) -> str:
-    return inspect.getsource(sys.modules[part.__module__])
 
 
 def save_code(parts: list[tuple[PreTrainedModel, PreTrainedConfig]], folder: str | os.PathLike[str]) -> None:

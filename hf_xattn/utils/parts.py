@@ -23,7 +23,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import json
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +68,7 @@ class Parts:
         if not isinstance(name, str) or not name:
             raise TypeError(f"Expected `name` to be the name of a {self.kind}, got {name!r}.")
         known = self._makers.get(name)
-        # A cell of a notebook that runs again defines its class again.
-        if known is not None and not exist_ok and (_path_of(known) != _path_of(maker) or _is_ours(known)):
+        if known is not None and not exist_ok and (_is_ours(known) or not _is_same(known, maker)):
             raise ValueError(
                 f"Expected a new `name` for a {self.kind}, got {name!r}, which is {_path_of(known)}. Take another "
                 "name, or pass `exist_ok=True`: models that are built from now on get the new one."
@@ -204,6 +205,16 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _path_of(maker: Any) -> str:
     return f"{maker.__module__}.{maker.__qualname__}"
+
+
+def _is_same(known: Any, maker: Any) -> bool:
+    """Whether a class is another's definition: from a cell of a notebook that ran again, or from a copy of its file."""
+    if _path_of(known) == _path_of(maker):
+        return True
+    files = [getattr(sys.modules.get(each.__module__), "__file__", None) for each in (known, maker)]
+    if known.__qualname__ != maker.__qualname__ or None in files:
+        return False
+    return Path(files[0] or "").read_bytes() == Path(files[1] or "").read_bytes()
 
 
 def _is_ours(maker: Any) -> bool:

@@ -33,6 +33,13 @@ class Fixed(torch.nn.Module):
     def forward(self, update, hidden_states):
         return update / 2
 """
+REGISTERS = """
+
+import hf_xattn
+
+hf_xattn.register_connector("half", Half)
+hf_xattn.register_gate("fixed", Fixed)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +55,20 @@ def forgotten(monkeypatch):
     return forget
 
 
+@pytest.fixture(params=["", REGISTERS], ids=["registered by the caller", "by the file"])
+def code(request):
+    return CODE + request.param
+
+
 @pytest.fixture
-def model(tmp_path, monkeypatch):
+def model(tmp_path, monkeypatch, code):
     (tmp_path / "source").mkdir()
-    (tmp_path / "source/sight_parts.py").write_text(CODE.format(scale=2.0))
+    (tmp_path / "source/sight_parts.py").write_text(code.format(scale=2.0))
     monkeypatch.syspath_prepend(tmp_path / "source")
     module = importlib.import_module("sight_parts")
-    register_connector("half", module.Half)
-    register_gate("fixed", module.Fixed)
+    if code == CODE:
+        register_connector("half", module.Half)
+        register_gate("fixed", module.Fixed)
     yield make_model(connector_type="half", cross_attention_config={"gate": "fixed"})
     del sys.modules["sight_parts"]
 
@@ -66,11 +79,11 @@ def logits(model):
 
 
 @pytest.mark.parametrize("auto_class", [AutoModelForImageTextToText, XAttnForConditionalGeneration])
-def test_code_comes_along(model, tmp_path, forgotten, auto_class):
+def test_code_comes_along(model, code, tmp_path, forgotten, auto_class):
     """Code that is not saved, not run, run without being allowed, or lost in the second save."""
     expected = logits(model)
     model.save_pretrained(tmp_path / "first", with_code=True)
-    assert (tmp_path / "first/sight_parts.py").read_text() == CODE.format(scale=2.0)
+    assert (tmp_path / "first/sight_parts.py").read_text() == code.format(scale=2.0)
     forgotten()
     with pytest.raises(ValueError, match=r"register_gate\('fixed', ITS_CLASS\)"):
         auto_class.from_pretrained(tmp_path / "first")
@@ -82,12 +95,12 @@ def test_code_comes_along(model, tmp_path, forgotten, auto_class):
     assert torch.equal(logits(again), expected)
 
 
-def test_two_folders_with_one_name(model, tmp_path, forgotten):
+def test_two_folders_with_one_name(model, code, tmp_path, forgotten):
     """The class of the first folder, taken for that of the second: the weights fit, and the answers are wrong."""
     model.save_pretrained(tmp_path / "first", with_code=True)
     model.save_pretrained(tmp_path / "copy", with_code=True)
     model.save_pretrained(tmp_path / "other", with_code=True)
-    (tmp_path / "other/sight_parts.py").write_text(CODE.format(scale=3.0))
+    (tmp_path / "other/sight_parts.py").write_text(code.format(scale=3.0))
     forgotten()
     first = XAttnForConditionalGeneration.from_pretrained(tmp_path / "first", trust_remote_code=True)
     copy = XAttnForConditionalGeneration.from_pretrained(tmp_path / "copy", trust_remote_code=True)
