@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class RunData:
         ]
 
     def check(self, collate: Collate, with_pixels: Collate) -> None:
-        """Checks all rows, or, of streamed ones, whether one of the first has a picture. Leaves out those that are bad.
+        """Checks all rows, or, of streamed ones, whether one of some has a picture. Leaves out those that are bad.
 
         Raises:
             ValueError: for rows that cannot be trained on. The message lists them, in all sources.
@@ -79,7 +80,7 @@ class RunData:
                 told = [list_problems(rows, problems) for rows, (problems, _) in zip(self._sources(), found)]
                 raise ValueError("\n".join(filter(None, told)))
         if not self.options.train_text and not any(self._has_picture(index) for index in self._probed(self.rows)):
-            few = f"the first {PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
+            few = f"{PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
             raise ValueError(
                 f"Expected a picture in {few}{self.rows.sources[0].files[0].path}, got none: blocks learn from "
                 "pictures alone, and the text model is frozen. Add pictures, or train the text model with "
@@ -151,10 +152,12 @@ class RunData:
     def _sources(self) -> list[Rows]:
         return [self.rows] if self.others is None else [self.rows, self.others]
 
-    def _probed(self, rows: Rows) -> Any:
-        """Indices of rows to look into: all, or some of all places in the data."""
+    def _probed(self, rows: Rows) -> Sequence[int]:
+        """Indices of rows to look into: all, or some at random places, as data may repeat at equal distances."""
         count = len(rows)
-        return range(count) if not self.streams else range(0, count, max(1, count // PROBED))
+        if not self.streams or count <= PROBED:
+            return range(count)
+        return random.Random(0).sample(range(count), PROBED)
 
     def _has_picture(self, index: int) -> bool:
         return bool(self._pictures_of(index))

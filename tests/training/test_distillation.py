@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from hf_xattn import XAttnDataCollator, freeze, load_rows
 from hf_xattn.data.order import Shuffled
 from hf_xattn.data.pictures import picture_parts
-from hf_xattn.training import distillation
+from hf_xattn.training import distillation, run_data
 from hf_xattn.training.bad_rows import BadRowsFile, Place
 from hf_xattn.training.distillation import DistillingCollator, DistillingReader, DistillingTrainer
 from hf_xattn.training.training_run import CHECKPOINTS
@@ -362,6 +362,15 @@ def test_divergence_falls(dtype, model, tmp_path, capsys):
     assert status == 0, error
     logged = [entry["text_kl"] for entry in history(tmp_path / "out", 24)]
     assert logged[-1] < logged[0] / 4, logged
+
+
+def test_texts_at_equal_distances(model, tmp_path, capsys, monkeypatch):
+    """Texts that a look at every fourth row of a stream does not meet, so that the run is refused."""
+    monkeypatch.setattr(run_data, "PROBED", 10)
+    data = write_examples(tmp_path / "data", [*CAPTIONS[:3], TEXTS[0]] * 10)
+    options = ["--data", data, "--distill-text", "1", "--stream", "--steps", "1", *FAST]
+    status, _, error = run_training(capsys, model, *options, "--output", tmp_path / "out")
+    assert status == 0, error
 
 
 def test_refused(model, tmp_path, capsys):
