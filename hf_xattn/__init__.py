@@ -20,7 +20,7 @@ from .training.complete_checkpoints import last_complete_checkpoint
 from .training.freezing import added_modules, freeze, freeze_base, lora_targets, training_table
 from .training.parameter_groups import parameter_groups, sharding_units, train_in_float32
 from .training.vision_features import VisionFeatures
-from .utils.parts import register_connector, register_gate
+from .utils.parts import register_connector, register_gate, register_position
 from .utils.transformers_api import warn_of_version
 from .version import __version__
 
@@ -67,6 +67,7 @@ __all__ = [
     "parameter_groups",
     "register_connector",
     "register_gate",
+    "register_position",
     "remove_blocks",
     "retrofit",
     "sharding_units",

@@ -74,7 +74,7 @@ class Call:
     trains: bool  # whether the model is in training mode and computes gradients
     # `(rows, length)`, True where a sample of a packed row starts; None if no row is packed
     samples: torch.Tensor | None
-    positions: torch.Tensor | None  # `(rows or 1, length)`, of the text; None without `position_bias`
+    positions: torch.Tensor | None  # `(rows or 1, length)`, of the text; None if nothing in the blocks reads them
 
 
 class Decision(NamedTuple):
@@ -148,7 +148,7 @@ def read_call(
         continues,
         model.training and torch.is_grad_enabled(),
         samples,
-        text_positions(text, cache, given) if config.cross_attention_config.position_bias else None,
+        text_positions(text, cache, given) if config.cross_attention_config.counts_text else None,
     )
 
 
@@ -286,7 +286,7 @@ def decide(config: XAttnConfig, call: Call, images: ImagesOfCall) -> Decision:
 def make_context(config: XAttnConfig, call: Call, images: ImagesOfCall, decision: Decision) -> CrossAttentionContext:
     block, new, rows = config.cross_attention_config, images.new, images.rows
     cross = None if images.stands_in else call.cross
-    if new is None and decision.sees is None and rows is None and not block.position_bias:
+    if new is None and decision.sees is None and rows is None and not block.counts_text:
         # Cached images, all of which the text sees: most decode steps.
         return CrossAttentionContext(cache=cross, recorder=Recorder(call.output_attentions), unused=images.unused)
     image_rows = call.rows if new is None else new.states.shape[0]
@@ -302,7 +302,7 @@ def make_context(config: XAttnConfig, call: Call, images: ImagesOfCall, decision
             mask, visible = rows.fold(decision.sees, by_image=decision.by_image, **shape)
     layout: Any = images.layout
     positions = groups = None
-    if block.position_bias:
+    if block.counts_text:
         of_text = layout if rows is None else rows.layout_of_text(layout)
         positions = Positions(call.positions, token_positions(of_text.token_mask))
     if layout.token_mask is not None and not images.stands_in:
@@ -316,7 +316,7 @@ def make_context(config: XAttnConfig, call: Call, images: ImagesOfCall, decision
         positions=positions,
         recorder=None if images.stands_in else Recorder(weights=call.output_attentions, keys_values=keeps),
         unused=images.unused,
-        **image_fields(None if new is None else new.states, None if new is None else new.layout, groups),
+        **image_fields(block, None if new is None else new.states, None if new is None else new.layout, groups),
     )
 
 

@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from .utils.architectures import shared_size, text_hidden_size, text_num_hidden_layers, vision_hidden_size
+from .utils.architectures import shared_size, text_hidden_size, text_num_hidden_layers, vision_feature_size
 from .utils.config_checks import (
-    MAX_VOCABULARY,
     CheckedConfig,
     check_activation,
+    check_added_vocabulary,
     check_bool_fields,
+    check_buckets,
     check_choice,
     check_count,
+    check_dict,
+    check_feature_layer,
     check_layers,
     check_names,
+    check_not_negative,
     check_number,
     check_parts,
     check_positive_int,
@@ -30,7 +34,7 @@ from .utils.config_checks import (
     refuse_unknown_fields,
 )
 from .utils.custom_code import UnreadConfig, read_config, read_parts
-from .utils.parts import CONNECTORS, GATES
+from .utils.parts import CONNECTORS, GATES, POSITIONS
 from .utils.transformers_api import SubConfigSpec
 
 
@@ -83,6 +87,9 @@ class CrossAttentionConfig(CheckedConfig):
         position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias. Use it for a context with an
             order (audio, video), not for images. It counts no padding. What a mask hides from some text only is none.
         position_bias_num_buckets, position_bias_max_distance (`int`, default to 32 and 128): as in T5 (bidirectional).
+        position (`str`, defaults to `"none"`): a code of positions of your own ([`register_position`]), for queries
+            and keys.
+        position_options (`dict`, *optional*): of a code of your own, which reads them.
         initializer_range (`float`, defaults to 0.02): standard deviation of the random initial weights.
 
     Raises:
@@ -124,6 +131,8 @@ class CrossAttentionConfig(CheckedConfig):
     position_bias: bool = False
     position_bias_num_buckets: int = 32
     position_bias_max_distance: int = 128
+    position: str = "none"
+    position_options: dict | None = None
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs):
@@ -164,24 +173,15 @@ class CrossAttentionConfig(CheckedConfig):
             raise ValueError("Expected `mlp_bias=False` with `mlp_type='none'`, a block without an MLP, got True.")
         check_choice("norm_type", self.norm_type, NORM_TYPES)
         GATES.check(self.gate, self.gate_options)
+        POSITIONS.check(self.position, self.position_options)
         check_choice("gate_granularity", self.gate_granularity, GATE_GRANULARITIES)
         check_probability("attention_dropout", self.attention_dropout)
         check_positive_number("norm_eps", self.norm_eps)
         check_positive_number("qk_norm_eps", self.qk_norm_eps)
         check_number("gate_init", self.gate_init)
-        check_number("initializer_range", self.initializer_range)
-        if self.initializer_range < 0:
-            raise ValueError(f"`initializer_range` must not be negative, got {self.initializer_range!r}.")
-        if self.position_bias and (self.position_bias_num_buckets < 4 or self.position_bias_num_buckets % 2):
-            raise ValueError(
-                "`position_bias_num_buckets` must be an even number of at least 4 (half for each direction), got "
-                f"{self.position_bias_num_buckets}."
-            )
-        if self.position_bias and self.position_bias_max_distance <= self.position_bias_num_buckets // 4:
-            raise ValueError(
-                f"`position_bias_max_distance` ({self.position_bias_max_distance}) must be larger than a quarter of "
-                f"`position_bias_num_buckets` ({self.position_bias_num_buckets})."
-            )
+        check_not_negative("initializer_range", self.initializer_range)
+        if self.position_bias:
+            check_buckets(self.position_bias_num_buckets, self.position_bias_max_distance)
         if self.gate_starts_at_zero and self.zero_init:
             raise ValueError(
                 f"A gate that starts at zero (`gate={self.gate!r}`, `gate_init={self.gate_init + 0.0}`) together with "
@@ -189,6 +189,11 @@ class CrossAttentionConfig(CheckedConfig):
                 "proportional to the other, so neither would learn. Set `zero_init=False` (as in Flamingo), a non-zero "
                 "`gate_init`, or `gate='none'`."
             )
+
+    @property
+    def counts_text(self) -> bool:
+        """Whether the blocks read the places of text tokens."""
+        return self.position_bias or self.position != "none"
 
     @property
     def starts_at_identity(self) -> bool:
@@ -286,6 +291,8 @@ class XAttnConfig(CheckedConfig):
         connector_options (`dict`, *optional*): of a connector of your own, which reads them.
         vision_feature_select_strategy (`"full"` or `"default"`, defaults to `"full"`): use all tokens of the vision
             tower (`"full"`), or drop the first one, the class token (`"default"`, as in Llava).
+        vision_feature_layer (`int` or `list[int]`, *optional*): hidden states of the tower in place of the last one, as
+            in Llava: -2 is in front of the last layer, 0 are the embeddings; several are joined along the width.
         perceiver_config ([`PerceiverConfig`] or `dict`, *optional*): configuration of the `"perceiver"` connector.
         connector_hidden_act (`str`, defaults to `"gelu"`): activation of the `"mlp"` connector.
         connector_bias (`bool`, defaults to `True`): biases in the `"linear"` and `"mlp"` connectors.
@@ -324,6 +331,7 @@ class XAttnConfig(CheckedConfig):
     connector_hidden_act: str = "gelu"
     connector_bias: bool = True
     vision_feature_select_strategy: Literal["full", "default"] = "full"
+    vision_feature_layer: int | list[int] | None = None
     source_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -399,6 +407,7 @@ class XAttnConfig(CheckedConfig):
         if _is_left_out(self.cross_attention_layers):
             self.cross_attention_layers = every_nth_layer(4, num_layers)
         self.cross_attention_layers = check_layers(self.cross_attention_layers, num_layers)
+        check_feature_layer(self.vision_feature_layer, self.vision_config)
         width = text_hidden_size(self.text_config)
         if self.cross_attention_config.hidden_size != width:
             raise ValueError(
@@ -407,7 +416,7 @@ class XAttnConfig(CheckedConfig):
             )
         self._check_perceiver()
         if self.vision_config is not None and self.connector_type in ("identity", "perceiver"):
-            features = vision_hidden_size(self.vision_config)
+            features = vision_feature_size(self)
             if features != self.cross_attention_config.context_size:
                 raise ValueError(
                     f"`connector_type={self.connector_type!r}` needs `cross_attention_config.context_size` "
@@ -419,15 +428,10 @@ class XAttnConfig(CheckedConfig):
                 "`image_token_id` to be set, got None."
             )
         added = self.additional_vocab_size
-        check_count("additional_vocab_size", added)
-        if added > MAX_VOCABULARY:
-            raise ValueError(f"`additional_vocab_size` must be at most {MAX_VOCABULARY}, got {added}.")
-        if self.additional_vocab_in_head and not added:
-            raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
+        check_added_vocabulary(added, self.additional_vocab_in_head)
         known = getattr(self.text_config.get_text_config(), "vocab_size", None)
         check_token_id("image_token_id", self.image_token_id, None if known is None else known + added)
-        if self.source_config is not None and not isinstance(self.source_config, dict):
-            raise ValueError(f"`source_config` must be a dict or None, got {type(self.source_config).__name__}.")
+        check_dict("source_config", self.source_config)
 
     def _check_perceiver(self) -> None:
         if self.connector_type != "perceiver":
@@ -436,7 +440,7 @@ class XAttnConfig(CheckedConfig):
             return
         if self.vision_config is None:
             raise ValueError("`connector_type='perceiver'` needs a `vision_config`, got None.")
-        width = vision_hidden_size(self.vision_config)
+        width = vision_feature_size(self)
         perceiver = self.perceiver_config
         if perceiver is not None and not isinstance(perceiver, PerceiverConfig):
             raise ValueError(

@@ -75,6 +75,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         for block in self.blocks:
             parts[f"blocks.{block.layer_idx}.k_proj"] = block.attn.k_proj
             parts[f"blocks.{block.layer_idx}.v_proj"] = block.attn.v_proj
+            parts.update((f"blocks.{block.layer_idx}.{name}", part) for name, part in block.attn.parts_of_keys())
         if self.vision_tower is not None and self.connector is not None:
             parts.update(vision_tower=self.vision_tower, connector=self.connector)
         return parts
@@ -146,7 +147,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
             image, context_size)` where `pixel_values` have no axis of images. `last_hidden_state`, `hidden_states`
             and `attentions` are the vision tower's own, with one row an image: `(batch * num_images, tokens,
             hidden_size)`, or `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower.
-            `vision_features` takes a `last_hidden_state` with the images on axis 1.
+            `vision_features` takes a `last_hidden_state` with the images on axis 1. With `vision_feature_layer`, it
+            holds what these layers return.
 
         Raises:
             TypeError: for pixels that are not floating point.
@@ -177,7 +179,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         result = BaseModelOutputWithPooling(
             last_hidden_state=output.last_hidden_state,
             pooler_output=features[:, 0] if pixel_values.dim() == 4 else features,
-            hidden_states=output.get("hidden_states"),
+            hidden_states=getattr(output, "hidden_states", None),
             attentions=output.get("attentions"),
         )
         if return_dict is None:
@@ -338,7 +340,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         context = CrossAttentionContext(
             cache=cross,
             recorder=recorder,
-            **image_fields(states, layout),
+            **image_fields(self.config.cross_attention_config, states, layout),
         )
         _, layers = find_decoder(self.text_model)
         for index in sorted({min(index, len(layers) - 1) for index in self.config.cross_attention_layers}):

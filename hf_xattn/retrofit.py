@@ -55,6 +55,7 @@ def retrofit(
     connector_hidden_act: str = "gelu",
     connector_bias: bool = True,
     vision_feature_select_strategy: str = "full",
+    vision_feature_layer: int | list[int] | None = None,
     perceiver_config: PerceiverConfig | dict[str, Any] | None = None,
     **load_kwargs,
 ) -> XAttnForConditionalGeneration:
@@ -77,8 +78,8 @@ def retrofit(
         cross_attention ([`CrossAttentionConfig`] or `dict`, *optional*): configuration of the blocks. Sizes that a
             `dict` leaves out follow the decoder's.
         image_token_id, image_visibility, additional_vocab_size, additional_vocab_in_head, connector_type,
-            connector_options, connector_hidden_act, connector_bias, vision_feature_select_strategy, perceiver_config:
-            fields of [`XAttnConfig`].
+            connector_options, connector_hidden_act, connector_bias, vision_feature_select_strategy,
+            vision_feature_layer, perceiver_config: fields of [`XAttnConfig`].
         load_kwargs: keyword arguments for `from_pretrained` of the checkpoints: `dtype`, `revision`,
             `trust_remote_code`, ... `gguf_file` is the name of a GGUF file in the folder or repository `text`, whose
             weights are unpacked, in float32 unless `dtype` says otherwise. `attn_implementation` may be a `dict` with
@@ -108,7 +109,8 @@ def retrofit(
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
     vision_config = None if vision is None else vision_config_of(vision, load_kwargs)
     if vision_config is not None and connector_type in ("identity", "perceiver"):
-        cross_attention = _with_context_size(cross_attention, vision_hidden_size(vision_config))
+        joined = len(vision_feature_layer) if isinstance(vision_feature_layer, (list, tuple)) else 1
+        cross_attention = _with_context_size(cross_attention, joined * vision_hidden_size(vision_config))
     options: dict[str, Any] = {
         "cross_attention_config": cross_attention,
         "cross_attention_layers": cross_attention_layers,
@@ -121,6 +123,7 @@ def retrofit(
         "connector_hidden_act": connector_hidden_act,
         "connector_bias": connector_bias,
         "vision_feature_select_strategy": vision_feature_select_strategy,
+        "vision_feature_layer": vision_feature_layer,
         "perceiver_config": perceiver_config,
     }
     # Makes all checks before weights are read.

@@ -41,7 +41,8 @@ FIRST = "default"  # name of the set that a model was made or loaded with
 # Settings of a set. The others belong to the text model.
 FIELDS = """
     vision_config cross_attention_config cross_attention_layers image_token_id image_visibility connector_type
-    connector_options connector_hidden_act connector_bias vision_feature_select_strategy perceiver_config
+    connector_options connector_hidden_act connector_bias vision_feature_select_strategy vision_feature_layer
+    perceiver_config
     """.split()
 
 

@@ -63,9 +63,12 @@ class ModelIdentity:
         # What has its usual value is left out, so that files that were written without the field stay valid.
         if block.qk_norm_eps != block.norm_eps:
             facts["qk_norm_eps"] = block.qk_norm_eps
+        if block.position != "none":
+            facts["position"] = [block.position, block.position_options]
         facts.update((name, getattr(config, name)) for name in MODEL_FIELDS)
-        if config.connector_options is not None:
-            facts["connector_options"] = config.connector_options
+        for name in ("connector_options", "vision_feature_layer"):
+            if getattr(config, name) is not None:
+                facts[name] = getattr(config, name)
         for name in ("vision_config", "perceiver_config"):
             part = getattr(config, name)
             facts[name] = None if part is None else _shape_of(part.to_dict())
@@ -77,10 +80,15 @@ class ModelIdentity:
 
 
 def tower_identity(config: XAttnConfig, tower: nn.Module) -> str:
-    """SHA-256 of configuration and weights of a vision tower, without connector and blocks."""
+    """SHA-256 of configuration and weights of a vision tower, and of its layers that are read."""
     assert config.vision_config is not None
     parts = {"vision_tower": tower}
-    facts = {"vision_config": _shape_of(config.vision_config.to_dict()), "adapters": _adapters_of(parts)}
+    facts: dict[str, Any] = {
+        "vision_config": _shape_of(config.vision_config.to_dict()),
+        "adapters": _adapters_of(parts),
+    }
+    if config.vision_feature_layer is not None:
+        facts["vision_feature_layer"] = config.vision_feature_layer
     return digest_of(_json(facts), *(line_of(name, tensor, checksum(tensor)) for name, tensor, _ in _tensors(parts)))
 
 

@@ -54,9 +54,9 @@ def refuse_own_parts(model: Any) -> None:
         raise ValueError(
             f"`save_pretrained` cannot save a part of your own: {found}. A folder names no such parts, so it would "
             "load with the expected one. Save the weights of this part by themselves (`torch.save(part.state_dict(), "
-            "file)`), and the model with the expected part in its place. Connectors and gates of your own may have "
-            "names: see `register_connector` and `register_gate`. Or make the part in `__init__` of a subclass of the "
-            "model, which then loads what it saves."
+            "file)`), and the model with the expected part in its place. Connectors, gates and codes of positions of "
+            "your own may have names: see `register_connector`, `register_gate` and `register_position`. Or make the "
+            "part in `__init__` of a subclass of the model, which then loads what it saves."
         )
 
 

@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_utils import local_torch_dtype
 
 from ..configuration_xattn import XAttnConfig
-from ..utils.architectures import vision_hidden_size
+from ..utils.architectures import vision_feature_size
 from ..utils.first_values import ValuesComeLater
 from ..utils.parts import CONNECTORS
 from ..utils.projection import ImageLinear, to_dtype_of
@@ -76,7 +76,7 @@ class XAttnConnector(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         name = self.config.connector_type
-        if CONNECTORS.is_own(name) and CONNECTORS.write_first_values(name, self.layers[0], module, self.config):
+        if CONNECTORS.write_first_values(name, next(iter(self.layers), None), module, self.config):
             return
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
@@ -108,8 +108,7 @@ class XAttnConnector(PreTrainedModel):
 
 
 def _sizes(config: XAttnConfig) -> tuple[int, int]:
-    assert config.vision_config is not None  # a model without a tower has no connector
-    return vision_hidden_size(config.vision_config), config.cross_attention_config.context_size
+    return vision_feature_size(config), config.cross_attention_config.context_size
 
 
 def new_connector(config: XAttnConfig, tower: PreTrainedModel) -> XAttnConnector:

@@ -102,7 +102,7 @@ class ImageEncoder:
         if is_distributed():
             check_callable("vision_tower", self.vision_tower)
             check_callable("connector", self.connector)
-        output = run_tower(self.vision_tower, pixel_values, tiles, **returns)
+        output = run_tower(self.vision_tower, pixel_values, tiles, self.config.vision_feature_layer, **returns)
         states = states_for_all_weights(self.vision_tower, output)
         rows, num_images = pixel_values.shape[:2]
         return output, self._connected(states, (rows, num_images), tiles is not None, positions, real_tiles)

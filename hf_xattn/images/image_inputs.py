@@ -32,7 +32,7 @@ from ..cache.image_layout import rows_to
 from ..cache.text_progress import CallersMask
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import check_image_rows
-from ..utils.architectures import vision_hidden_size
+from ..utils.architectures import vision_feature_size
 from ..utils.tensor_checks import check_bool, check_states, check_tensor, has_values
 from .vision import Tiles, check_features, check_pixels
 
@@ -288,13 +288,14 @@ def _checked_images(
             f"Expected no `{name}`, because this model has no vision tower (`config.vision_config` is None). Pass "
             "image features as `cross_attention_states`, or retrofit with `vision=`."
         )
-    check = check_pixels if name == "pixel_values" else check_features
-    return check(config.vision_config, images, *ratios.values())
+    if name == "pixel_values":
+        return check_pixels(config.vision_config, images, *ratios.values())
+    return check_features(config.vision_config, vision_feature_size(config), images, *ratios.values())
 
 
 def _check_states(config: XAttnConfig, states: torch.Tensor) -> None:
     width = config.cross_attention_config.context_size
-    of_tower = None if config.vision_config is None else vision_hidden_size(config.vision_config)
+    of_tower = None if config.vision_config is None else vision_feature_size(config)
     if states.shape[-1:] == (of_tower,) and of_tower != width:
         raise ValueError(
             f"Expected `cross_attention_states` of width {width} (`context_size`), got {tuple(states.shape)}, which "

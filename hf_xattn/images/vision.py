@@ -17,7 +17,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from ..utils.architectures import TILED_VISION_TYPES, vision_hidden_size
+from ..utils.architectures import TILED_VISION_TYPES
 from ..utils.custom_code import build_part
 from ..utils.tensor_checks import check_floating, check_integers, has_values, type_name
 from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
@@ -86,13 +86,14 @@ def check_pixels(
 
 def check_features(
     config: PreTrainedConfig,
+    width: int,
     vision_features: torch.Tensor,
     aspect_ratio_ids: torch.Tensor | None,
     aspect_ratio_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Tiles | None]:
-    """[`check_pixels`] for a tower's `last_hidden_state`, which has a width instead of a size."""
+    """[`check_pixels`] for a tower's features, which have a width instead of a size."""
     check_floating("vision_features", vision_features)
-    shape, width = tuple(vision_features.shape), vision_hidden_size(config)
+    shape = tuple(vision_features.shape)
     if is_tiled(config):
         tiles = getattr(config, "max_num_tiles", None)
         fits = len(shape) == 5 and shape[2] == tiles and shape[-1] == width
@@ -155,11 +156,18 @@ def _check_tiles(
 
 
 def run_tower(
-    tower: PreTrainedModel, pixel_values: torch.Tensor, tiles: Tiles | None, **returns: bool | None
+    tower: PreTrainedModel,
+    pixel_values: torch.Tensor,
+    tiles: Tiles | None,
+    layers: int | list[int] | None = None,
+    **returns: bool | None,
 ) -> BaseModelOutput:
     """Runs a tower on `(R, num_images, ...)` pixels. The output of towers without tiles has `R * num_images` rows.
 
-    `returns`: `output_hidden_states`, `output_attentions`. None: as in the tower's configuration.
+    Args:
+        layers (`int` or `list[int]`, *optional*): `vision_feature_layer`, see [`XAttnConfig`]: the output has their
+            hidden states, joined, as its `last_hidden_state`.
+        returns: `output_hidden_states`, `output_attentions`. None: as in the tower's configuration.
 
     Raises:
         ValueError: for images of a size that the tower does not support, or an output without `last_hidden_state`.
@@ -168,6 +176,10 @@ def run_tower(
     if not tower.config.return_dict:
         asked["return_dict"] = True
     taken = {name: value for name, value in asked.items() if takes_keyword(type(tower), name)}
+    if layers is not None:
+        output = _read_whole_images(tower, pixel_values, {**taken, "output_hidden_states": True})
+        keeps_states = bool(asked.get("output_hidden_states", tower.config.output_hidden_states))
+        return _with_features_of(layers, output, keeps_states)
     if tiles is None:
         return _read_whole_images(tower, pixel_values, taken)
     pixel_values = pixel_values.to(tower.dtype)
@@ -183,6 +195,24 @@ def run_tower(
         output = tower(**arguments)
     for name, values in recorded.items():
         output[name] = tuple(values) or output.get(name) or ()
+    return output
+
+
+def _with_features_of(layers: int | list[int], output: BaseModelOutput, keeps_states: bool) -> BaseModelOutput:
+    """Puts the hidden states of layers of a tower in the place of its last one."""
+    states, last = output.hidden_states, output.last_hidden_state
+    assert last is not None
+    if not states:
+        raise ValueError(
+            f"Expected `vision_feature_layer` with a vision tower that returns `hidden_states`, got {layers!r} with "
+            "one that does not. Leave it out."
+        )
+    features = torch.cat([states[each] for each in ([layers] if isinstance(layers, int) else layers)], dim=-1)
+    if last.requires_grad:  # DDP waits for the gradient of every weight that learns, also of those behind these layers
+        features = features + last.flatten()[:0].sum().to(features.dtype)
+    output.last_hidden_state = features
+    if not keeps_states:
+        output.hidden_states = None
     return output
 
 

@@ -360,6 +360,7 @@ def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
         "mlp_bias": False,
         "quiet_softmax": False,
         "position_bias": False,
+        "position": "none",
     }
     block = config.cross_attention_config
     return [(f"cross_attention_config.{name}", value, getattr(block, name)) for name, value in expected.items()]

@@ -6,7 +6,7 @@ It differs from self-attention in three ways:
   heads of a K/V group, the text positions, and the text rows that look at the same image. K/V are never repeated,
   neither for GQA nor for beams, and a decode step reads them once.
 - There is no rotary embedding, because image features contain their positions. A context with an order (audio, video)
-  may use T5's relative bias.
+  may use T5's relative bias, or a code of positions of one's own.
 - The output projection starts at zero (`zero_init`), so a fresh layer changes nothing.
 
 Letters in comments: R image rows, r text rows for each image row, T text tokens, N image tokens, K K/V heads, G query
@@ -16,6 +16,7 @@ heads for each K/V head, D head width.
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .context import CrossAttentionContext, Ragged, no_context, plain_context
 from .kernels import run_kernel
 from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm
 from .position_bias import relative_position_bucket
+from .positions import new_position, with_position
 from .row_groups import attend_by_group
 
 
@@ -58,12 +60,13 @@ class GatedCrossAttention(nn.Module):
     Args:
         config ([`CrossAttentionConfig`]): sizes and options.
         layer_idx (`int`): index of this layer's keys and values in the cross-attention half of a cache.
+        position (`nn.Module`, *optional*): the code of positions that `config` names; made here if it is None.
     """
 
     is_causal = False
     num_key_value_groups = 1  # folded calls have as many query heads as K/V heads
 
-    def __init__(self, config: CrossAttentionConfig, layer_idx: int = 0):
+    def __init__(self, config: CrossAttentionConfig, layer_idx: int = 0, position: nn.Module | None = None):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -86,6 +89,7 @@ class GatedCrossAttention(nn.Module):
         self.relative_attention_bias = (
             nn.Embedding(config.position_bias_num_buckets, config.num_attention_heads) if config.position_bias else None
         )
+        self.position = new_position(config) if position is None else position
 
     def forward(
         self,
@@ -137,12 +141,18 @@ class GatedCrossAttention(nn.Module):
     def _unused(self, zero: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
         """A zero that depends on the weights which this call does not use, but may use in other processes."""
         if context.cross_attention_states is None:
-            for weight in (*self.k_proj.parameters(), *self.v_proj.parameters()):
-                if weight.requires_grad and not is_split(
-                    weight
-                ):  # under tensor parallelism, no process has other images
+            parts = self.k_proj, self.v_proj, *(part for _, part in self.parts_of_keys())
+            for weight in chain.from_iterable(part.parameters() for part in parts):
+                # under tensor parallelism, no process has other images
+                if weight.requires_grad and not is_split(weight):
                     zero = zero + weight.flatten()[:0].sum()
         return zero
+
+    def parts_of_keys(self) -> list[tuple[str, nn.Module]]:
+        """The modules, by name, that keys pass behind their projection before they are cached."""
+        if self.position is None:
+            return []
+        return [("position", self.position), *([] if self.k_norm is None else [("k_norm", self.k_norm)])]
 
     def _keys_values(self, context: CrossAttentionContext) -> KeyValue:
         """Returns keys and values of all images: projects new images, and reads the others from the cache."""
@@ -150,7 +160,8 @@ class GatedCrossAttention(nn.Module):
         if states is None:
             assert cached is not None
             return cached
-        key, value = self.project_key_value(states, self.quiet_softmax and cached is None, context.ragged)
+        null_key = self.quiet_softmax and cached is None
+        key, value = self.project_key_value(states, null_key, context.ragged, context.places)
         # Rounded before they are used: this call must see what later calls read from the cache.
         new = as_stored(key, context.cache_dtype), as_stored(value, context.cache_dtype)
         keys_values = append(cached, new)
@@ -159,7 +170,11 @@ class GatedCrossAttention(nn.Module):
         return keys_values
 
     def project_key_value(
-        self, cross_attention_states: torch.Tensor, null_key: bool = False, ragged: Ragged | None = None
+        self,
+        cross_attention_states: torch.Tensor,
+        null_key: bool = False,
+        ragged: Ragged | None = None,
+        places: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Projects image tokens to keys and values, in the layout of transformers' caches.
 
@@ -167,10 +182,13 @@ class GatedCrossAttention(nn.Module):
             cross_attention_states (`torch.Tensor`): `(rows, num_image_tokens, context_size)`.
             null_key (`bool`): put the null key of quiet softmax in front. It adds 1 to the softmax's denominator.
             ragged ([`Ragged`], *optional*): tells where the tokens stand, if they are the real ones of a padded batch.
+            places (`torch.LongTensor`, *optional*): `(1, num_image_tokens)`, of each token in its image, for a code of
+                positions; None stands for one image.
 
         Returns:
             two `torch.Tensor`: `(rows, num_key_value_heads, num_image_tokens, head_dim)`, one token more with a
-            null key. With `qk_norm`, the weight of the key norm goes to the queries (see [`CrossAttentionKeyNorm`]).
+            null key. With `qk_norm`, the weight of the key norm goes to the queries (see [`CrossAttentionKeyNorm`]),
+            but for a code of positions.
         """
         states = to_dtype_of(self.k_proj, cross_attention_states)
         # -1 is the number of heads: under tensor parallelism a rank holds only some of them.
@@ -178,7 +196,9 @@ class GatedCrossAttention(nn.Module):
         key = self.k_proj(states).view(shape)
         value = self.v_proj(states).view(shape)
         if self.k_norm is not None:
-            key = self.k_norm.normalize(key)
+            key = self.k_norm.normalize(key) if self.position is None else self.k_norm.weighted(key)
+        if self.position is not None:
+            key = with_position(self.position, "keys", key, places)
         if ragged is not None and ragged.real is not None:
             return ragged.real.spread(key, null_key), ragged.real.spread(value, null_key)
         return _in_cache_layout(key, null_key), _in_cache_layout(value, null_key)
@@ -204,7 +224,7 @@ class GatedCrossAttention(nn.Module):
             heads = dense(value).repeat_interleave(self.num_groups, dim=1).reshape(rows, 1, 1, -1)
             output = heads.expand(-1, repeats, text_len, -1).reshape(rows * repeats, text_len, -1)
             return self.o_proj(_of_text(output, context)), None
-        query = self._queries(hidden_states)
+        query = self._queries(hidden_states, None if context.positions is None else context.positions.query)
         num_heads = query.shape[2]
         group = num_heads // kv_heads
         query = fold_queries(query if slots is None else query[slots], rows, kv_heads)
@@ -235,10 +255,13 @@ class GatedCrossAttention(nn.Module):
         # FSDP may gather the weights of the norms, which other processes use if their images have more tokens.
         return self.q_norm is None or not is_distributed()
 
-    def _queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _queries(self, hidden_states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
         """`(B, T, num_attention_heads, head_dim)`."""
         query = self.q_proj(to_dtype_of(self.q_proj, hidden_states))
         query = query.view(*hidden_states.shape[:2], -1, self.head_dim)
+        if self.position is not None:
+            query = query if self.q_norm is None else self.q_norm(query)
+            return with_position(self.position, "queries", query, places)
         if self.q_norm is None or self.k_norm is None:
             return query
         return self.k_norm(self.q_norm(query.to(torch.promote_types(query.dtype, torch.float32)))).to(query.dtype)

@@ -23,13 +23,15 @@ from transformers.activations import ACT2FN
 from ..cache.cross_cache import KeyValue
 from ..configuration_xattn import CrossAttentionConfig
 from ..utils.first_values import NotesWhatIsMissing, ValuesComeLater, check_class, check_complete
+from ..utils.parts import GATES, POSITIONS
 from ..utils.projection import to_dtype_of
 from ..utils.stub import NamesItsStub
 from ..utils.tensor_checks import check_flags
 from .attention import GatedCrossAttention, check_text_and_states, zero_init_linear
 from .context import CrossAttentionContext, no_context, plain_context
-from .gates import Gate, gated, new_gate, write_first_values
+from .gates import Gate, gated, new_gate
 from .norms import NORMS, CrossAttentionLayerNorm, CrossAttentionRMSNorm
+from .positions import new_position
 
 
 class CrossAttentionMLP(nn.Module):
@@ -87,9 +89,10 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
         super().__init__(config)
         self.layer_idx = layer_idx
         norm = NORMS[config.norm_type]
+        position = new_position(config)  # an own part has the first values that its constructor gives
         with ValuesComeLater():
             self.attn_norm = norm(config.hidden_size, config.norm_eps)
-            self.attn = GatedCrossAttention(config, layer_idx)
+            self.attn = GatedCrossAttention(config, layer_idx, position)
             has_mlp = config.mlp_type != "none"
             self.mlp_norm = norm(config.hidden_size, config.norm_eps) if has_mlp else None
             self.mlp = CrossAttentionMLP(config) if has_mlp else None
@@ -118,7 +121,11 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if any(write_first_values(gate, module, self.config) for gate in (self.attn_gate, self.mlp_gate)):
+        config = self.config
+        gates = (self.attn_gate, self.mlp_gate)
+        if any(GATES.write_first_values(config.gate, gate, module, config) for gate in gates):
+            return
+        if POSITIONS.write_first_values(config.position, self.attn.position, module, config):
             return
         if isinstance(module, nn.Linear):
             if getattr(module, "zero_init", False):

@@ -22,6 +22,7 @@ from ..utils.tensor_checks import check_bool, check_tensor, type_name
 from .folded_mask import fold_mask
 from .image_rows import Slots
 from .position_bias import token_positions
+from .positions import places_in_images
 from .row_groups import RowGroup
 
 
@@ -37,10 +38,10 @@ class Ragged(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """For a relative position bias. A named tuple: device hooks and FSDP move the tensors in it."""
+    """For a relative position bias and codes of positions. A named tuple: device hooks and FSDP move the tensors."""
 
     query: torch.Tensor | None  # `(B or 1, T)`; None stands for 0 ... T - 1
-    key: torch.Tensor | None  # `(rows, N)`; None stands for 0 ... N - 1
+    key: torch.Tensor | None  # `(rows, N)`, in the row, for the bias alone; None stands for 0 ... N - 1
 
 
 class Recorder:
@@ -106,7 +107,9 @@ class CrossAttentionContext(ModelOutput):
     visible: torch.Tensor | None = None  # see [`FoldedMask`]
     ragged: Ragged | None = None  # what of the images is padding; None if nothing is, or if it is computed and masked
     slots: Slots | None = None  # see [`ImageRows`]; None if image rows are shared in equal numbers, in order
-    positions: Positions | None = None  # for a relative position bias; None for 0 ... T - 1 and 0 ... N - 1
+    positions: Positions | None = None  # of text and images; None for 0 ... T - 1 and 0 ... N - 1
+    # `(1, N or M)`, of each new token in its image, for a code of positions; None for 0 ... N - 1
+    places: torch.Tensor | None = None
     recorder: Recorder | None = None  # what blocks record to
     # a zero that a block adds to its output: a gradient of zero for weights that only other processes use (see
     # `learning/stand_in.py`)
@@ -125,19 +128,28 @@ class CrossAttentionContext(ModelOutput):
 
 
 def image_fields(
-    states: torch.Tensor | None, layout: ImageLayout | None, groups: tuple[RowGroup, ...] | None = None
+    config: CrossAttentionConfig,
+    states: torch.Tensor | None,
+    layout: ImageLayout | None,
+    groups: tuple[RowGroup, ...] | None = None,
 ) -> dict[str, Any]:
     """The fields of a context that hold new images. Padding tokens are left out where that is possible.
 
     Args:
         states (`torch.Tensor`, *optional*): `(R, N, context_size)`; None if there are no new images.
-        layout ([`ImageLayout`], *optional*): of the new images; None if no token is padding.
+        layout ([`ImageLayout`], *optional*): of the new images; None if there are none, or one without padding.
         groups (`tuple[RowGroup, ...]`, *optional*): image rows that share a call of the kernel.
     """
-    real = None if states is None or layout is None else real_tokens(layout, states.shape[0])
-    if real is not None and states is not None:
-        return {"cross_attention_states": real.take(states), "ragged": Ragged(real, groups)}
-    return {"cross_attention_states": states, "ragged": None if groups is None else Ragged(None, groups)}
+    if states is None or layout is None:
+        return {"cross_attention_states": states, "ragged": None if groups is None else Ragged(None, groups)}
+    real, places = real_tokens(layout, states.shape[0]), None
+    if config.position != "none":
+        places = places_in_images(layout.sizes, states.device)
+    if real is None:
+        ragged = None if groups is None else Ragged(None, groups)
+        return {"cross_attention_states": states, "ragged": ragged, "places": places}
+    places = None if places is None else places[:, real.places[1].to(places.device)]
+    return {"cross_attention_states": real.take(states), "ragged": Ragged(real, groups), "places": places}
 
 
 def no_context(given: Any) -> TypeError:

@@ -35,11 +35,6 @@ def new_gate(config: CrossAttentionConfig) -> Gate:
     return gate.to(at_least_float32()) if isinstance(gate, nn.Module) else gate
 
 
-def write_first_values(gate: Gate, module: nn.Module, config: CrossAttentionConfig) -> bool:
-    """Writes the first values of a module of a gate. Returns whether the module is in the gate."""
-    return isinstance(gate, nn.Module) and GATES.write_first_values(config.gate, gate, module, config)
-
-
 def gated(update: torch.Tensor, gate: Gate, hidden_states: torch.Tensor) -> torch.Tensor:
     """What a branch adds to the text: `tanh(gate) * update`, in the gate's dtype, or what a gate's module returns.
 

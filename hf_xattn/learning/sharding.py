@@ -101,7 +101,8 @@ def block_plan(config: CrossAttentionConfig, tp_size: int) -> dict[str, str]:
     split evenly stay whole on each rank.
     """
     plan = dict(MLP)
-    if config.num_attention_heads % tp_size == 0 and not config.position_bias:  # its table holds all heads
+    # The table of the bias holds all heads, and a code of positions may.
+    if config.num_attention_heads % tp_size == 0 and not config.counts_text:
         if config.num_key_value_heads % tp_size == 0:
             plan |= QUERIES | KEYS_VALUES
         elif tp_size % config.num_key_value_heads == 0:

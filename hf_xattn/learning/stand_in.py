@@ -22,7 +22,7 @@ from ..cache.image_layout import ImageLayout
 from ..decoders.insertion import BLOCKS
 from ..images.image_encoder import ImageEncoder, NewImages
 from ..images.vision import blank_image, connect, is_tiled
-from ..utils.architectures import vision_hidden_size
+from ..utils.architectures import vision_feature_size
 from ..utils.distributed import compute_device, has_units, is_distributed
 from ..utils.parts import CONNECTORS
 
@@ -75,7 +75,7 @@ def _states(encoder: ImageEncoder, device: torch.device, dtype: torch.dtype) -> 
     tiled = is_tiled(config.vision_config)
     # Two tokens: the connector may drop the first one, the class token.
     shape = (1, 1, 1, 2) if tiled else (1, 2)
-    nothing = torch.zeros(*shape, vision_hidden_size(config.vision_config), device=device, dtype=dtype)
+    nothing = torch.zeros(*shape, vision_feature_size(config), device=device, dtype=dtype)
     drop_first = config.vision_feature_select_strategy == "default"
     return connect(connector, nothing, (1, 1), tiled, drop_first).flatten(1, 2)
 

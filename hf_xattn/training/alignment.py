@@ -90,8 +90,8 @@ def align_connector(
     Raises:
         TypeError: for a model without blocks, another processor, or rows that are no sequence.
         ValueError: for a model without a tower or with a connector of another type, image tokens of another width than
-            the text, quantized weights, trained blocks, and rows without pictures or without words that differ among
-            pictures. The model is not changed then.
+            the text, quantized weights, trained blocks or blocks with a code of positions, and rows without pictures
+            or without words that differ among pictures. The model is not changed then.
     """
     body: Any = body_of(model)
     _check(body, processor, rows, noise, batch_size, seed)
@@ -296,7 +296,7 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     tower, connector = body.vision_tower, body.connector
     inputs = {name: value.to(tower.device) for name, value in inputs.items()}
     tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
-    output = run_tower(tower, inputs["pixel_values"], tiles).last_hidden_state
+    output = run_tower(tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer).last_hidden_state
     assert output is not None
     if tiles is not None:  # no text sees padding tiles
         found = [each[mask != 0].flatten(0, 1) for each, mask in zip(output[:, 0], tiles.aspect_ratio_mask[:, 0])]

@@ -32,8 +32,13 @@ NO_WORD = -1
 
 
 def check_fresh(body: Any) -> None:
-    """Raises a `ValueError` for blocks that have learned: their projections would be written over."""
+    """Raises a `ValueError` for blocks with positions, or that have learned: they would be written over."""
     for block in body.blocks:
+        if block.config.position != "none":
+            raise ValueError(
+                f"Expected `model` without a code of positions, which queries and keys are not started for, got "
+                f"`position={block.config.position!r}`. Pass `blocks=False` to align the connector alone."
+            )
         if block.config.zero_init and bool(block.attn.o_proj.weight.detach().any()):
             raise ValueError(
                 "Expected `model` with fresh blocks, whose output projections are zero, got trained ones. Retrofit the "

@@ -315,7 +315,7 @@ def encode_pictures(
             for digests, inputs in batch.groups:
                 if new.issuperset(digests):  # another worker has read them too
                     continue
-                for digest, tensors in zip(digests, _outputs(tower, inputs)):
+                for digest, tensors in zip(digests, _outputs(tower, inputs, body_of(model).config)):
                     if digest not in new:
                         writer.add(digest, tensors)
                         new.add(digest)
@@ -405,11 +405,11 @@ def _known(folder: Path, maker: Maker) -> set[str]:
     return known
 
 
-def _outputs(tower: Any, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _outputs(tower: Any, inputs: dict[str, torch.Tensor], config: Any) -> list[dict[str, torch.Tensor]]:
     """What the tower returns for each picture of `(pictures, 1, ...)`, by the end of its name in a file."""
     inputs = {name: value.to(tower.device) for name, value in inputs.items()}
     tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
-    output = run_tower(tower, inputs["pixel_values"], tiles).last_hidden_state
+    output = run_tower(tower, inputs["pixel_values"], tiles, config.vision_feature_layer).last_hidden_state
     assert output is not None
     if tiles is None:
         return [{"": _owned(each)} for each in output]

@@ -7,6 +7,7 @@ An entry says why an architecture is not supported, or how it differs. A test bu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -152,6 +153,20 @@ def vision_hidden_size(vision_config: PreTrainedConfig) -> int:
         f"`vision_config` of type {vision_config.model_type!r} names no `hidden_size`: expected `hidden_size` or "
         "`hidden_sizes`, the width of the vision model's features."
     )
+
+
+def layers_width(vision_config: PreTrainedConfig | None) -> int | None:
+    """Returns the width of every hidden state of a vision model; None without one, or if they differ or are unknown."""
+    if vision_config is None or vision_config.model_type in TILED_VISION_TYPES:
+        return None
+    size = getattr(vision_config, "hidden_size", None)
+    return size if isinstance(size, int) and not getattr(vision_config, "hidden_sizes", None) else None
+
+
+def vision_feature_size(config: Any) -> int:
+    """Returns the width of what the connector of an [`XAttnConfig`] reads of the vision tower."""
+    layers = config.vision_feature_layer
+    return vision_hidden_size(config.vision_config) * (len(layers) if isinstance(layers, (list, tuple)) else 1)
 
 
 def shared_size(config: PreTrainedConfig, field: str) -> int | None:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
+from .architectures import layers_width
 from .checkpoint_files import Stored, short
 from .keywords import suggestion
 from .parts import names_come_later
@@ -205,6 +206,12 @@ def check_number(field: str, value: Any) -> None:
         raise ValueError(f"`{field}` must be a finite number, got {value!r}.")
 
 
+def check_not_negative(field: str, value: Any) -> None:
+    check_number(field, value)
+    if value < 0:
+        raise ValueError(f"`{field}` must not be negative, got {value!r}.")
+
+
 def check_positive_number(field: str, value: Any) -> None:
     check_number(field, value)
     if value <= 0:
@@ -219,6 +226,56 @@ def check_activation(field: str, value: Any) -> None:
 def check_probability(field: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
         raise ValueError(f"`{field}` must be in [0, 1), got {value!r}.")
+
+
+def check_buckets(num_buckets: int, max_distance: int) -> None:
+    """Raises a `ValueError` for sizes that T5's buckets cannot have."""
+    if num_buckets < 4 or num_buckets % 2:
+        raise ValueError(
+            "`position_bias_num_buckets` must be an even number of at least 4 (half for each direction), got "
+            f"{num_buckets}."
+        )
+    if max_distance <= num_buckets // 4:
+        raise ValueError(
+            f"`position_bias_max_distance` ({max_distance}) must be larger than a quarter of "
+            f"`position_bias_num_buckets` ({num_buckets})."
+        )
+
+
+def check_added_vocabulary(size: Any, in_head: bool) -> None:
+    """Raises a `ValueError` for a number of added tokens that a model cannot have."""
+    check_count("additional_vocab_size", size)
+    if size > MAX_VOCABULARY:
+        raise ValueError(f"`additional_vocab_size` must be at most {MAX_VOCABULARY}, got {size}.")
+    if in_head and not size:
+        raise ValueError("`additional_vocab_in_head=True` needs `additional_vocab_size` of at least 1.")
+
+
+def check_dict(field: str, value: Any) -> None:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"`{field}` must be a dict or None, got {type(value).__name__}.")
+
+
+def check_feature_layer(layers: Any, vision_config: Any) -> None:
+    """Raises a `ValueError` for layers of a vision tower whose features cannot be read."""
+    if layers is None:
+        return
+    given = layers if isinstance(layers, (list, tuple)) else [layers]
+    if not given or not all(isinstance(each, int) and not isinstance(each, bool) for each in given):
+        raise ValueError(f"`vision_feature_layer` must be an int, a list of them or None, got {layers!r}.")
+    if vision_config is None:
+        raise ValueError(f"`vision_feature_layer={layers!r}` needs a `vision_config`, got None.")
+    if layers_width(vision_config) is None:
+        raise ValueError(
+            f"`vision_feature_layer` is for towers whose layers all have one width, got {layers!r} with a "
+            f"{vision_config.model_type}. Leave it out: then the last hidden state is read."
+        )
+    count = getattr(vision_config, "num_hidden_layers", None)
+    if isinstance(count, int) and not all(-count - 1 <= each <= count for each in given):
+        raise ValueError(
+            f"`vision_feature_layer` must be from {-count - 1} to {count}, because the vision tower has {count} layers "
+            f"and its embeddings are 0, got {layers!r}."
+        )
 
 
 def check_token_id(field: str, value: Any, vocab_size: int | None) -> None:

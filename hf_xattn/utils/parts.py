@@ -1,4 +1,4 @@
-"""Parts of a model that a name in its configuration chooses: connectors and gates, ours and yours.
+"""Parts of a model that a name in its configuration chooses: connectors, gates and codes of positions, ours and yours.
 
 A folder holds the name and the weights of a part. Its class is code, and is registered in each process before a model
 is built:
@@ -14,6 +14,14 @@ is built:
             ...
         def forward(self, update, hidden_states):      # what a branch wants to add to the text, and the text
             return ...                                 # what it adds; all three (batch, text_len, hidden_size)
+
+    class MyPosition(torch.nn.Module):
+        def __init__(self, config):                    # a `CrossAttentionConfig`; `config.position_options` are yours
+            ...
+        def keys(self, states, places):                # (rows, tokens, heads, head_dim), and (1, tokens): the place of
+            return ...                                 # each token in its image, from 0; returns the same shape
+        def queries(self, states, places):             # the same of the text: (rows, text_len, heads, head_dim), and
+            return ...                                 # (rows or 1, text_len): the place of each token in its text
 
 The first values of the weights are those that `__init__` gives.
 """
@@ -117,13 +125,15 @@ class Parts:
                         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         return part
 
-    def write_first_values(self, name: str, part: nn.Module, module: nn.Module, config: Any) -> bool:
+    def write_first_values(self, name: str, part: Any, module: nn.Module, config: Any) -> bool:
         """Writes what a checkpoint lacks of a module in an own part, and is empty memory, as the constructor gives it.
 
-        Returns whether the module is in that part.
+        Returns whether the module is in that part, which is no module where it is ours, or where there is no MLP.
         """
+        if not isinstance(part, nn.Module) or not self.is_own(name):
+            return False
         path = next((path for path, each in part.named_modules() if each is module), None)
-        if path is None or not self.is_own(name):
+        if path is None:
             return False
         with torch.random.fork_rng(devices=[]):
             fresh = _tensors(self.maker(name)(config).get_submodule(path))
@@ -142,12 +152,14 @@ class Parts:
 
 CONNECTORS = Parts("connector", "connector_type")
 GATES = Parts("gate", "gate")
+POSITIONS = Parts("position", "position")
 
 
 def named_parts(config: Any) -> list[tuple[Parts, str]]:
     """The parts that an [`XAttnConfig`] chooses by a name, each with the parts of its kind."""
     connector = [] if config.vision_config is None else [(CONNECTORS, config.connector_type)]
-    return [*connector, (GATES, config.cross_attention_config.gate)]
+    block = config.cross_attention_config
+    return [*connector, (GATES, block.gate), (POSITIONS, block.position)]
 
 
 def register_connector(name: str, connector: type[nn.Module], exist_ok: bool = False) -> None:
@@ -192,6 +204,32 @@ def register_gate(name: str, gate: type[nn.Module], exist_ok: bool = False) -> N
     GATES.register(name, _checked("gate", gate), exist_ok)
 
 
+def register_position(name: str, position: type[nn.Module], exist_ok: bool = False) -> None:
+    """Makes a code of positions of your own known under a name, for `position` of [`CrossAttentionConfig`].
+
+    It changes queries and keys in front of the attention, as a rotary embedding does. Keys are cached as it returns
+    them. Register it in each process, before a model that has it is built or loaded.
+
+    Args:
+        name (`str`): as saved in the configuration.
+        position (`type`): a class of `torch.nn.Module`. `position(config)` gets the [`CrossAttentionConfig`] with your
+            own `position_options`; each block makes one. `keys(states, places)` gets keys `(rows, tokens, heads,
+            head_dim)` and the place of each token in its image, from 0, `(1, tokens)`. `queries(states, places)` gets
+            queries `(rows, text_len, heads, head_dim)` and the place of each token in its text, without padding, `(rows
+            or 1, text_len)`: `position_ids` where they are given. Both return states of the same shape and dtype.
+        exist_ok (`bool`, defaults to `False`): replace another one of this name.
+
+    Raises:
+        TypeError: for a name that is no text, and for anything but a class of modules with both methods.
+        ValueError: for a name that is taken.
+    """
+    part = _checked("position", position)
+    for method in ("keys", "queries"):
+        if not callable(getattr(part, method, None)):
+            raise TypeError(f"Expected `position` to have the method `{method}(states, places)`, got {part.__name__}.")
+    POSITIONS.register(name, part, exist_ok)
+
+
 def _checked(argument: str, part: Any) -> type[nn.Module]:
     if not (isinstance(part, type) and issubclass(part, nn.Module)):
         got = f"the class {part.__name__}" if isinstance(part, type) else f"an object of type {type_name(part)}"
@@ -221,4 +259,4 @@ def _is_ours(maker: Any) -> bool:
     return f"{maker.__module__}.".startswith(f"{PACKAGE}.")
 
 
-__all__ = ["register_connector", "register_gate"]
+__all__ = ["register_connector", "register_gate", "register_position"]

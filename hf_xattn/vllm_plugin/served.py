@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from ..configuration_xattn import CrossAttentionConfig, PerceiverConfig, XAttnConfig
-from ..utils.parts import CONNECTORS, GATES
+from ..utils.parts import CONNECTORS, GATES, POSITIONS
 
 
 class Decoder(NamedTuple):
@@ -70,6 +70,11 @@ def _gate(config: Any) -> str | None:
     return f"`gate={config.gate!r}`, a gate of your own" if GATES.is_own(config.gate) else None
 
 
+def _position(config: Any) -> str | None:
+    name = config.position
+    return f"`position={name!r}`, a code of positions of your own" if POSITIONS.is_own(name) else None
+
+
 def _connector(config: Any) -> str | None:
     name = config.connector_type
     return f"`connector_type={name!r}`, a connector of your own" if CONNECTORS.is_own(name) else None
@@ -81,9 +86,10 @@ BLOCK_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
     hidden_size num_attention_heads context_size num_key_value_heads head_dim intermediate_size qk_norm_eps hidden_act
     mlp_type norm_type norm_eps attention_bias mlp_bias attention_dropout gate_options gate_granularity gate_init
     zero_init qk_norm quiet_softmax initializer_range position_bias_num_buckets position_bias_max_distance
+    position_options
     """.split(),
     _served,
-) | {"position_bias": _position_bias, "gate": _gate}
+) | {"position_bias": _position_bias, "gate": _gate, "position": _position}
 PERCEIVER_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
     """
     hidden_size intermediate_size num_latents num_image_positions num_hidden_layers num_attention_heads head_dim
@@ -95,7 +101,7 @@ MODEL_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
     """
     cross_attention_config cross_attention_layers perceiver_config image_token_id image_visibility
     additional_vocab_size additional_vocab_in_head connector_options connector_hidden_act connector_bias
-    vision_feature_select_strategy source_config
+    vision_feature_select_strategy vision_feature_layer source_config
     """.split(),
     _served,
 ) | {"text_config": _text_config, "vision_config": _vision_config, "connector_type": _connector}

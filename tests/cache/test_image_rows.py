@@ -4,6 +4,7 @@ each of them.
 
 import functools
 
+import own_parts
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,7 +85,13 @@ def test_gradients_are_those_of_repeated_images(order, rule, masks):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     "fields",
-    [{"quiet_softmax": True}, {"position_bias": True}, {"qk_norm": True}, {"num_key_value_heads": 1}],
+    [
+        {"quiet_softmax": True},
+        {"position_bias": True},
+        {"position": own_parts.TURNING},
+        {"qk_norm": True},
+        {"num_key_value_heads": 1},
+    ],
     ids=lambda fields: next(iter(fields)),
 )
 @pytest.mark.parametrize("order", ["unequal", "some without"])

@@ -2,6 +2,7 @@
 changes nothing.
 """
 
+import own_parts
 import pytest
 import torch
 from marked_models import MARKER, fresh_cache
@@ -144,6 +145,7 @@ FORMS = {
     "quiet": {"cross_attention_config": {"quiet_softmax": True}},
     "qk_norm": {"cross_attention_config": {"qk_norm": True}},
     "position_bias": {"cross_attention_config": {"position_bias": True}},
+    "position": {"cross_attention_config": {"position": own_parts.TURNING, "qk_norm": True}},
     "mqa": {"cross_attention_config": {"num_key_value_heads": 1}},
     "perceiver": {
         "connector_type": "perceiver",
@@ -213,7 +215,7 @@ def test_each_row_as_alone(form):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ["all", "quiet_latest", "position_bias"])
+@pytest.mark.parametrize("form", ["all", "quiet_latest", "position_bias", "position"])
 def test_beams_turns_and_selected_rows(form):
     """Groups of other rows than those that a search, a later turn with more images, or a selection has left."""
     model, ids, whole, alone = case(form)

@@ -4,6 +4,7 @@ row is refused.
 
 import functools
 
+import own_parts
 import pytest
 import torch
 from gradient_checks import assert_same_outputs, outputs_and_gradients, without_dropout
@@ -29,11 +30,12 @@ ROWS = {"one row": ONE_ROW, "two rows": TWO_ROWS, "one of two rows": WHOLE_AND_P
 
 
 @functools.cache
-def packing_model(name="llama", rule="previous", implementation="sdpa"):
+def packing_model(name="llama", rule="previous", implementation="sdpa", **block):
     text = make_tiny(name)
     config = XAttnConfig(
         text_config=text.config,
         vision_config=make_model().config.vision_config,
+        cross_attention_config=block,
         cross_attention_layers=[1, 3],
         image_token_id=MARKER,
         image_visibility=rule,
@@ -108,6 +110,12 @@ def test_decoders_that_pack(name):
     """Decoders with learned positions, with sliding windows, or whose layers fetch the images themselves."""
     # Gemma's norms and GPT-J's attention compute in float32.
     assert_unpacked(packing_model(name), atol=1e-5 if name in ("gemma3_text", "gptj") else EXACT)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_code_of_positions(rows):
+    """Places of text that are counted through the whole row, or of image tokens through the images of other samples."""
+    assert_unpacked(packing_model(position=own_parts.TURNING), ROWS[rows])
 
 
 def test_text_alone():

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import own_parts
 import torch
 from marked_models import close, generate
 from safetensors import safe_open
@@ -57,6 +58,7 @@ MODELS = {
     "quiet": {"cross_attention_config": {"quiet_softmax": True}},
     "qk_norm": {"cross_attention_config": {"qk_norm": True, "num_key_value_heads": 1}},
     "position_bias": {"cross_attention_config": {"position_bias": True}},
+    "position": {"cross_attention_config": {"position": own_parts.TURNING}},
     "perceiver": {
         "connector_type": "perceiver",
         "perceiver_config": PERCEIVER,

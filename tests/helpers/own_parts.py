@@ -1,9 +1,9 @@
-"""A connector and a gate that a user of the package could write, registered as `pooling` and `offset_sigmoid`."""
+"""Parts that a user of the package could write, registered as `pooling`, `offset_sigmoid` and `turning`."""
 
 import torch
 from torch import nn
 
-from hf_xattn import register_connector, register_gate
+from hf_xattn import register_connector, register_gate, register_position
 
 
 class PoolingConnector(nn.Module):
@@ -51,12 +51,41 @@ class ScaleGate(nn.Module):
         return self.scale * update
 
 
+class TurningPosition(nn.Module):
+    """A rotary embedding whose frequencies are weights."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.rate = (config.position_options or {}).get("rate", 0.5)
+        self.frequencies = nn.Parameter(self.rate ** torch.arange(1, config.head_dim // 2 + 1))
+
+    def keys(self, states, places):
+        return self.turned(states, places)
+
+    def queries(self, states, places):
+        return self.turned(states, 2 * places)
+
+    def turned(self, states, places):
+        angle = places[..., None, None] * self.frequencies
+        first, second = states.chunk(2, dim=-1)
+        parts = first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()
+        return torch.cat(parts, dim=-1)
+
+
+TURNING = "turning"
+
 register_connector("pooling", PoolingConnector)
 register_gate("offset_sigmoid", SigmoidGate)
 register_gate("scale", ScaleGate)
+register_position(TURNING, TurningPosition)
 
 OWN = {
     "connector_type": "pooling",
     "connector_options": {"pool": 4},
-    "cross_attention_config": {"gate": "offset_sigmoid", "gate_options": {"offset": 3.0}},
+    "cross_attention_config": {
+        "gate": "offset_sigmoid",
+        "gate_options": {"offset": 3.0},
+        "position": TURNING,
+        "position_options": {"rate": 0.75},
+    },
 }

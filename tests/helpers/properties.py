@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
+import own_parts
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "one K/V head, quiet": {"num_key_value_heads": 1, "quiet_softmax": True},
     "norms of queries and keys": {"qk_norm": True, "norm_type": "layernorm", "qk_norm_eps": 1e-4},
     "positions": {"position_bias": True},
+    "a code of positions": {"position": own_parts.TURNING, "qk_norm": True},
     "as KempnerForge": {"gate": "none", "mlp_type": "plain", "hidden_act": "gelu"},
     "wide heads, biases": {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "gate_granularity": "channel"},
 }

@@ -4,11 +4,15 @@ import own_parts
 from surface import Surface, needs, value
 from torch import nn
 
-from hf_xattn import register_connector, register_gate
+from hf_xattn import register_connector, register_gate, register_position
 
 
-PARTS = {"connector": own_parts.PoolingConnector, "gate": own_parts.SigmoidGate}
-NAMES = {"connector": "pooling", "gate": "offset_sigmoid"}
+PARTS = {
+    "connector": own_parts.PoolingConnector,
+    "gate": own_parts.SigmoidGate,
+    "position": own_parts.TurningPosition,
+}
+NAMES = {"connector": "pooling", "gate": "offset_sigmoid", "position": "turning"}
 
 
 def call(function, kind, **given):
@@ -25,5 +29,9 @@ SURFACES = {
             "exist_ok": value(none=None, kind="yes", size=1),
         },
     )
-    for kind, function in (("connector", register_connector), ("gate", register_gate))
+    for kind, function in (
+        ("connector", register_connector),
+        ("gate", register_gate),
+        ("position", register_position),
+    )
 }

@@ -77,7 +77,10 @@ def changes():
     def features(model, ids, images):
         model.config.vision_feature_select_strategy = "default"
 
-    return {function.__name__: function for function in (step, load, write, replace, data, cast, features)}
+    def layer(model, ids, images):
+        model.config.vision_feature_layer = 1
+
+    return {function.__name__: function for function in (step, load, write, replace, data, cast, features, layer)}
 
 
 @pytest.mark.parametrize("how", changes())

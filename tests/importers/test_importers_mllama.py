@@ -295,3 +295,19 @@ def test_wrong_pixels():
     ):
         with pytest.raises(ValueError, match=message):
             model(**good | change)
+
+
+@torch.no_grad()
+def test_a_batch_with_and_without_an_image():
+    """A row without an image that is refused (transformers' issue 35937), or reads the other's image or padding."""
+    theirs, model = make_mllama_processor(), import_checkpoint(make_mllama())
+    texts, images = ["<|image|> w5 w6", "w7 w8 w9"], [[picture(28, 28, 0)], []]
+    processor = XAttnProcessor(theirs.image_processor, theirs.tokenizer)
+    batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
+    mask = batch["attention_mask"].bool()
+    logits = model(**batch).logits
+    for row, image in enumerate(images):
+        alone = processor(text=texts[row : row + 1], images=[image] if image else None, return_tensors="pt")
+        assert torch.allclose(logits[row, mask[row]], model(**alone).logits[0], atol=2e-5), row
+    text = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert torch.equal(logits[1, mask[1]], text[1, mask[1]])

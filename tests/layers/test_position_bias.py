@@ -1,7 +1,8 @@
-"""Positions of `position_bias`: a row of a batch has those that it has alone."""
+"""Positions of text for `position_bias` and codes of positions: a row of a batch has those that it has alone."""
 
 import functools
 
+import own_parts
 import pytest
 import torch
 from tiny_architectures import tiny_config
@@ -23,8 +24,11 @@ IMAGES, REAL = pixels(2, 3), torch.tensor([[True, True, True], [False, True, Fal
 TOLERANCE = 1e-4
 
 
+KINDS = {"bias": {"position_bias": True, "position_bias_max_distance": 64}, "code": {"position": own_parts.TURNING}}
+
+
 @functools.cache
-def biased(name):
+def biased(name, kind="bias"):
     if name in TEXT_CONFIGS:
         text = make_text(name)
     else:
@@ -35,7 +39,7 @@ def biased(name):
         text_config=text.config,
         vision_config=vision_config(),
         cross_attention_layers=[0, 3],
-        cross_attention_config={"position_bias": True, "position_bias_max_distance": 64},
+        cross_attention_config=dict(KINDS[kind]),
     )
     model = randomize(XAttnForConditionalGeneration(config, text_model=text).eval())
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
@@ -62,10 +66,12 @@ def read(model, ids, mask=None, cut=LENGTH, cache=None, **images):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", DECODERS)
-def test_left_padding_is_not_counted(name):
+@pytest.mark.parametrize(
+    "name, kind", [*((name, "bias") for name in DECODERS), *((name, "code") for name in ("llama", "bloom", "mamba"))]
+)
+def test_left_padding_is_not_counted(name, kind):
     """A row whose answer depends on how long the other rows of its batch are, or how many images they have."""
-    model = biased(name)
+    model = biased(name, kind)
     given = {"pixel_values": IMAGES, "image_mask": REAL}
     at_once = model(IDS, attention_mask=MASK, **given, use_cache=False).logits
     in_pieces, _ = read(model, IDS, MASK, 4, **given)
@@ -78,11 +84,12 @@ def test_left_padding_is_not_counted(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "bloom", "mamba", "bamba"])
 @pytest.mark.parametrize("cache", [None, "static", False])
-def test_generated_tokens(name, cache):
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_tokens(name, cache, kind):
     """Positions of the mask that `generate` makes for a static cache, which is longer than the text."""
     if cache == "static" and name == "bloom" and is_before(ARCHITECTURES["bloom"].static_since):
         pytest.skip("Bloom has no static cache here")
-    model = biased(name)
+    model = biased(name, kind)
     options = {"use_cache": False} if cache is False else {"cache_implementation": cache}
     options |= {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     found = model.generate(IDS, attention_mask=MASK, pixel_values=IMAGES, image_mask=REAL, **options).logits

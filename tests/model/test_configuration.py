@@ -2,6 +2,7 @@
 
 import logging
 
+import own_parts
 import pytest
 from tiny_models import TEXT_CONFIGS, vision_config
 from transformers import AutoConfig, LlamaConfig
@@ -46,6 +47,8 @@ DEFAULTS = {
     "position_bias": False,
     "position_bias_num_buckets": 32,
     "position_bias_max_distance": 128,
+    "position": "none",
+    "position_options": None,
     "initializer_range": 0.02,
 }
 
@@ -367,6 +370,8 @@ NON_DEFAULT = {
     "position_bias": True,
     "position_bias_num_buckets": 8,
     "position_bias_max_distance": 16,
+    "position": own_parts.TURNING,
+    "position_options": {"rate": 0.5},
     "initializer_range": 0.1,
 }
 

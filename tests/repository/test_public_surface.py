@@ -206,6 +206,7 @@ FIELDS = {
     "connector_hidden_act": value(none=None, kind=3, size="gelo"),
     "connector_bias": value(none=None, kind="no"),
     "vision_feature_select_strategy": value(none=None, kind=3, size="cls"),
+    "vision_feature_layer": value(none=Fine(None), kind="2", size=9, dtype=1.0),
     "perceiver_config": value(none=Fine(None), kind=3, size=Wrong({"num_latents": 3}, "connector_type")),
     "cross_attention_layers": value(none=Fine(None), kind="1", rank=1, size=[9], dtype=[1.0]),
 }
@@ -259,11 +260,12 @@ BLOCK_FIELDS = {
         ("hidden_size", "num_attention_heads", "position_bias_num_buckets", "position_bias_max_distance"), SIZE
     ),
     **dict.fromkeys(("context_size", "num_key_value_heads", "head_dim", "intermediate_size"), DERIVED),
-    **dict.fromkeys(("hidden_act", "mlp_type", "norm_type", "gate", "gate_granularity"), CHOICE),
+    **dict.fromkeys(("hidden_act", "mlp_type", "norm_type", "gate", "gate_granularity", "position"), CHOICE),
     **dict.fromkeys(("attention_bias", "mlp_bias", "zero_init", "qk_norm", "quiet_softmax", "position_bias"), FLAG),
     **dict.fromkeys(("norm_eps", "attention_dropout", "gate_init", "initializer_range"), NUMBER),
     "qk_norm_eps": value(none=Fine(None), kind="0.5", size=float("nan")),
     "gate_options": value(none=Fine(None), kind=3, size={"offset": 4}),
+    "position_options": value(none=Fine(None), kind=3, size={"rate": 0.5}),
 }
 PERCEIVER_FIELDS = {
     **dict.fromkeys(("num_latents", "num_hidden_layers", "num_attention_heads", "head_dim"), SIZE),

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import own_parts
 import pytest
 import torch
 from command_runs import run
@@ -193,6 +194,15 @@ def test_trained_blocks_are_not_written_over(folder):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     align_connector(model, processor, rows, blocks=False)
     assert not torch.equal(model.model.connector.layers[0].weight, before["model.connector.layers.0.weight"])
+
+
+def test_blocks_with_positions_are_not_started(folder):
+    """Keys that are turned away from the queries that were made for them."""
+    model, processor = fresh(folder, cross_attention={"position": own_parts.TURNING})
+    rows, _ = halves(32, 12)
+    with pytest.raises(ValueError, match="without a code of positions, .* `position='turning'`. Pass `blocks=False`"):
+        align_connector(model, processor, rows)
+    align_connector(model, processor, rows, blocks=False)
 
 
 def test_questions_about_a_picture_count_once(folder):
