@@ -2,10 +2,10 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText, Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding, apply_rotary_pos_emb
@@ -14,7 +14,7 @@ from hf_xattn import CrossAttentionConfig, retrofit
 from hf_xattn.utils.parts import CONNECTORS, GATES, POSITIONS
 
 
-FILE = Path(__file__).parents[2] / "examples" / "own_parts" / "published_parts.py"
+FILE = ROOT / "examples" / "own_parts" / "published_parts.py"
 GRID = [4, 4]
 
 
