@@ -28,6 +28,7 @@ from .utils.config_checks import (
     check_positive_int,
     check_positive_number,
     check_probability,
+    check_sub_config,
     check_token_id,
     config_of_fields,
     every_nth_layer,
@@ -82,13 +83,13 @@ class CrossAttentionConfig(CheckedConfig):
         zero_init (`bool`, defaults to `True`): initialise `o_proj` and the MLP's `down_proj` to zero.
         qk_norm (`bool`, defaults to `False`): RMSNorm over `head_dim` on queries and keys.
         qk_norm_eps (`float`, *optional*): epsilon of these two norms; defaults to `norm_eps`.
+        context_norm (`bool`, defaults to `False`): a norm over the image tokens, in front of the K/V projections.
         quiet_softmax (`bool`, defaults to `False`): use `exp(x) / (1 + sum(exp(x)))`, which lets a head attend to
             nothing (E. Miller, "Attention Is Off By One", 2023).
         position_bias (`bool`, defaults to `False`): T5's bucketed relative position bias. Use it for a context with an
             order (audio, video), not for images. It counts no padding. What a mask hides from some text only is none.
         position_bias_num_buckets, position_bias_max_distance (`int`, default to 32 and 128): as in T5 (bidirectional).
-        position (`str`, defaults to `"none"`): a code of positions of your own ([`register_position`]), for queries
-            and keys.
+        position (`str`, defaults to `"none"`): a code of positions of your own ([`register_position`]).
         position_options (`dict`, *optional*): of a code of your own, which reads them.
         initializer_range (`float`, defaults to 0.02): standard deviation of the random initial weights.
 
@@ -127,6 +128,7 @@ class CrossAttentionConfig(CheckedConfig):
     gate_init: float | int = 1.0
     zero_init: bool = True
     qk_norm: bool = False
+    context_norm: bool = False
     quiet_softmax: bool = False
     position_bias: bool = False
     position_bias_num_buckets: int = 32
@@ -352,9 +354,7 @@ class XAttnConfig(CheckedConfig):
                 f"{type(self.text_config).__name__}."
             )
         for name in ("vision_config", "perceiver_config"):
-            part = getattr(self, name)
-            if part is not None and not isinstance(part, (dict, PreTrainedConfig)):
-                raise ValueError(f"`{name}` must be a configuration, a dict of its fields or None, got {part!r}.")
+            check_sub_config(name, getattr(self, name))
         perceiver: Any = self.perceiver_config
         if isinstance(perceiver, dict):
             self.perceiver_config = config_of_fields("perceiver_config", PerceiverConfig, perceiver)

@@ -73,9 +73,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
         """The modules that images pass on their way to keys and values, by name."""
         parts: dict[str, nn.Module] = {}
         for block in self.blocks:
-            parts[f"blocks.{block.layer_idx}.k_proj"] = block.attn.k_proj
-            parts[f"blocks.{block.layer_idx}.v_proj"] = block.attn.v_proj
-            parts.update((f"blocks.{block.layer_idx}.{name}", part) for name, part in block.attn.parts_of_keys())
+            parts.update((f"blocks.{block.layer_idx}.{name}", part) for name, part in block.attn.image_parts())
         if self.vision_tower is not None and self.connector is not None:
             parts.update(vision_tower=self.vision_tower, connector=self.connector)
         return parts

@@ -41,6 +41,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "connector from random weights": {"start": False},
     "initializer_range 0.02": {"block": {"initializer_range": 0.02}},
     "24 questions a step, twice the steps": {"batch_size": 24},
+    "three quarters more steps": {"more_steps": 1.75},
     "no MLP": {"block": {"mlp_type": "none"}},
     "MLP of half the hidden size": {"mlp": 0.5},
     "MLP of the hidden size": {"mlp": 1.0},
@@ -88,8 +89,10 @@ def trial(
     block: dict[str, Any] | None = None,
     learning_rate: float = Recipe().learning_rate,
     batch_size: int = Recipe().batch_size,
+    more_steps: float = 1.0,
 ) -> dict[str, Any]:
-    """Trains with one choice. `layers` are shares of the depth; `every`: a block in front of every so many layers.
+    """Trains with one choice. `layers` are shares of the depth; `every`: a block in front of every so many layers;
+    `more_steps`: a factor.
 
     Returns the accuracy of each kind of question, and what the choice costs: the processor's minutes of the training,
     millions of parameters added, and the times of a first token and of a decode step over those of the text model.
@@ -105,7 +108,7 @@ def trial(
     added = sum(parameter.numel() for each in model.blocks for parameter in each.parameters())
     if start:
         start_connector(model, base, processor, pool, seed)
-    recipe = Recipe(steps * Recipe().batch_size // batch_size, batch_size, learning_rate)
+    recipe = Recipe(round(more_steps * steps * Recipe().batch_size / batch_size), batch_size, learning_rate)
     begun = time.process_time()  # of the processor, because trials may share the machine
     train(model, processor, pool, text_answers, recipe, seed)
     minutes = (time.process_time() - begun) / 60

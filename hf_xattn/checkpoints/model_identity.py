@@ -65,6 +65,8 @@ class ModelIdentity:
             facts["qk_norm_eps"] = block.qk_norm_eps
         if block.position != "none":
             facts["position"] = [block.position, block.position_options]
+        if block.context_norm:
+            facts["context_norm"] = block.norm_type
         facts.update((name, getattr(config, name)) for name in MODEL_FIELDS)
         for name in ("connector_options", "vision_feature_layer"):
             if getattr(config, name) is not None:

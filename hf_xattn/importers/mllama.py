@@ -361,6 +361,7 @@ def _of_blocks(config: XAttnConfig, text: Any) -> list[tuple[str, Any, Any]]:
         "quiet_softmax": False,
         "position_bias": False,
         "position": "none",
+        "context_norm": False,
     }
     block = config.cross_attention_config
     return [(f"cross_attention_config.{name}", value, getattr(block, name)) for name, value in expected.items()]

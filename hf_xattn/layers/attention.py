@@ -31,7 +31,7 @@ from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.tensor_checks import check_floating, check_states, check_tensor
 from .context import CrossAttentionContext, Ragged, no_context, plain_context
 from .kernels import run_kernel
-from .norms import CrossAttentionKeyNorm, CrossAttentionRMSNorm
+from .norms import NORMS, CrossAttentionKeyNorm, CrossAttentionRMSNorm
 from .position_bias import relative_position_bucket
 from .positions import new_position, with_position
 from .row_groups import attend_by_group
@@ -86,6 +86,8 @@ class GatedCrossAttention(nn.Module):
         self.o_proj = zero_init_linear(query_size, config.hidden_size, bias, config.zero_init)
         self.q_norm = CrossAttentionRMSNorm(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
         self.k_norm = CrossAttentionKeyNorm(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
+        norm = NORMS[config.norm_type]
+        self.context_norm = norm(config.context_size, config.norm_eps) if config.context_norm else None
         self.relative_attention_bias = (
             nn.Embedding(config.position_bias_num_buckets, config.num_attention_heads) if config.position_bias else None
         )
@@ -141,18 +143,18 @@ class GatedCrossAttention(nn.Module):
     def _unused(self, zero: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
         """A zero that depends on the weights which this call does not use, but may use in other processes."""
         if context.cross_attention_states is None:
-            parts = self.k_proj, self.v_proj, *(part for _, part in self.parts_of_keys())
-            for weight in chain.from_iterable(part.parameters() for part in parts):
+            for weight in chain.from_iterable(part.parameters() for _, part in self.image_parts()):
                 # under tensor parallelism, no process has other images
                 if weight.requires_grad and not is_split(weight):
                     zero = zero + weight.flatten()[:0].sum()
         return zero
 
-    def parts_of_keys(self) -> list[tuple[str, nn.Module]]:
-        """The modules, by name, that keys pass behind their projection before they are cached."""
-        if self.position is None:
-            return []
-        return [("position", self.position), *([] if self.k_norm is None else [("k_norm", self.k_norm)])]
+    def image_parts(self) -> list[tuple[str, nn.Module]]:
+        """The modules, by name, that make the keys and values of a cache of image tokens."""
+        names = ["context_norm", "k_proj", "v_proj"]
+        if self.position is not None:
+            names += ["position", "k_norm"]  # elsewhere the weight of the norm goes to the queries
+        return [(name, part) for name in names if (part := getattr(self, name)) is not None]
 
     def _keys_values(self, context: CrossAttentionContext) -> KeyValue:
         """Returns keys and values of all images: projects new images, and reads the others from the cache."""
@@ -190,7 +192,8 @@ class GatedCrossAttention(nn.Module):
             null key. With `qk_norm`, the weight of the key norm goes to the queries (see [`CrossAttentionKeyNorm`]),
             but for a code of positions.
         """
-        states = to_dtype_of(self.k_proj, cross_attention_states)
+        states = cross_attention_states if self.context_norm is None else self.context_norm(cross_attention_states)
+        states = to_dtype_of(self.k_proj, states)
         # -1 is the number of heads: under tensor parallelism a rank holds only some of them.
         shape = (*states.shape[:2], -1, self.head_dim)
         key = self.k_proj(states).view(shape)

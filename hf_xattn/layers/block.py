@@ -75,7 +75,10 @@ class GatedCrossAttentionBlock(NamesItsStub, NotesWhatIsMissing, PreTrainedModel
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     # Gates and norms stay float32: bfloat16 would round updates this small to zero.
-    _keep_in_fp32_modules_strict = ["attn_gate", "mlp_gate", "attn_norm", "mlp_norm", "attn.q_norm", "attn.k_norm"]
+    _keep_in_fp32_modules_strict = [
+        *("attn_gate", "mlp_gate", "attn_norm", "mlp_norm"),
+        *("attn.q_norm", "attn.k_norm", "attn.context_norm"),
+    ]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

@@ -19,9 +19,9 @@ from ..utils.distributed import is_distributed
 from ..utils.transformers_api import ALL_PARALLEL_STYLES
 
 
-# Submodules of a block that are half precision as a whole, but for the norms of queries and keys.
+# Submodules of a block that are half precision as a whole, but for the norms in the attention.
 PROJECTIONS = ("attn", "mlp")
-NORMS_OF_HEADS = ("q_norm", "k_norm")
+NORMS_OF_ATTENTION = ("q_norm", "k_norm", "context_norm")
 
 
 class XAttnUnitsMixin:
@@ -74,7 +74,7 @@ def fsdp_plan(model: Any, blocks: Iterable[str]) -> dict[str, str]:
 def _classes_of_parts(block: GatedCrossAttentionBlock) -> set[str]:
     attention: Any = block.attn
     parts: list[nn.Module] = [block, *(getattr(block, name) for name in PROJECTIONS)]
-    parts += [norm for name in NORMS_OF_HEADS if (norm := getattr(attention, name)) is not None]
+    parts += [norm for name in NORMS_OF_ATTENTION if (norm := getattr(attention, name)) is not None]
     return {type(part).__name__ for part in parts}
 
 

@@ -256,6 +256,11 @@ def check_dict(field: str, value: Any) -> None:
         raise ValueError(f"`{field}` must be a dict or None, got {type(value).__name__}.")
 
 
+def check_sub_config(field: str, value: Any) -> None:
+    if value is not None and not isinstance(value, (dict, PreTrainedConfig)):
+        raise ValueError(f"`{field}` must be a configuration, a dict of its fields or None, got {value!r}.")
+
+
 def check_feature_layer(layers: Any, vision_config: Any) -> None:
     """Raises a `ValueError` for layers of a vision tower whose features cannot be read."""
     if layers is None:

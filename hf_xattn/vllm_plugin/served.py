@@ -70,6 +70,10 @@ def _gate(config: Any) -> str | None:
     return f"`gate={config.gate!r}`, a gate of your own" if GATES.is_own(config.gate) else None
 
 
+def _context_norm(config: Any) -> str | None:
+    return "`context_norm=True`: it was not compared with vLLM" if config.context_norm else None
+
+
 def _position(config: Any) -> str | None:
     name = config.position
     return f"`position={name!r}`, a code of positions of your own" if POSITIONS.is_own(name) else None
@@ -89,7 +93,7 @@ BLOCK_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
     position_options
     """.split(),
     _served,
-) | {"position_bias": _position_bias, "gate": _gate, "position": _position}
+) | {"position_bias": _position_bias, "gate": _gate, "position": _position, "context_norm": _context_norm}
 PERCEIVER_FIELDS: dict[str, Callable[[Any], str | None]] = dict.fromkeys(
     """
     hidden_size intermediate_size num_latents num_image_positions num_hidden_layers num_attention_heads head_dim

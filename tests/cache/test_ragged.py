@@ -143,7 +143,7 @@ def test_padding_tiles_cost_nothing(store):
 FORMS = {
     "all": {},
     "quiet": {"cross_attention_config": {"quiet_softmax": True}},
-    "qk_norm": {"cross_attention_config": {"qk_norm": True}},
+    "norms": {"cross_attention_config": {"qk_norm": True, "context_norm": True}},
     "position_bias": {"cross_attention_config": {"position_bias": True}},
     "position": {"cross_attention_config": {"position": own_parts.TURNING, "qk_norm": True}},
     "mqa": {"cross_attention_config": {"num_key_value_heads": 1}},

@@ -141,7 +141,7 @@ def layer_cases(draw: Any, dtypes: st.SearchStrategy[torch.dtype] = DTYPES, repe
         "gate_granularity": draw(st.sampled_from(["scalar", "channel"])),
         **{
             name: draw(st.booleans())
-            for name in ("qk_norm", "quiet_softmax", "position_bias", "attention_bias", "mlp_bias")
+            for name in ("qk_norm", "context_norm", "quiet_softmax", "position_bias", "attention_bias", "mlp_bias")
         },
     }
     config["mlp_bias"] &= config["mlp_type"] != "none"

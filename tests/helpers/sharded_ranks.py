@@ -31,7 +31,7 @@ IMAGES = {
     "tower outputs": ("pixels", "tower outputs"),
     "one token": ("features", "one token"),
 }
-NORMS = {"dtype": torch.bfloat16, "block": {"qk_norm": True}}
+NORMS = {"dtype": torch.bfloat16, "block": {"qk_norm": True, "context_norm": True}}
 CASES = {
     # name: (decoder, what is frozen, how it is sharded, images, options)
     "frozen base": ("llama", ("text", "vision"), "fsdp", "pixels", {}),

@@ -179,6 +179,7 @@ REFUSED = {
             ("mlp_bias", True, "expected False, found True"),
             ("quiet_softmax", True, "expected False, found True"),
             ("position_bias", True, "expected False, found True"),
+            ("context_norm", True, "expected False, found True"),
         )
     },
 }

@@ -41,6 +41,8 @@ def reference(block: GatedCrossAttentionBlock, text, states, visible) -> torch.T
     """
     attn, config = block.attn, block.config
     text, states = text.double(), states.double()
+    if config.context_norm:
+        states = norm(states, attn.context_norm)
 
     def project(module, given):
         return torch.nn.functional.linear(

@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 
-import own_parts  # noqa: F401  # registers them
 import pytest
 import torch
 from checkout import HELPERS
 from gradient_checks import without_dropout
+from own_parts import TURNING  # registers the parts
 from tiny_models import make_text, needs_part, pixels, randomize, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
@@ -20,15 +20,27 @@ from hf_xattn.learning.sharding import block_plan
 pytestmark = needs_part("_resolve_parallel_plans")
 RANKS = HELPERS / "tensor_parallel_ranks.py"
 CASES = {
-    "split": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True, "attention_bias": True},
+    "split": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "qk_norm": True,
+        "attention_bias": True,
+        "context_norm": True,
+    },
     "auto": {"num_attention_heads": 4, "num_key_value_heads": 4, "quiet_softmax": True},
-    "shared": {"num_attention_heads": 4, "num_key_value_heads": 1, "qk_norm": True, "mlp_bias": True},
+    "shared": {"num_attention_heads": 4, "num_key_value_heads": 1, "qk_norm": True, "context_norm": True},
     "no MLP": {"num_attention_heads": 4, "num_key_value_heads": 2, "mlp_type": "none"},
     "whole": {"num_attention_heads": 3, "num_key_value_heads": 1, "mlp_type": "plain"},
     "gpt2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "position_bias": True},
     "several blocks": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True},
-    "own parts": {"num_attention_heads": 4, "num_key_value_heads": 2, "gate": "offset_sigmoid"},
+    "own parts": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "gate": "offset_sigmoid",
+        "position": TURNING,
+        "qk_norm": True,
+    },
 }
 OTHERS = {
     "several blocks": {"cross_attention_layers": [1, 1, 4, 4]},  # by default every second layer

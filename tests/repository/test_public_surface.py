@@ -261,7 +261,9 @@ BLOCK_FIELDS = {
     ),
     **dict.fromkeys(("context_size", "num_key_value_heads", "head_dim", "intermediate_size"), DERIVED),
     **dict.fromkeys(("hidden_act", "mlp_type", "norm_type", "gate", "gate_granularity", "position"), CHOICE),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "zero_init", "qk_norm", "quiet_softmax", "position_bias"), FLAG),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "zero_init", "qk_norm", "context_norm", "quiet_softmax", "position_bias"), FLAG
+    ),
     **dict.fromkeys(("norm_eps", "attention_dropout", "gate_init", "initializer_range"), NUMBER),
     "qk_norm_eps": value(none=Fine(None), kind="0.5", size=float("nan")),
     "gate_options": value(none=Fine(None), kind=3, size={"offset": 4}),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from own_parts import TURNING
 from tiny_models import make_text, vision_config
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig
@@ -33,6 +34,8 @@ def test_an_unknown_option_is_refused(monkeypatch):
     "given, named",
     [
         ({"cross_attention_config": {"position_bias": True}}, "position_bias=True"),
+        ({"cross_attention_config": {"context_norm": True}}, "context_norm=True"),
+        ({"cross_attention_config": {"position": TURNING}}, "`position='turning'`, a code of positions of your own"),
         ({"vision_config": None}, "vision_config=None"),
         ({"text_config": make_text("gpt_neox").config}, "'gpt_neox'"),
     ],
