@@ -11,23 +11,22 @@ class GridRotary(nn.Module):
 
     As in MOSS-VL, and in Qwen3-VL's self-attention, the frequencies take turns at the axes; what is left over is of the
     frame. But an image, or a video as one image of many frames, begins at frame 0, wherever it stands in the text: so
-    it is encoded without a text.
+    it is encoded without a text. The grid is that of the image tokens: behind `DeepstackMerger`, half of the tower's in
+    each direction. `prefix` counts tokens in front of it, such as a class token.
     """
 
     def __init__(self, config):  # a CrossAttentionConfig
         super().__init__()
         self.rows, self.columns = config.position_options["grid"]
+        self.prefix = config.position_options.get("prefix", 0)
         self.theta = config.position_options.get("theta", 10000.0)
         self.of_rows = config.position_options.get("of_rows", config.head_dim // 6)  # frequencies; as many of columns
 
-    def keys(self, states, places):  # (rows, tokens, heads, head_dim), and (1, tokens): from 0 in each image
-        frame, place = places // (self.rows * self.columns), places % (self.rows * self.columns)
-        return self.turned(states, torch.stack([frame, place // self.columns, place % self.columns], dim=-1))
-
-    def queries(self, states, places):  # the same of the text: (rows or 1, text_len)
-        return self.turned(states, places[..., None].expand(*places.shape, 3))
-
-    def turned(self, states, places):
+    def forward(self, states, places, of):  # (rows, tokens, heads, head_dim), and (rows or 1, tokens)
+        places = places[..., None].expand(*places.shape, 3)
+        if of == "keys":
+            place, image = (places[..., 0] - self.prefix).clamp(min=0), self.rows * self.columns
+            places = torch.stack([place // image, place % image // self.columns, place % self.columns], dim=-1)
         pairs = torch.arange(states.shape[-1] // 2, device=states.device)
         axes = torch.where(pairs < 3 * self.of_rows, pairs % 3, 0)
         # In float32, in a model of any dtype: bfloat16 has no room for a place above 256.

@@ -64,7 +64,7 @@ def make_blocks(config: XAttnConfig, place: int, like: torch.Tensor, computes_in
     dtype = torch.get_default_dtype() if like.is_meta else computes_in if is_quantized(like) else like.dtype
     with local_torch_dtype(dtype):
         blocks = [GatedCrossAttentionBlock(config.cross_attention_config, layer_idx=index) for index in found]
-    for parameter in (parameter for block in blocks for parameter in block.parameters()):
-        if not (like.is_meta or parameter.is_meta):
-            parameter.data = parameter.data.to(like.device)
+    for tensor in (tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())):
+        if not (like.is_meta or tensor.is_meta):
+            tensor.data = tensor.data.to(like.device)
     return BlockStack(*blocks) if len(blocks) > 1 else blocks[0]

@@ -17,7 +17,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from ..utils.architectures import TILED_VISION_TYPES
+from ..utils.architectures import TILED_VISION_TYPES, layers_width
 from ..utils.custom_code import build_part
 from ..utils.tensor_checks import check_floating, check_integers, has_values, type_name
 from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
@@ -177,9 +177,11 @@ def run_tower(
         asked["return_dict"] = True
     taken = {name: value for name, value in asked.items() if takes_keyword(type(tower), name)}
     if layers is not None:
-        output = _read_whole_images(tower, pixel_values, {**taken, "output_hidden_states": True})
+        if torch.compiler.is_compiling() or takes_keyword(type(tower), "output_hidden_states"):
+            taken["output_hidden_states"] = True
+        output = _read_whole_images(tower, pixel_values, taken)
         keeps_states = bool(asked.get("output_hidden_states", tower.config.output_hidden_states))
-        return _with_features_of(layers, output, keeps_states)
+        return _with_features_of(layers, output, layers_width(tower.config), keeps_states)
     if tiles is None:
         return _read_whole_images(tower, pixel_values, taken)
     pixel_values = pixel_values.to(tower.dtype)
@@ -198,16 +200,20 @@ def run_tower(
     return output
 
 
-def _with_features_of(layers: int | list[int], output: BaseModelOutput, keeps_states: bool) -> BaseModelOutput:
+def _with_features_of(
+    layers: int | list[int], output: BaseModelOutput, width: int | None, keeps_states: bool
+) -> BaseModelOutput:
     """Puts the hidden states of layers of a tower in the place of its last one."""
-    states, last = output.hidden_states, output.last_hidden_state
+    states, last = getattr(output, "hidden_states", None), output.last_hidden_state
     assert last is not None
+    expected = "Expected `vision_feature_layer` with a vision tower that returns `hidden_states`"
     if not states:
-        raise ValueError(
-            f"Expected `vision_feature_layer` with a vision tower that returns `hidden_states`, got {layers!r} with "
-            "one that does not. Leave it out."
-        )
-    features = torch.cat([states[each] for each in ([layers] if isinstance(layers, int) else layers)], dim=-1)
+        raise ValueError(f"{expected}, got {layers!r} with one that does not. Leave it out.")
+    chosen = [states[each] for each in ([layers] if isinstance(layers, int) else layers)]
+    shapes = [tuple(each.shape) for each in chosen]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 3 or shapes[0][-1] != width:
+        raise ValueError(f"{expected} (images, tokens, width={width}), got {layers!r}, whose shapes are {shapes}.")
+    features = torch.cat(chosen, dim=-1)
     if last.requires_grad:  # DDP waits for the gradient of every weight that learns, also of those behind these layers
         features = features + last.flatten()[:0].sum().to(features.dtype)
     output.last_hidden_state = features

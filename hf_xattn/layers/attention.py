@@ -16,7 +16,6 @@ heads for each K/V head, D head width.
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -85,13 +84,14 @@ class GatedCrossAttention(nn.Module):
         self.v_proj = ImageLinear(config.context_size, key_value_size, bias=bias)
         self.o_proj = zero_init_linear(query_size, config.hidden_size, bias, config.zero_init)
         self.q_norm = CrossAttentionRMSNorm(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
-        self.k_norm = CrossAttentionKeyNorm(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
+        self.position = new_position(config) if position is None else position
+        norm_of_keys = CrossAttentionKeyNorm if self.position is None else CrossAttentionRMSNorm
+        self.k_norm = norm_of_keys(config.head_dim, config.qk_norm_eps) if config.qk_norm else None
         norm = NORMS[config.norm_type]
         self.context_norm = norm(config.context_size, config.norm_eps) if config.context_norm else None
         self.relative_attention_bias = (
             nn.Embedding(config.position_bias_num_buckets, config.num_attention_heads) if config.position_bias else None
         )
-        self.position = new_position(config) if position is None else position
 
     def forward(
         self,
@@ -133,21 +133,38 @@ class GatedCrossAttention(nn.Module):
         elif not isinstance(cross_attention, CrossAttentionContext):
             raise no_context(cross_attention)
         key, value = self._keys_values(cross_attention)
+        zero = self._zero_of_image_parts(hidden_states, cross_attention)
         if hidden_states is None:
             return (key, value), None  # FSDP reads a module's outputs to know when its weights are needed again
         output, weights = self._attend(hidden_states, key, value, cross_attention)
         if cross_attention.unused is not None:
-            output = output + self._unused(cross_attention.unused, cross_attention).to(output.dtype)
+            output = output + (self._unused(cross_attention.unused, cross_attention) + zero).to(output.dtype)
         return output, weights
 
     def _unused(self, zero: torch.Tensor, context: CrossAttentionContext) -> torch.Tensor:
         """A zero that depends on the weights which this call does not use, but may use in other processes."""
         if context.cross_attention_states is None:
-            for weight in chain.from_iterable(part.parameters() for _, part in self.image_parts()):
+            for weight in (*self.k_proj.parameters(), *self.v_proj.parameters()):
                 # under tensor parallelism, no process has other images
                 if weight.requires_grad and not is_split(weight):
                     zero = zero + weight.flatten()[:0].sum()
         return zero
+
+    def _zero_of_image_parts(self, hidden_states: torch.Tensor | None, context: CrossAttentionContext) -> Any:
+        """Runs what only new images pass, if other processes may have some: FSDP gathers such weights in all at once.
+
+        Returns a zero that depends on them.
+        """
+        if hidden_states is None or context.cross_attention_states is not None or not is_distributed():
+            return 0
+        learns = torch.is_grad_enabled()  # as those of new images, or FSDP would reduce gradients in another order
+        states = hidden_states.new_zeros(1, 1, self.config.context_size).requires_grad_(learns)
+        key = hidden_states.new_zeros(1, 1, self.num_key_value_heads, self.head_dim).requires_grad_(learns)
+        if self.context_norm is not None:
+            states = self.context_norm(states)
+        if self.position is not None:
+            key = with_position(self.position, "keys", key if self.k_norm is None else self.k_norm(key), None)
+        return states.flatten()[:0].sum() + key.flatten()[:0].sum()
 
     def image_parts(self) -> list[tuple[str, nn.Module]]:
         """The modules, by name, that make the keys and values of a cache of image tokens."""
@@ -199,7 +216,7 @@ class GatedCrossAttention(nn.Module):
         key = self.k_proj(states).view(shape)
         value = self.v_proj(states).view(shape)
         if self.k_norm is not None:
-            key = self.k_norm.normalize(key) if self.position is None else self.k_norm.weighted(key)
+            key = self.k_norm.normalize(key) if isinstance(self.k_norm, CrossAttentionKeyNorm) else self.k_norm(key)
         if self.position is not None:
             key = with_position(self.position, "keys", key, places)
         if ragged is not None and ragged.real is not None:
@@ -255,8 +272,8 @@ class GatedCrossAttention(nn.Module):
         """Whether the output for a single key is its value: the softmax over one key is 1, whatever the query."""
         if self.quiet_softmax or output_attentions or dropout or torch.is_grad_enabled():
             return False
-        # FSDP may gather the weights of the norms, which other processes use if their images have more tokens.
-        return self.q_norm is None or not is_distributed()
+        # FSDP may gather the weights of these, which other processes use if their images have more tokens.
+        return (self.q_norm is None and self.position is None) or not is_distributed()
 
     def _queries(self, hidden_states: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
         """`(B, T, num_attention_heads, head_dim)`."""

@@ -26,11 +26,8 @@ class CrossAttentionKeyNorm(CrossAttentionRMSNorm):
 
     `q . (w * norm(k))` equals `(w * q) . norm(k)`. An image usually has more tokens than the text, so weighting the
     queries saves a product over all image tokens. In training it also saves the copy of the keys for that product's
-    gradient. A code of positions stands between the two, and then the keys get it ([`weighted`]).
+    gradient. A code of positions would stand between the two: beside one, keys have a plain norm.
     """
-
-    def weighted(self, key: torch.Tensor) -> torch.Tensor:
-        return super().forward(key)
 
     def normalize(self, key: torch.Tensor) -> torch.Tensor:
         """The normalized keys, not yet multiplied by the weight."""

@@ -14,6 +14,8 @@ from ..cache.xattn_cache import XAttnCache
 def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: torch.Tensor) -> torch.Tensor:
     """The positions of the text tokens, `(B or 1, T)`: `position_ids`, or the number of real tokens before each.
 
+    Padding in front of a text is at 0, like its first token.
+
     Args:
         text (`Mapping`): the decoder's own arguments.
         given (`torch.Tensor`): `(B, T, ...)`, the ids or embeddings.
@@ -26,13 +28,13 @@ def text_positions(text: Mapping[str, Any], cache: XAttnCache | None, given: tor
     before = None if cache is None else cache.text_padding
     mask = text.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return places if before is None else places - before
+        return places if before is None else (places - before).clamp(min=0)
     padding = (mask == 0).cumsum(dim=-1).to(places.device)
     if mask.shape[1] != length or cache is None or cache.text_rows is None:  # the mask covers all text so far
         padding = padding.gather(1, places.expand(rows, -1))
     elif before is not None:
         padding = padding + before
-    return places - padding
+    return (places - padding).clamp(min=0)
 
 
 def token_positions(token_mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -37,12 +37,12 @@ def with_position(position: Any, of: str, states: torch.Tensor, places: torch.Te
     """
     if places is None:
         places = torch.arange(states.shape[1], device=states.device)[None]
-    coded = getattr(position, of)(states, places)
+    coded = position(states, places, of)
     if not isinstance(coded, torch.Tensor) or coded.shape != states.shape:
         got = tuple(coded.shape) if isinstance(coded, torch.Tensor) else type(coded).__name__
         raise ValueError(
-            f"Expected `{of}` of the position {type(position).__name__} to return a tensor (rows, tokens, heads, "
-            f"head_dim) {tuple(states.shape)}, got {got}."
+            f"Expected the position {type(position).__name__} to return {of} (rows, tokens, heads, head_dim) "
+            f"{tuple(states.shape)}, got {got}."
         )
     return coded.to(states.dtype)
 

@@ -21,7 +21,7 @@ from ..utils.transformers_api import ALL_PARALLEL_STYLES
 
 # Submodules of a block that are half precision as a whole, but for the norms in the attention.
 PROJECTIONS = ("attn", "mlp")
-NORMS_OF_ATTENTION = ("q_norm", "k_norm", "context_norm")
+UNITS_OF_ATTENTION = ("q_norm", "k_norm", "context_norm", "position")
 
 
 class XAttnUnitsMixin:
@@ -67,14 +67,17 @@ def fsdp_plan(model: Any, blocks: Iterable[str]) -> dict[str, str]:
     prefix = "" if inner is model else "model."
     units = [f"{prefix}{name}" for name in ("vision_tower", "connector") if getattr(inner, name) is not None]
     if model._get_dtype_plan(model.dtype):
-        units += [f"{block}.{name}" for block in blocks for name in PROJECTIONS]
+        names: tuple[str, ...] = PROJECTIONS
+        if model.config.cross_attention_config.position != "none":  # it may have weights of any dtype
+            names = ("attn.position", *PROJECTIONS)
+        units += [f"{block}.{name}" for block in blocks for name in names]
     return dict.fromkeys(units, "free_full_weight")
 
 
 def _classes_of_parts(block: GatedCrossAttentionBlock) -> set[str]:
     attention: Any = block.attn
     parts: list[nn.Module] = [block, *(getattr(block, name) for name in PROJECTIONS)]
-    parts += [norm for name in NORMS_OF_ATTENTION if (norm := getattr(attention, name)) is not None]
+    parts += [part for name in UNITS_OF_ATTENTION if (part := getattr(attention, name)) is not None]
     return {type(part).__name__ for part in parts}
 
 

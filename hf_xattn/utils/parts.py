@@ -6,7 +6,7 @@ is built:
     class MyConnector(torch.nn.Module):
         def __init__(self, config):                    # an `XAttnConfig`; `config.connector_options` are yours
             ...
-        def forward(self, features):                   # (..., tokens, vision_hidden_size)
+        def forward(self, features):                   # (..., tokens, width of the vision features)
             return ...                                 # (..., tokens, context_size); tokens may be more or fewer
 
     class MyGate(torch.nn.Module):
@@ -18,10 +18,9 @@ is built:
     class MyPosition(torch.nn.Module):
         def __init__(self, config):                    # a `CrossAttentionConfig`; `config.position_options` are yours
             ...
-        def keys(self, states, places):                # (rows, tokens, heads, head_dim), and (1, tokens): the place of
-            return ...                                 # each token in its image, from 0; returns the same shape
-        def queries(self, states, places):             # the same of the text: (rows, text_len, heads, head_dim), and
-            return ...                                 # (rows or 1, text_len): the place of each token in its text
+        def forward(self, states, places, of):         # of "keys" or "queries": (rows, tokens, heads, head_dim), and
+            return ...                                 # (rows or 1, tokens): the place of each token in its image or
+                                                       # in its text, from 0; returns the shape of `states`
 
 The first values of the weights are those that `__init__` gives.
 """
@@ -171,8 +170,8 @@ def register_connector(name: str, connector: type[nn.Module], exist_ok: bool = F
         name (`str`): as saved in the configuration.
         connector (`type`): a class of `torch.nn.Module`. `connector(config)` gets the [`XAttnConfig`]: `vision_config`,
             `cross_attention_config.context_size`, and your own `connector_options`. Its `forward` turns the features
-            of the vision tower `(..., tokens, vision_hidden_size)` into image tokens `(..., tokens, context_size)`,
-            more or fewer of them, but equally many of each image.
+            of the vision tower `(..., tokens, width)` into image tokens `(..., tokens, context_size)`, more or fewer of
+            them, but equally many of each image. With `vision_feature_layer` of several layers, `width` is their sum.
         exist_ok (`bool`, defaults to `False`): replace another one of this name.
 
     Raises:
@@ -213,21 +212,18 @@ def register_position(name: str, position: type[nn.Module], exist_ok: bool = Fal
     Args:
         name (`str`): as saved in the configuration.
         position (`type`): a class of `torch.nn.Module`. `position(config)` gets the [`CrossAttentionConfig`] with your
-            own `position_options`; each block makes one. `keys(states, places)` gets keys `(rows, tokens, heads,
-            head_dim)` and the place of each token in its image, from 0, `(1, tokens)`. `queries(states, places)` gets
-            queries `(rows, text_len, heads, head_dim)` and the place of each token in its text, without padding, `(rows
-            or 1, text_len)`: `position_ids` where they are given. Both return states of the same shape and dtype.
+            own `position_options`; each block makes one. Its `forward(states, places, of)` is called of `"keys"`, with
+            keys `(rows, tokens, heads, head_dim)` and the place of each token in its image, from 0, `(1, tokens)`; and
+            of `"queries"`, with queries `(rows, text_len, heads, head_dim)` and the place of each token in its text,
+            without padding, `(rows or 1, text_len)`: `position_ids` where they are given. It returns states of the
+            same shape.
         exist_ok (`bool`, defaults to `False`): replace another one of this name.
 
     Raises:
-        TypeError: for a name that is no text, and for anything but a class of modules with both methods.
+        TypeError: for a name that is no text, and for anything but a class of modules.
         ValueError: for a name that is taken.
     """
-    part = _checked("position", position)
-    for method in ("keys", "queries"):
-        if not callable(getattr(part, method, None)):
-            raise TypeError(f"Expected `position` to have the method `{method}(states, places)`, got {part.__name__}.")
-    POSITIONS.register(name, part, exist_ok)
+    POSITIONS.register(name, _checked("position", position), exist_ok)
 
 
 def _checked(argument: str, part: Any) -> type[nn.Module]:

@@ -59,14 +59,8 @@ class TurningPosition(nn.Module):
         self.rate = (config.position_options or {}).get("rate", 0.5)
         self.frequencies = nn.Parameter(self.rate ** torch.arange(1, config.head_dim // 2 + 1))
 
-    def keys(self, states, places):
-        return self.turned(states, places)
-
-    def queries(self, states, places):
-        return self.turned(states, 2 * places)
-
-    def turned(self, states, places):
-        angle = places[..., None, None] * self.frequencies
+    def forward(self, states, places, of):
+        angle = (places if of == "keys" else 2 * places)[..., None, None] * self.frequencies
         first, second = states.chunk(2, dim=-1)
         parts = first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()
         return torch.cat(parts, dim=-1)

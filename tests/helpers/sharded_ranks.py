@@ -10,7 +10,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from gradient_checks import without_dropout
-from own_parts import OWN
+from own_parts import OWN, TURNING
 from tiny_decoders import make_tiny, retrofitted
 from tiny_models import make_model, pixels, randomize, token_ids
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -32,6 +32,7 @@ IMAGES = {
     "one token": ("features", "one token"),
 }
 NORMS = {"dtype": torch.bfloat16, "block": {"qk_norm": True, "context_norm": True}}
+TURNED = {"dtype": torch.bfloat16, "block": {"qk_norm": True, "context_norm": True, "position": TURNING}}
 CASES = {
     # name: (decoder, what is frozen, how it is sharded, images, options)
     "frozen base": ("llama", ("text", "vision"), "fsdp", "pixels", {}),
@@ -47,6 +48,7 @@ CASES = {
     "own parts, no images": ("llama", ("text", "vision"), "fsdp", "no images", {"model": OWN}),
     "bfloat16, own parts": ("llama", ("text", "vision"), "fsdp", "pixels", {"model": OWN, "dtype": torch.bfloat16}),
     "bfloat16, one token": ("llama", ("text", "vision"), "fsdp", "one token", NORMS),
+    "bfloat16, positions": ("llama", ("text", "vision"), "fsdp", "encoded", TURNED),
     "fsdp, tower outputs": ("llama", ("text", "vision"), "fsdp", "tower outputs", {}),
     "ddp, tower outputs": ("llama", ("text", "vision"), "ddp", "tower outputs", {}),
     "offload": ("llama", ("vision",), "fsdp", "pixels", {"offload": True}),

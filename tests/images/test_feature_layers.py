@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import TEXT_CONFIGS, pixels, token_ids
-from transformers import CLIPVisionConfig, ConvNextConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import CLIPVisionConfig, ConvNextConfig, LlavaConfig, LlavaForConditionalGeneration, SwinConfig
 
 from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
 from hf_xattn.checkpoints.model_identity import tower_identity
@@ -107,5 +107,8 @@ def test_refused():
     ):
         with pytest.raises(ValueError, match=told):
             with_layer(**options)
+    swin = SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2, image_size=32, patch_size=4)
+    with pytest.raises(ValueError, match=r"\(images, tokens, width=16\), got 0, whose shapes are \[\(2, 64, 8\)\]"):
+        with_layer(0, vision_config=swin).get_image_features(pixels())
     with pytest.raises(ValueError, match=r"`vision_features` of shape .*width=48.* got \(2, 16, 24\)"):
         with_layer([0, 1])(token_ids(), vision_features=torch.zeros(2, 16, 24))

@@ -7,7 +7,12 @@ from marked_models import fresh_cache
 from tiny_models import make_model, pixels, token_ids
 from torch import nn
 
-from hf_xattn import CrossAttentionConfig, GatedCrossAttentionBlock, register_position
+from hf_xattn import (
+    CrossAttentionConfig,
+    GatedCrossAttentionBlock,
+    XAttnForConditionalGeneration,
+    register_position,
+)
 from hf_xattn.layers.attention import GatedCrossAttention
 from hf_xattn.utils.parts import POSITIONS
 
@@ -100,6 +105,52 @@ def test_text_is_counted():
     assert not torch.allclose(moved, expected, atol=1e-3), "`position_ids` are the places"
 
 
+class Table(nn.Module):
+    """Learned places, in float32 in a model of any dtype; with a buffer."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 32 * config.head_dim).view(32, -1).float())
+        self.register_buffer("scale", torch.full((), 0.5), persistent=False)
+
+    def forward(self, states, places, of):
+        return (
+            states + self.scale * self.table[places][..., None, :]
+            if of == "keys"
+            else states * self.table[places].cos()[..., None, :]
+        )
+
+
+@pytest.fixture
+def table():
+    register_position("table", Table)
+    yield {"cross_attention_config": {"position": "table", "qk_norm": True, "context_norm": True}}
+    POSITIONS._makers.pop("table")
+
+
+@torch.no_grad()
+def test_padding_in_front_of_a_text_has_a_place(table):
+    """A place below 0, which no table has."""
+    model, ids = make_model(**table), token_ids(2, 6)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    logits = model(ids, attention_mask=mask, pixel_values=pixels()).logits
+    alone = model(ids[1:, 2:], pixel_values=pixels()[1:]).logits
+    assert torch.allclose(logits[1, 2:], alone[0], atol=1e-4)
+
+
+@torch.no_grad()
+def test_weights_that_wait_on_the_cpu(table, tmp_path):
+    """Weights that accelerate brings when their module is called, and not when a method of it is."""
+    model = make_model(**table)
+    expected = model(token_ids(), pixel_values=pixels()).logits
+    model.save_pretrained(tmp_path / "model")
+    loaded = XAttnForConditionalGeneration.from_pretrained(
+        tmp_path / "model", device_map="auto", max_memory={"cpu": "120KB"}, offload_folder=tmp_path / "offloaded"
+    )
+    assert "disk" in loaded.hf_device_map.values()
+    assert torch.allclose(loaded(token_ids(), pixel_values=pixels()).logits, expected, atol=1e-5)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("changed", ["frequencies", "k_norm", "options"])
 def test_identity_of_encoded_images(changed):
@@ -118,22 +169,21 @@ def test_identity_of_encoded_images(changed):
 
 
 def test_what_cannot_be_registered_or_returned():
-    class Keys(nn.Module):
+    class Half(nn.Module):
         def __init__(self, config):
             super().__init__()
 
-        def keys(self, states, places):
+        def forward(self, states, places, of):
             return states[..., :2]
 
-    with pytest.raises(TypeError, match=r"`position` to have the method `queries\(states, places\)`, got Keys"):
-        register_position("half", Keys)
+    with pytest.raises(TypeError, match=r"`position` to be a class of torch.nn.Module, got the class int"):
+        register_position("half", int)
     with pytest.raises(ValueError, match=r"`position` to name a position: 'none', .*register_position\('rotary'"):
         CrossAttentionConfig(position="rotary")
-    Keys.queries = Keys.keys
     try:
-        register_position("half", Keys)
+        register_position("half", Half)
         block = GatedCrossAttentionBlock(CrossAttentionConfig(hidden_size=16, num_attention_heads=4, position="half"))
-        with pytest.raises(ValueError, match=r"`keys` of the position Keys to return .* \(2, 3, 4, 4\), got"):
+        with pytest.raises(ValueError, match=r"the position Half to return keys .* \(2, 3, 4, 4\), got"):
             block(torch.randn(2, 5, 16), torch.randn(2, 3, 16))
     finally:
         POSITIONS._makers.pop("half", None)

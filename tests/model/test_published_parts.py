@@ -63,8 +63,8 @@ def test_rotary_code_in_three_axes(parts, of_rows):
 
     of_text = torch.arange(3, 8).expand(3, -1)
     of_image = torch.tensor([[*[0] * 6, *[1] * 6], [0, 0, 0, 1, 1, 1] * 2, [0, 1, 2] * 4])
-    assert torch.allclose(position.queries(query, of_text[:1]), by_transformers(query, of_text), atol=1e-5)
-    assert torch.allclose(position.keys(key, torch.arange(12)[None]), by_transformers(key, of_image), atol=1e-5)
+    assert torch.allclose(position(query, of_text[:1], "queries"), by_transformers(query, of_text), atol=1e-5)
+    assert torch.allclose(position(key, torch.arange(12)[None], "keys"), by_transformers(key, of_image), atol=1e-5)
 
 
 def test_gate(parts):
