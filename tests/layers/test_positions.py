@@ -114,11 +114,8 @@ class Table(nn.Module):
         self.register_buffer("scale", torch.full((), 0.5), persistent=False)
 
     def forward(self, states, places, of):
-        return (
-            states + self.scale * self.table[places][..., None, :]
-            if of == "keys"
-            else states * self.table[places].cos()[..., None, :]
-        )
+        places = nn.functional.embedding(places, self.table)[..., None, :]  # refuses a place below 0
+        return states + self.scale * places if of == "keys" else states * places.cos()
 
 
 @pytest.fixture
@@ -152,18 +149,19 @@ def test_weights_that_wait_on_the_cpu(table, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changed", ["frequencies", "k_norm", "options"])
+@pytest.mark.parametrize("changed", ["frequencies", "k_norm", "context_norm", "options"])
 def test_identity_of_encoded_images(changed):
     """A file or a store of keys that were turned in another way, which counts as this model's."""
-    model = turning_model(qk_norm=True, position_options={"rate": 0.5})
+    block = {"qk_norm": True, "context_norm": True}
+    model = turning_model(**block, position_options={"rate": 0.5})
     attention, before = model.base_model.blocks[0].attn, model.base_model.image_identity()
-    assert before == turning_model(qk_norm=True, position_options={"rate": 0.5}).base_model.image_identity()
+    assert before == turning_model(**block, position_options={"rate": 0.5}).base_model.image_identity()
     if changed == "options":
-        other = turning_model(qk_norm=True, position_options={"rate": 0.75})
+        other = turning_model(**block, position_options={"rate": 0.75})
         other.load_state_dict(model.state_dict())
         model = other
     else:
-        weight = attention.position.frequencies if changed == "frequencies" else attention.k_norm.weight
+        weight = attention.position.frequencies if changed == "frequencies" else getattr(attention, changed).weight
         weight += 0.25
     assert model.base_model.image_identity() != before
 
