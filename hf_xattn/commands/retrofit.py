@@ -21,6 +21,7 @@ from .shared import (
 
 
 ALIGN_ROWS = 2000
+CONNECTOR = "from the tower's features to image tokens; mlp_2d adds a code of each token's place (default: mlp)"
 
 
 def register_retrofit(commands: argparse._SubParsersAction) -> None:
@@ -37,6 +38,7 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
+    parser.add_argument("--connector", choices=("linear", "mlp", "mlp_2d"), default="mlp", help=CONNECTOR)
     align = (
         "start the connector and the blocks by the words of these captions or answers: a source as for "
         "`hf-xattn train --data`"
@@ -80,6 +82,7 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.vision,
         cross_attention_layers=arguments.layers,
         every=arguments.every,
+        connector_type=arguments.connector,
         dtype=arguments.dtype,
         gguf_file=arguments.gguf_file,
         **hub,

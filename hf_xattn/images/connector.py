@@ -12,11 +12,12 @@ from transformers.activations import ACT2FN
 from transformers.modeling_utils import local_torch_dtype
 
 from ..configuration_xattn import XAttnConfig
-from ..utils.architectures import vision_feature_size
+from ..utils.architectures import TILED_VISION_TYPES, vision_feature_size
 from ..utils.first_values import ValuesComeLater
 from ..utils.parts import CONNECTORS
 from ..utils.projection import ImageLinear, to_dtype_of
 from ..utils.quantized_weights import is_quantized
+from .grid_code import GridCode
 from .perceiver import PerceiverResampler
 
 
@@ -39,23 +40,33 @@ def mlp(config: XAttnConfig) -> list[nn.Module]:
         ]
 
 
+def mlp_2d(config: XAttnConfig) -> list[nn.Module]:
+    tower = config.vision_config
+    if tower is not None and tower.model_type in TILED_VISION_TYPES:
+        raise ValueError(
+            f"Expected a vision tower of whole pictures for `connector_type='mlp_2d'`, got {tower.model_type!r}, which "
+            "reads tiles and has codes of their places. Use 'mlp' or 'linear'."
+        )
+    return [*mlp(config), GridCode()]
+
+
 def perceiver(config: XAttnConfig) -> list[nn.Module]:
     assert config.perceiver_config is not None
     with ValuesComeLater():
         return [PerceiverResampler(config.perceiver_config)]
 
 
-for _connector in (identity, linear, mlp, perceiver):
+for _connector in (identity, linear, mlp, mlp_2d, perceiver):
     CONNECTORS.register(_connector.__name__, _connector)
 
 
 class XAttnConnector(PreTrainedModel):
     """Maps `(..., tokens, vision_hidden_size)` to `(..., tokens, context_size)`.
 
-    `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between.
-    `"perceiver"` is a perceiver resampler, which returns fewer tokens. Others are registered (`utils/parts.py`). As a
-    `PreTrainedModel` the connector is initialised by its own `_init_weights` inside any model (see
-    [`GatedCrossAttentionBlock`]).
+    `"identity"` returns the features. `"linear"` is one layer, `"mlp"` two layers with an activation in between;
+    `"mlp_2d"` adds a code of places to what these give. `"perceiver"` is a perceiver resampler, which returns fewer
+    tokens. Others are registered (`utils/parts.py`). As a `PreTrainedModel` the connector is initialised by its own
+    `_init_weights` inside any model (see [`GatedCrossAttentionBlock`]).
     """
 
     config_class = XAttnConfig

@@ -18,6 +18,7 @@ from ..configuration_xattn import XAttnConfig
 from ..utils.distributed import check_callable, has_units, is_distributed
 from .connector import XAttnConnector
 from .finite_images import check_encoded, check_given, without_padding_images, without_padding_tokens
+from .grid_code import check_square
 from .image_inputs import ImageAxis, ImageInputs
 from .image_positions import place_in_row
 from .image_store import ImageGrid, StoreReader
@@ -99,6 +100,7 @@ class ImageEncoder:
             the tower's own output, and the features `(R, num_images, tokens an image, context_size)`.
         """
         assert self.vision_tower is not None and self.connector is not None
+        check_square(self.config, pixel_values)
         if is_distributed():
             check_callable("vision_tower", self.vision_tower)
             check_callable("connector", self.connector)

@@ -14,6 +14,7 @@ any number of pictures.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from .vision_features import tower_of
 from .word_states import WORD, told_apart, word_states
 
 
+SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
 PASSES = 3  # in which words are given to patches
 SHARPER = 2.0  # power of a patch's share of a word
 MOST_WORDS = 4096  # the most frequent ones have a state
@@ -67,11 +69,12 @@ def align_connector(
 ) -> ConnectorAlignment:
     """Starts the connector and the blocks of a fresh model by the words of captions or answers, in place.
 
-    The last layer of a `"linear"` or `"mlp"` connector becomes the ridge regression from the features of each image
-    token to the text model's hidden states, in front of the first block, at the words of the picture's text; each word
-    goes to the tokens that are most like it. The blocks start so that text attends to the tokens of the words that it
-    reads (see `block_start.py`); their output projections, the tower and the text model stay as they are. Rows without
-    a picture are passed over; rows about the same pictures that stand together count as one.
+    The last linear layer of a `"linear"`, `"mlp"` or `"mlp_2d"` connector becomes the ridge regression from the
+    features of each image token to the text model's hidden states, in front of the first block, at the words of the
+    picture's text; each word goes to the tokens that are most like it. The blocks start so that text attends to the
+    tokens of the words that it reads (see `block_start.py`); their output projections, the tower and the text model
+    stay as they are. Rows without a picture are passed over; rows about the same pictures that stand together count as
+    one.
 
     Args:
         model ([`XAttnForConditionalGeneration`] or [`XAttnModel`]): with a vision tower. Changed in place.
@@ -103,13 +106,14 @@ def align_connector(
         states = _states(body, processor, texts)
         found = None
         for _ in range(1 + PASSES):
-            regression = _Pass(body.connector.layers[-1].bias is not None, texts, found)
+            regression = _Pass(_solved(body).bias is not None, texts, found)
             for features, words in _pictures(body, processor, rows, batch_size):
                 regression.add(features, words, states)
             found = regression.sums.solve()
         explained = _write(body, regression, states, noise, seed)
         if blocks:
-            start_blocks(body, processor, rows, texts.words, states)
+            shares = torch.tensor([texts.shares[word] for word in texts.words])
+            start_blocks(body, processor, rows, texts.words, states, shares)
     return ConnectorAlignment(texts.pictures, len(texts.words), explained)
 
 
@@ -174,9 +178,9 @@ def _check(body: Any, processor: Any, rows: Any, noise: Any, batch_size: Any, se
     check_count("seed", seed)
     tower_of(body)
     config = body.config
-    if config.connector_type not in ("linear", "mlp"):
+    if config.connector_type not in SOLVED:
         raise ValueError(
-            "Expected `model` with a connector of type 'linear' or 'mlp', whose last layer is solved, got "
+            f"Expected `model` with a connector of a type of {SOLVED}, whose last layer is solved, got "
             f"{config.connector_type!r}."
         )
     block = config.cross_attention_config
@@ -307,7 +311,7 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     read = []
     for features in found:
         features = to_dtype_of(connector.layers[0], features)
-        for layer in connector.layers[:-1]:
+        for layer in itertools.takewhile(lambda layer: layer is not _solved(body), connector.layers):
             features = layer(features)
         if not bool(torch.isfinite(features).all()):
             raise ValueError("Expected finite features of the vision tower, got NaN or infinite values.")
@@ -315,9 +319,14 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return read
 
 
+def _solved(body: Any) -> Any:
+    """The layer that is solved: the last one with weights. The code of `"mlp_2d"` behind it has none."""
+    return [layer for layer in body.connector.layers if isinstance(layer, nn.Linear)][-1]
+
+
 def _write(body: Any, regression: _Pass, states: torch.Tensor, noise: float, seed: int) -> float:
     """Writes the regression, as large as the words' states are, and noise. Returns the share explained."""
-    last: Any = body.connector.layers[-1]
+    last = _solved(body)
     solved, explained = regression.to_states(states)
     size = body.blocks[0].attn_norm.weight.double().square().mean().sqrt().to(solved.device)
     scale = size / regression.size() if regression.size() else size.new_tensor(torch.inf)

@@ -1,11 +1,11 @@
 """Starts blocks so that text attends to the image tokens of the words it reads.
 
 Queries and keys meet through two random projections, in which a word and the image token for it are no nearer than
-others. Here both projections give the directions in which words differ most, the principal components of their states.
-Keys have image tokens in these directions, which `align_connector` has put at the states of words. Queries have the
-regression from the text's hidden states in front of the block to the state of the word that was read last, and in
-other heads to those of the words before it: at each token behind a word, so also at the colon of `blue circle: left`.
-Values are of these directions, too. The output projection stays zero, so the text model stays as it was.
+others. Here keys have the image tokens, which `align_connector` has put at the states of words, in directions in which
+words are told apart. Queries have there the regression from the text's hidden states in front of the block to the word
+that was read last, in other heads to the sum of it and the word before it, so that `red heart` finds what is both, and
+to the sum of the two before these: at each token behind a word, so also at the colon of `red heart: left`. Values are
+of the principal components of words. The output projection stays zero, so the text model stays as it was.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from .ridge import RidgeSums
 from .word_states import WORD, states_in_front
 
 
-MATCH = 16.0  # score of a query and a key in the same direction
+MATCH = 32.0  # score of a query and a key in the same direction
 VALUES = 4.0  # size of a word in values: the larger it is, the sooner the output projection, which is zero, gets there
 MOST_TEXTS = 512  # rows that are read, evenly spaced
-LAST_WORDS = 3  # heads look for the word that was read last, for the one before it, or for the one before that
+# What a head looks for, by turns: the sum of words, counted back from the one that was read last.
+SOUGHT = ((0,), (0, 1), (2, 3))
+LAST_WORDS = 4
+SMALLEST = 0.03  # variance of a direction, as a share of the largest: smaller ones are not made as large as the others
 TEXTS_AT_ONCE = 16
 MOST_TOKENS = 512  # of a text
 NO_WORD = -1
@@ -47,34 +50,51 @@ def check_fresh(body: Any) -> None:
 
 
 @torch.no_grad()
-def start_blocks(body: Any, processor: Any, rows: Sequence[Any], words: Sequence[str], states: torch.Tensor) -> None:
+def start_blocks(
+    body: Any, processor: Any, rows: Sequence[Any], words: Sequence[str], states: torch.Tensor, shares: torch.Tensor
+) -> None:
     """Writes the projections of queries, keys and values of all blocks in front of a layer.
 
     Args:
         body ([`XAttnModel`]): fresh, with an aligned connector.
         processor ([`XAttnProcessor`]): renders the texts of the rows.
         words (`Sequence[str]`), states (`torch.Tensor`): `(words, hidden_size)`, to which image tokens are aligned.
+        shares (`torch.Tensor`): `(words,)`, how many of the pictures have each.
     """
     depth = text_num_hidden_layers(body.config.text_config)
     blocks = [pair for pair in zip(body.blocks, body.config.cross_attention_layers) if pair[1] < depth]
-    components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
-    directions = {block: _directions(block, components, states) for block, _ in blocks}
+    keys = {block: _telling_apart(states, shares, block.config.head_dim) for block, _ in blocks}
     sums = {block: RidgeSums(block.attn.q_proj.bias is not None) for block, _ in blocks}
     targets = torch.cat([states, states.new_zeros(1, states.shape[1])])  # the last one is of `NO_WORD`
     for ids, places, read in _texts(processor, rows, words):
+        sought = torch.stack([targets[read[:, list(which)]].sum(1) for which in SOUGHT], dim=1)
         hidden = states_in_front(body.text_model, [layer for _, layer in blocks], ids)
         for block, layer in blocks:
-            wanted = targets[read] @ directions[block][: block.config.head_dim].T  # (places of texts, LAST_WORDS, D)
+            wanted = sought @ keys[block].T  # (places of texts, what heads look for, D)
             behind = torch.cat([text[place] for text, place in zip(hidden[layer], places)])
             sums[block].add(block.attn_norm(behind).float(), wanted.flatten(1).to(behind.device))
     for block, _ in blocks:
         if sums[block].count:
-            _write(block, directions[block], sums[block].solve())
+            _write(block, keys[block], _components(block, states), sums[block].solve())
 
 
-def _directions(block: GatedCrossAttentionBlock, components: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> torch.Tensor:
+    """Directions `(width, hidden_size)` in which words are told apart, those of many pictures above all.
+
+    `red` and `blue` have states near each other. So the principal components of the words, each counted as often as
+    there are pictures with it, are divided by their size (whitened). A word has size 1 in the mean.
+    """
+    weights = shares.double() / shares.sum()
+    variances, components = torch.linalg.eigh((states.double().T * weights) @ states.double())
+    first = variances.flip(0).clamp(min=SMALLEST * variances[-1])[:, None] ** -0.5 * components.T.flip(0)
+    first = first[torch.arange(width) % len(first)].float()
+    return first / ((states @ first.T).square().mean(-1) @ weights.float()).sqrt()
+
+
+def _components(block: GatedCrossAttentionBlock, states: torch.Tensor) -> torch.Tensor:
     """The first components, as many as the key/value heads have room for; in a head's width words have size 1."""
     config = block.config
+    components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
     first = components[torch.arange(config.num_key_value_heads * config.head_dim) % len(components)]
     return first / (states @ first[: config.head_dim].T).square().mean().sqrt()
 
@@ -109,15 +129,15 @@ def _rendered(processor: Any, row: Any) -> str:
     return text
 
 
-def _write(block: GatedCrossAttentionBlock, directions: torch.Tensor, solved: torch.Tensor) -> None:
-    """`solved`: `(hidden_size, LAST_WORDS * head_dim)`, with the bias as a last row if queries have one."""
+def _write(block: GatedCrossAttentionBlock, keys: torch.Tensor, values: torch.Tensor, solved: torch.Tensor) -> None:
+    """`solved`: `(hidden_size, SOUGHT * head_dim)`, with the bias as a last row if queries have one."""
     attn, config = block.attn, block.config
     width = config.head_dim
-    attn.k_proj.weight.copy_(directions[:width].repeat(config.num_key_value_heads, 1))
-    attn.v_proj.weight.copy_(VALUES * directions)
+    attn.k_proj.weight.copy_(keys.repeat(config.num_key_value_heads, 1))
+    attn.v_proj.weight.copy_(VALUES * values)
     sharper = MATCH / width**0.5  # two vectors of size 1 have a score of at most the root of their width
-    queries = solved.unflatten(1, (LAST_WORDS, width))
-    heads = queries[:, torch.arange(config.num_attention_heads) % LAST_WORDS].flatten(1).T  # (heads * D, inputs)
+    queries = solved.unflatten(1, (len(SOUGHT), width))
+    heads = queries[:, torch.arange(config.num_attention_heads) % len(SOUGHT)].flatten(1).T  # (heads * D, inputs)
     if attn.q_norm is not None:
         attn.q_norm.weight.fill_(sharper)
     else:

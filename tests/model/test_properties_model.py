@@ -183,7 +183,7 @@ def save_and_load_is_the_identity(seed: int) -> None:
     """Rules out a field or a weight that a folder loses, in any combination of options."""
     draw = random.Random(seed)
     kv_heads = draw.choice([1, 2, 3])
-    connector = draw.choice(["linear", "mlp", "perceiver", "identity"])
+    connector = draw.choice(["linear", "mlp", "mlp_2d", "perceiver", "identity"])
     block = {
         "context_size": 24 if connector in ("perceiver", "identity") else draw.choice([8, 32]),
         "num_attention_heads": kv_heads * draw.choice([1, 2]),

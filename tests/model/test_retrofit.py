@@ -378,7 +378,7 @@ def test_peak_memory(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("connector_type", ["linear", "mlp", "perceiver", "identity"])
+@pytest.mark.parametrize("connector_type", ["linear", "mlp", "mlp_2d", "perceiver", "identity"])
 def test_half_precision_with_a_tower(folders, connector_type):
     """A new connector in float32 behind a tower in bfloat16."""
     model = retrofit(folders / "text", folders / "vision", dtype=torch.bfloat16, every=2, connector_type=connector_type)

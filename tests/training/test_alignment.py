@@ -25,7 +25,7 @@ RGB = {"red": (255, 0, 0), "blue": (0, 0, 255), "green": (0, 255, 0), "black": (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alignment")
-    make_text_checkpoint(folder / "text", ["green", "black", "and", "of"])
+    make_text_checkpoint(folder / "text", ["green", "black", "and", "of", "square"])
     make_vision_checkpoint(folder / "vision")
     return folder
 
@@ -67,7 +67,7 @@ def halves(size, count=60):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("connector_type", ["linear", "mlp"])
+@pytest.mark.parametrize("connector_type", ["linear", "mlp", "mlp_2d"])
 def test_patches_are_near_the_words_for_them(folder, connector_type):
     """Keys that are nearer to other words, a layer of the connector that is left out, weights of others that move."""
     model, processor = fresh(folder, connector_type=connector_type)
@@ -161,6 +161,7 @@ def test_text_attends_to_what_it_has_read(folder, options):
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     parts = {name.rsplit(".", 2)[-2] for name in moved if "cross_attention_block" in name}
     assert parts - {"q_norm"} == {"q_proj", "k_proj", "v_proj"}
+    both = []
     for row, pair in list(zip(rows, sides))[:12]:
         picture = row["messages"][0]["content"][0]["image"]
         said = sorted(pair)  # `a picture of blue and red`
@@ -178,8 +179,50 @@ def test_text_attends_to_what_it_has_read(folder, options):
             on = torch.stack([left, 1 - left])  # (sides, heads, text_len)
             first, second = (pair.index(colour) for colour in said)
             assert on[first, 0, at[0]] > 0.8 and on[second, 0, at[1]] > 0.8  # the word read last
-            assert on[first, 1, at[1]] > 0.6  # and the one before it
+            both.append(on[first, 1, at[1]])  # it and the one before it
             assert on[first, 0, at[0] + 1] > 0.8  # also at `and`, as at the colon of `blue circle: left`
+    assert 0.3 < torch.stack(both).mean() < 0.7
+
+
+@torch.no_grad()
+def test_a_name_of_two_words_finds_what_is_both(folder):
+    """Queries of one word alone, which another thing of this colour or of this shape answers to, too."""
+    model, processor = fresh(folder, cross_attention={"qk_norm": True})
+    for layer in model.model.vision_tower.encoder.layers:
+        for weight in layer.self_attn.out_proj.parameters():
+            weight.zero_()
+    size, rng = model.config.vision_config.image_size, np.random.default_rng(0)
+    names = [(colour, kind) for colour in ("red", "blue") for kind in ("circle", "square")]
+    rows, last = [], []
+    for index in range(300):
+        said = [names[which] for which in rng.permutation(4)[: 1 + index % 3]]
+        columns = rng.permutation(4)[:3]
+        pixels = np.full((size, size, 3), 128.0)
+        for column, (colour, kind) in zip(columns, said):
+            part = pixels[:, column * size // 4 : (column + 1) * size // 4]
+            part[:] = RGB[colour]
+            (part if kind == "square" else part.swapaxes(0, 1))[::2, :, 1] = 255  # green stripes stand for the shape
+        pixels = (pixels + rng.normal(0, 20, pixels.shape)).clip(0, 255).astype(np.uint8)
+        rows.append(caption(Image.fromarray(pixels), " and ".join(" ".join(name) for name in said)))
+        alike = [sum(word in said[-1] for word in other) for other in said[:-1]]
+        last.append(columns[2] if alike == [1, 1] else None)  # one has its colour, and the other one its shape
+    align_connector(model, processor, rows, noise=0.0)
+    found = []
+    for row, column in zip(rows, last):
+        if column is not None:
+            text = processor.apply_chat_template(row["messages"], tokenize=False)
+            picture = row["messages"][0]["content"][0]["image"]
+            inputs = processor(images=[[picture]], text=[text], return_tensors="pt")
+            weights = model(**inputs, output_attentions=True).cross_attentions[0][0]
+            side = int(weights.shape[-1] ** 0.5)
+            on = weights.unflatten(-1, (side, 4, side // 4)).sum((2, 4))[..., column]  # (heads, text_len)
+            said = row["messages"][1]["content"]
+            offsets = processor.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+            end = text.rindex(said) + len(said)
+            found.append(on[:2, next(place for place, (_, stop) in enumerate(offsets) if stop == end)])
+    by_one, by_both = torch.stack(found).T
+    # The tiny decoder, of random weights, holds little of the word before. Queries of one word find no more than half.
+    assert by_both.mean() > by_one.mean() + 0.1 and by_both.mean() > 0.4
 
 
 @torch.no_grad()
@@ -279,7 +322,7 @@ def test_what_cannot_be_aligned(folder):
     """A connector that stays random without a word, or NaN in its weights."""
     rows, _ = halves(32, 4)
     for options, message in (
-        ({"connector_type": "perceiver", "perceiver_config": {"num_hidden_layers": 1}}, "'linear' or 'mlp'.*perceiver"),
+        ({"connector_type": "perceiver", "perceiver_config": {"num_hidden_layers": 1}}, "of .*'mlp_2d'.*perceiver"),
         ({"cross_attention": {"context_size": 20}}, "`context_size` 64, got 20"),
     ):
         model, processor = fresh(folder, **options)
@@ -317,12 +360,14 @@ def test_command(folder, tmp_path, capsys):
     (pictures / "metadata.jsonl").write_text("".join(lines))
     command = ["retrofit", folder / "text", "--vision", folder / "vision"]
     align = ["--align", pictures, "--align-rows", "6"]
-    status, out, err = run(capsys, *command, *align, "--output", tmp_path / "out")
+    status, out, err = run(capsys, *command, "--connector", "mlp_2d", *align, "--output", tmp_path / "out")
     assert status in (0, None), err
     assert "with 3 words of 6 pictures" in out
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     rows = load_rows(pictures)
-    expected, processor = retrofit(folder / "text", folder / "vision"), fresh(folder)[1]
+    assert model.config.connector_type == "mlp_2d"
+    expected = retrofit(folder / "text", folder / "vision", connector_type="mlp_2d")
+    processor = fresh(folder)[1]
     first = expected.model.connector.layers[0]
     nn.Module.load_state_dict(first, model.model.connector.layers[0].state_dict())
     align_connector(expected, processor, rows.split([0, 1, 2, 4, 5, 6])[1])

@@ -1,0 +1,54 @@
+"""A code of places in the picture on image tokens: cosine waves along rows and columns.
+
+A convolutional tower says next to nothing of a token's place, so DETR adds sine waves of two axes to its tokens (Carion
+et al., "End-to-End Object Detection with Transformers", 2020), for queries and keys. A text that asks where something
+is needs the code in the values, too, so here image tokens have it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from ..configuration_xattn import XAttnConfig
+
+
+WAVES = 4  # along each axis: the first has half a period in the picture, so it tells left from right
+SIZE = 0.35  # root mean square of the code; that of image tokens is about 1
+
+
+class GridCode(nn.Module):
+    """Adds the code of its place to each image token `(..., tokens, width)` of a square picture, row by row.
+
+    Channels take turns: axis `channel % 2`, rows first, and wave `k = channel // 2 % 4 + 1`. The code of place p of n
+    is `0.35 * sqrt(2) * cos(pi * k * (p + 1/2) / n)`, as in the discrete cosine transform (DCT-II). A class token in
+    front of the patches gets none.
+    """
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        count, width = tokens.shape[-2:]
+        side = int(count**0.5)  # `math.isqrt` is unknown to `torch.compile`
+        class_token = count - side**2
+        if class_token not in (0, 1):
+            raise ValueError(
+                "Expected the tokens of a square picture, row by row, behind a class token or none, for "
+                f"`connector_type='mlp_2d'`, got {count} tokens. For other towers and sizes use 'mlp'."
+            )
+        channel = torch.arange(width, device=tokens.device)
+        place = torch.arange(side**2, device=tokens.device)
+        along = torch.where(channel % 2 == 0, (place // side)[:, None], (place % side)[:, None])
+        wave = channel // 2 % WAVES + 1
+        code = SIZE * 2**0.5 * torch.cos(math.pi * wave * (along + 0.5) / side)
+        return tokens + nn.functional.pad(code, (0, 0, class_token, 0)).to(tokens.dtype)
+
+
+def check_square(config: XAttnConfig, pixel_values: torch.Tensor) -> None:
+    """Raises a `ValueError` for pixels whose grid of tokens is not square, if image tokens get its code."""
+    height, width = pixel_values.shape[-2:]
+    if config.connector_type == "mlp_2d" and height != width:
+        raise ValueError(
+            f"Expected square pictures (`pixel_values`) for `connector_type='mlp_2d'`, got {height} by {width} pixels. "
+            "Have the image processor crop or resize to a square, or use 'mlp'."
+        )
