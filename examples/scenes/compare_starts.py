@@ -8,7 +8,8 @@ scenes of the training split, in the same order for all starts of a seed:
 - `random`: as `hf-xattn retrofit` without `--align`;
 - `connector`: `align_connector(..., blocks=False)`;
 - `blocks`: `align_connector`;
-- `one rate`: the same, with the whole learning rate for all weights. The others that are aligned have `--started-rate`.
+- `places`: the same with a connector "mlp_2d", which gives image tokens a code of their places;
+- `one rate`: as `blocks`, with the whole learning rate for all weights. What else is aligned has `--started-rate`.
 
 After every `--every` steps the model reads captions of development scenes, and names each next word by the words before
 it and by the picture. FILE gets the shares that are right: of the shapes, of the rows and of the columns; with the
@@ -40,12 +41,14 @@ class Start(NamedTuple):
     connector: bool
     blocks: bool
     slower: bool  # what has started gets `--started-rate`
+    connector_type: str = "mlp"
 
 
 STARTS = {
     "random": Start(False, False, False),
     "connector": Start(True, False, True),
     "blocks": Start(True, True, True),
+    "places": Start(True, True, True, "mlp_2d"),
     "one rate": Start(True, True, False),
 }
 BLOCK = {"qk_norm": True, "initializer_range": 0.05}
@@ -138,7 +141,8 @@ def measure(options: argparse.Namespace, name: str, seed: int) -> dict[int, dict
     start = STARTS[name]
     set_seed(seed)
     train, development = (open_split(split, seed) for split in ("train", "development"))
-    model = retrofit(options.text, options.tower, layers=options.layers, cross_attention=BLOCK, dtype=torch.float32)
+    fields: dict[str, Any] = {"cross_attention": BLOCK, "connector_type": start.connector_type}
+    model = retrofit(options.text, options.tower, layers=options.layers, dtype=torch.float32, **fields)
     processor = XAttnProcessor(AutoImageProcessor.from_pretrained(options.tower), tokenizer_of(options.text))
     if start.connector:
         align_connector(model, processor, Captions(train, options.pictures), blocks=start.blocks, seed=seed)
@@ -172,14 +176,19 @@ def measure(options: argparse.Namespace, name: str, seed: int) -> dict[int, dict
 
 def table(results: dict[str, dict[str, Any]], half: float = 0.5) -> str:
     """The steps until half of the shapes are right, and the last shares, as means over the seeds, as Markdown."""
-    lines = ["| start | seeds | steps to half of the shapes | shape | with another picture |", "|---|---|---|---|---|"]
+    heads = ["start", "seeds", "steps to half of the shapes"]
+    heads += [f"{kind}{other}" for kind in ("shape", "column") for other in ("", " with another picture")]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, by_seed in results.items():
         runs = [{int(step): found for step, found in each.items()} for each in by_seed.values()]
         first = [min((step for step in run if run[step]["shape"]["right"] >= half), default=None) for run in runs]
-        last = [run[max(run)]["shape"] for run in runs]
-        means = [sum(each[column] for each in last) / len(last) for column in ("right", "with another picture")]
+        means = [
+            sum(run[max(run)][kind][share] for run in runs) / len(runs)
+            for kind in ("shape", "column")
+            for share in ("right", "with another picture")
+        ]
         told = ", ".join("not reached" if step is None else str(step) for step in first)
-        lines.append(f"| {name} | {len(runs)} | {told} | {means[0]:.0%} | {means[1]:.0%} |")
+        lines.append(f"| {name} | {len(runs)} | {told} | {' | '.join(f'{mean:.0%}' for mean in means)} |")
     return "\n".join(lines)
 
 

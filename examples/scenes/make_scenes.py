@@ -7,8 +7,8 @@ tar files in WebDataset's form: for each question KEY.jpg and KEY.json. Split, s
 its questions: other --rows or --shards give the same ones, more or fewer of them.
 
 With --chats the questions about a picture are one row, a chat. With --captions OUTPUT gets the same pictures with one
-caption each, `file_name` and `text`, in place of questions. It names what is drawn, for training and for
-`hf-xattn retrofit --align OUTPUT`.
+caption each, `file_name` and `text`, in place of questions. With --statements the text says what can be asked of the
+picture, in the words of answers. Both are for training and for `hf-xattn retrofit --align OUTPUT`.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from drawing import SIDES, Asked, Drawn
 from phrasings import KINDS, TEXT
 from scenes import draw_scene
 from splits import Split, open_split
+from statements import answered, statements_of
 from text_only import ask_without_picture
 
 
@@ -43,8 +44,8 @@ QUESTIONS = 4
 TEXT_SHARE = 0.1  # of the rows
 QUALITY = 90  # of JPEG
 PART = 100  # pictures that a process draws at a time, for a folder
-CAPTIONS, CHATS = 4000, 5000
-QUESTION_ROWS, CHAT_ROWS, CAPTION_ROWS = FORMS = ("questions", "chats", "captions")
+QUESTION_ROWS, CHAT_ROWS, CAPTION_ROWS, STATEMENT_ROWS = FORMS = ("questions", "chats", "captions", "statements")
+ROWS = {CHAT_ROWS: 5000, CAPTION_ROWS: 4000, STATEMENT_ROWS: 4000}  # by default
 
 
 class Part(NamedTuple):
@@ -85,7 +86,7 @@ def _draw(split: Split, index: int) -> tuple[Drawn, random.Random]:
 
 def texts_after(index: int, form: str = QUESTION_ROWS) -> int:
     """Number of rows without a picture that follow a picture."""
-    if form == CAPTION_ROWS:
+    if form in (CAPTION_ROWS, STATEMENT_ROWS):
         return 0
     each = TEXT_SHARE / (1 - TEXT_SHARE) * (QUESTIONS if form == QUESTION_ROWS else 1)
     return int((index + 1) * each) - int(index * each)
@@ -96,7 +97,7 @@ def rows_of(split: Split, index: int, form: str = QUESTION_ROWS) -> tuple[bytes,
 
     A row has `question`, `answer` and `kind`, and `file_name` if it is about the picture: then the answer first says
     what it is about, see [`found`]. A chat has `file_name` and `texts`, all questions with their answers; a caption has
-    `file_name` and `text`.
+    `file_name` and `text`, and so have statements.
     """
     drawn, rng = _draw(split, index)
     file = io.BytesIO()
@@ -104,6 +105,8 @@ def rows_of(split: Split, index: int, form: str = QUESTION_ROWS) -> tuple[bytes,
     name = {"file_name": f"{index:06}.jpg"}
     if form == CAPTION_ROWS:
         return file.getvalue(), [{**name, "text": caption_of(drawn)}]
+    if form == STATEMENT_ROWS:
+        return file.getvalue(), [{**name, "text": statements_of(drawn, rng)}]
     asked: list[dict[str, Any]] = [_in_words(split, each, rng) for each in drawn.asked]
     texts = [_in_words(split, ask_without_picture(rng), rng) for _ in range(texts_after(index, form))]
     if form == CHAT_ROWS:
@@ -118,8 +121,7 @@ def _in_words(split: Split, asked: Asked, rng: random.Random) -> dict[str, str]:
     question = rng.choice(split.phrasings[asked.kind]).format(**asked.words)
     if asked.kind not in KINDS:
         return {"question": question, "answer": asked.answer, "kind": TEXT}
-    about = " from ".join(asked.words.values())
-    return {"question": question, "answer": f"{about}: {asked.answer}", "kind": asked.kind}
+    return {"question": question, "answer": answered(asked), "kind": asked.kind}
 
 
 def found(answer: str) -> str:
@@ -239,8 +241,14 @@ def main(arguments: list[str] | None = None) -> None:
         "--rows", type=int, help="default: 20000 to train, 2000 for development; not for the sealed test"
     )
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--chats", action="store_true", help=f"a chat for each picture (default of --rows: {CHATS})")
-    forms.add_argument("--captions", action="store_true", help=f"captions for questions (rows by default: {CAPTIONS})")
+    for form, what in {
+        CHAT_ROWS: "a chat for each picture",
+        CAPTION_ROWS: "a caption for each picture",
+        STATEMENT_ROWS: "what can be asked of each picture, as statements",
+    }.items():
+        about = f"{what} (default of --rows: {ROWS[form]})"
+        forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=about)
+    parser.set_defaults(form=QUESTION_ROWS)
     parser.add_argument("--seed", type=int, help="default: 0; not for the sealed test")
     parser.add_argument("--shards", type=int, help="write so many tar files")
     parser.add_argument("--processes", type=int, default=2)
@@ -251,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"expected --{name} to be at least 1, got {value}")
     if options.split == "sealed" and (options.rows, options.seed) != (None, None):
         parser.error("expected no --rows and no --seed with --split sealed: its list has them")
-    form = CHAT_ROWS if options.chats else CAPTION_ROWS if options.captions else QUESTION_ROWS
+    form = options.form
     if form != QUESTION_ROWS and options.split != "train":
         parser.error(f"expected --{form} with --split train, whose pictures may be learned from, got {options.split}")
     if options.output.exists():
@@ -259,7 +267,7 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.perf_counter()
     try:
         split = open_split(options.split, options.seed or 0, options.open_sealed)
-        rows = options.rows or {CHAT_ROWS: CHATS, CAPTION_ROWS: CAPTIONS}.get(form, split.rows)
+        rows = options.rows or ROWS.get(form, split.rows)
         made = make(split, options.output, rows, options.shards, options.processes, form)
     except ValueError as error:
         parser.error(str(error))

@@ -23,7 +23,7 @@ from make_scenes import QUESTIONS, draw, found, rows_of
 from own_sealed_list import put_list
 from patch_labels import CHARACTERS, HEADS, PATCHES, VOCABULARY, label_patches
 from PIL import Image, ImageDraw
-from scenes import COLOURS, OUTLINES
+from scenes import COLOURS, NUMBERS, OUTLINES
 from sealed_list import placeholders, plain
 from splits import open_split
 from tiny_checkpoints import make_text_checkpoint
@@ -234,6 +234,66 @@ def test_captions(tmp_path, capsys):
             elif each.kind == "find":
                 assert each.words["word"] in parts[LINES.index(each.answer)].split()
     assert "--captions with --split train" in stopped(capsys, tmp_path / "out", "--captions", "--split=development")
+
+
+def test_statements(tmp_path, capsys):
+    """Statements that are wrong of the picture, that say a thing twice or in other words than answers, or leave out."""
+    make_scenes.main([str(tmp_path / "said"), "--statements", "--rows=160", "--processes=1"])
+    assert "160 rows about 160 pictures" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "said" / "metadata.jsonl").read_text().splitlines()]
+    split, order = open_split("train", 0), []
+    for index, line in enumerate(lines):
+        assert set(line) == {"file_name", "text"} and line["file_name"] == f"{index:06}.jpg"
+        parts = line["text"].split("; ")
+        said = dict(part.split(": ") for part in parts)
+        assert len(said) == len(parts)
+        _, rows = rows_of(split, index)
+        answers = [row["answer"] for row in rows if "file_name" in row]
+        assert set(answers) <= {*parts}
+        order.append(parts.index(answers[0]) / len(parts))
+        drawn = draw(split, index)
+        if drawn.things:
+            _check_scene(drawn.things, said)
+        elif drawn.bars:
+            values = {bar.label: str(bar.level * drawn.step) for bar in drawn.bars}
+            assert {head: tail for head, tail in said.items() if head not in ("highest", "lowest")} == values
+        else:
+            words = [word.text for word in drawn.words]
+            assert len(said) == (len(words) if drawn.asked[0].kind == "find" else len(words) // 2)
+            assert all(word in line["text"] or word.rstrip(":").lower() in said for word in words)
+    assert min(order) < 0.1 and max(order) > 0.9  # in any order
+    assert "--statements with --split train" in stopped(capsys, tmp_path / "out", "--statements", "--split=development")
+
+
+def _check_scene(things, said):
+    """Compares statements with the places and looks of objects."""
+    named = {f"{thing.colour} {thing.shape}": thing for thing in things}  # those that are said are there once
+    related = set()
+    for head, tail in said.items():
+        if head in ("largest", "smallest"):
+            assert named[tail].radius == (max if head == "largest" else min)(thing.radius for thing in things)
+        elif " from " in head:
+            one, other = (named[name] for name in head.split(" from "))
+            along = {
+                "left": other.x - one.x,
+                "right": one.x - other.x,
+                "above": other.y - one.y,
+                "below": one.y - other.y,
+            }
+            assert along[tail] == max(along.values())
+            pair = frozenset(head.split(" from "))
+            assert pair not in related
+            related.add(pair)
+        elif tail in NUMBERS:
+            group = head.removesuffix(" objects")
+            count = sum(group in (thing.colour, f"{thing.shape}s", f"{thing.shape}es") for thing in things)
+            assert NUMBERS.index(tail) == count
+        else:
+            assert [f"{thing.colour} {thing.shape}" for thing in things].count(head) == 1
+            row, column = (tail.split() * 2)[:2]  # `middle` is both
+            assert ("top", "middle", "bottom")[int(3 * named[head].y)] == row
+            assert ("left", "middle", "right")[int(3 * named[head].x)] == column
+    assert 1 <= len(related) <= 3
 
 
 def test_chats(tmp_path, capsys):
