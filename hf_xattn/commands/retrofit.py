@@ -38,7 +38,7 @@ def register_retrofit(commands: argparse._SubParsersAction) -> None:
         metavar="I,J,...",
         help="put blocks in front of these layers instead, counted from 0 (3,3 puts two in front of layer 3)",
     )
-    parser.add_argument("--connector", choices=("linear", "mlp", "mlp_2d"), default="mlp", help=CONNECTOR)
+    parser.add_argument("--connector", choices=("linear", "mlp", "mlp_2d"), help=CONNECTOR)
     align = (
         "start the connector and the blocks by the words of these captions or answers: a source as for "
         "`hf-xattn train --data`"
@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> None:
         arguments.vision,
         cross_attention_layers=arguments.layers,
         every=arguments.every,
-        connector_type=arguments.connector,
+        connector_type=arguments.connector or "mlp",
         dtype=arguments.dtype,
         gguf_file=arguments.gguf_file,
         **hub,
@@ -110,7 +110,11 @@ def _run(arguments: argparse.Namespace) -> None:
 def _rows_to_align(arguments: argparse.Namespace) -> Any:
     """The rows of `--align`, opened before weights are read; None without it."""
     check_least(arguments, 1, "align_rows")
-    for option, missing in (("--align-rows", arguments.align), ("--align", arguments.vision)):
+    for option, missing in (
+        ("--align-rows", arguments.align),
+        ("--align", arguments.vision),
+        ("--connector", arguments.vision),
+    ):
         if missing is None and getattr(arguments, option[2:].replace("-", "_")) is not None:
             needed = "--align SOURCE" if option == "--align-rows" else "--vision V, whose features it reads"
             raise ValueError(f"`{option}` needs `{needed}`, got none.")

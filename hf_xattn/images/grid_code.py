@@ -44,11 +44,13 @@ class GridCode(nn.Module):
         return tokens + nn.functional.pad(code, (0, 0, class_token, 0)).to(tokens.dtype)
 
 
-def check_square(config: XAttnConfig, pixel_values: torch.Tensor) -> None:
-    """Raises a `ValueError` for pixels whose grid of tokens is not square, if image tokens get its code."""
-    height, width = pixel_values.shape[-2:]
+def check_square(config: XAttnConfig, pictures: torch.Tensor) -> None:
+    """Raises a `ValueError` for pixels or a map of features `(..., height, width)` whose grid of tokens is not square,
+    if image tokens get its code.
+    """
+    height, width = pictures.shape[-2:]
     if config.connector_type == "mlp_2d" and height != width:
         raise ValueError(
-            f"Expected square pictures (`pixel_values`) for `connector_type='mlp_2d'`, got {height} by {width} pixels. "
+            f"Expected square pictures for `connector_type='mlp_2d'`, got a height of {height} and a width of {width}. "
             "Have the image processor crop or resize to a square, or use 'mlp'."
         )

@@ -119,6 +119,8 @@ class ImageEncoder:
     ) -> torch.Tensor:
         """The tower's own output to `(R, num_images, tokens an image, context_size)`."""
         assert self.connector is not None
+        if features.dim() == 4 and not tiled:  # of a convolutional tower: (batch, channels, height, width)
+            check_square(self.config, features)
         drop_first = self.config.vision_feature_select_strategy == "default"
         return connect(self.connector, features, images, tiled, drop_first, positions, real_tiles)
 

@@ -381,5 +381,7 @@ def test_command(folder, tmp_path, capsys):
     ):
         status, _, err = run(capsys, *command, *options, "--output", tmp_path / "other")
         assert status and message in err
+    status, _, err = run(capsys, *command[:2], "--connector", "mlp_2d", "--output", tmp_path / "other")
+    assert status and "`--connector` needs `--vision V" in err
     status, _, err = run(capsys, *command[:2], *align, "--output", tmp_path / "other")
     assert status and "`--align` needs `--vision V" in err
