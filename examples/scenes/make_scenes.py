@@ -45,7 +45,7 @@ TEXT_SHARE = 0.1  # of the rows
 QUALITY = 90  # of JPEG
 PART = 100  # pictures that a process draws at a time, for a folder
 QUESTION_ROWS, CHAT_ROWS, CAPTION_ROWS, STATEMENT_ROWS = FORMS = ("questions", "chats", "captions", "statements")
-ROWS = {CHAT_ROWS: 5000, CAPTION_ROWS: 4000, STATEMENT_ROWS: 4000}  # by default
+DEFAULT_ROWS = {CHAT_ROWS: 5000, CAPTION_ROWS: 4000, STATEMENT_ROWS: 4000}
 
 
 class Part(NamedTuple):
@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
         CAPTION_ROWS: "a caption for each picture",
         STATEMENT_ROWS: "what can be asked of each picture, as statements",
     }.items():
-        about = f"{what} (default of --rows: {ROWS[form]})"
+        about = f"{what} (default of --rows: {DEFAULT_ROWS[form]})"
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=about)
     parser.set_defaults(form=QUESTION_ROWS)
     parser.add_argument("--seed", type=int, help="default: 0; not for the sealed test")
@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.perf_counter()
     try:
         split = open_split(options.split, options.seed or 0, options.open_sealed)
-        rows = options.rows or ROWS.get(form, split.rows)
+        rows = options.rows or DEFAULT_ROWS.get(form, split.rows)
         made = make(split, options.output, rows, options.shards, options.processes, form)
     except ValueError as error:
         parser.error(str(error))

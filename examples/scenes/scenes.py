@@ -81,6 +81,11 @@ def name_of(thing: Thing) -> str:
     return f"{thing.colour} {thing.shape}"
 
 
+def place_of(row: int, column: int) -> str:
+    """The name of one of nine parts of a picture."""
+    return f"{ROWS[row]} {COLUMNS[column]}" if (row, column) != (1, 1) else "middle"
+
+
 def plural(shape: str) -> str:
     return f"{shape}es" if shape == "cross" else f"{shape}s"
 
@@ -97,12 +102,11 @@ def draw_scene(rng: random.Random, side: int) -> Drawn:
         found = _try_scene(rng, most, count, group, direction, (row, column))
     things, special, located, pair = found
     counted = f"{group} objects" if group in COLOURS else plural(group)
-    place = f"{ROWS[row]} {COLUMNS[column]}" if (row, column) != (1, 1) else "middle"
     asked = [
         Asked("count", {"group": counted}, NUMBERS[count]),
         Asked("compare", {"most": most}, name_of(special)),
         Asked("relate", {"one": name_of(pair[0]), "other": name_of(pair[1])}, direction),
-        Asked("locate", {"one": name_of(located)}, place),
+        Asked("locate", {"one": name_of(located)}, place_of(row, column)),
     ]
     return Drawn(_paint(rng, things, side), asked, things=things)
 

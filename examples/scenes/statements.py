@@ -6,7 +6,7 @@ from itertools import groupby, permutations
 
 from documents import LINES
 from drawing import Asked, Drawn, Thing
-from scenes import COLUMNS, DIRECTIONS, NUMBERS, ROWS, THIRD_MARGIN, lies, name_of, plural
+from scenes import DIRECTIONS, NUMBERS, THIRD_MARGIN, lies, name_of, place_of, plural
 
 
 COUNTS, RELATIONS = 4, 2  # of a scene; what is asked about it comes on top
@@ -33,7 +33,8 @@ def answered(asked: Asked) -> str:
 def _of_scene(things: list[Thing], asked: list[Asked], rng: random.Random) -> list[str]:
     seen = Counter(map(name_of, things))
     unique = [thing for thing in things if seen[name_of(thing)] == 1]
-    located = [f"{name_of(thing)}: {_place(thing)}" for thing in unique if _is_sure(thing.x) and _is_sure(thing.y)]
+    sure = [thing for thing in unique if _is_sure(thing.x) and _is_sure(thing.y)]
+    located = [f"{name_of(thing)}: {place_of(int(3 * thing.y), int(3 * thing.x))}" for thing in sure]
     colours, shapes = Counter(thing.colour for thing in things), Counter(plural(thing.shape) for thing in things)
     counted = {**{f"{colour} objects": count for colour, count in colours.items()}, **shapes}
     numbers = [f"{group}: {NUMBERS[count]}" for group, count in counted.items() if count < len(NUMBERS)]
@@ -51,11 +52,6 @@ def _of_scene(things: list[Thing], asked: list[Asked], rng: random.Random) -> li
 
 def _is_sure(share: float) -> bool:
     return all(abs(share - edge) >= UNSURE for edge in (1 / 3, 2 / 3))
-
-
-def _place(thing: Thing) -> str:
-    row, column = int(3 * thing.y), int(3 * thing.x)
-    return "middle" if (row, column) == (1, 1) else f"{ROWS[row]} {COLUMNS[column]}"
 
 
 def _of_page(drawn: Drawn) -> list[str]:

@@ -14,7 +14,6 @@ any number of pictures.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -311,7 +310,9 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     read = []
     for features in found:
         features = to_dtype_of(connector.layers[0], features)
-        for layer in itertools.takewhile(lambda layer: layer is not _solved(body), connector.layers):
+        for layer in connector.layers:
+            if layer is _solved(body):
+                break
             features = layer(features)
         if not bool(torch.isfinite(features).all()):
             raise ValueError("Expected finite features of the vision tower, got NaN or infinite values.")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..configuration_xattn import CrossAttentionConfig
 from ..data.rows import read_row, text_of
 from ..layers.block import GatedCrossAttentionBlock
 from ..utils.architectures import text_num_hidden_layers
@@ -27,7 +28,7 @@ VALUES = 4.0  # size of a word in values: the larger it is, the sooner the outpu
 MOST_TEXTS = 512  # rows that are read, evenly spaced
 # What a head looks for, by turns: the sum of words, counted back from the one that was read last.
 SOUGHT = ((0,), (0, 1), (2, 3))
-LAST_WORDS = 4
+LAST_WORDS = 1 + max(map(max, SOUGHT))
 SMALLEST = 0.03  # variance of a direction, as a share of the largest: smaller ones are not made as large as the others
 TEXTS_AT_ONCE = 16
 MOST_TOKENS = 512  # of a text
@@ -63,19 +64,20 @@ def start_blocks(
     """
     depth = text_num_hidden_layers(body.config.text_config)
     blocks = [pair for pair in zip(body.blocks, body.config.cross_attention_layers) if pair[1] < depth]
-    keys = {block: _telling_apart(states, shares, block.config.head_dim) for block, _ in blocks}
+    config = body.config.cross_attention_config
+    keys, values = _telling_apart(states, shares, config.head_dim), _components(config, states)
     sums = {block: RidgeSums(block.attn.q_proj.bias is not None) for block, _ in blocks}
     targets = torch.cat([states, states.new_zeros(1, states.shape[1])])  # the last one is of `NO_WORD`
     for ids, places, read in _texts(processor, rows, words):
         sought = torch.stack([targets[read[:, list(which)]].sum(1) for which in SOUGHT], dim=1)
+        wanted = (sought @ keys.T).flatten(1)  # (places of texts, what heads look for * D)
         hidden = states_in_front(body.text_model, [layer for _, layer in blocks], ids)
         for block, layer in blocks:
-            wanted = sought @ keys[block].T  # (places of texts, what heads look for, D)
             behind = torch.cat([text[place] for text, place in zip(hidden[layer], places)])
-            sums[block].add(block.attn_norm(behind).float(), wanted.flatten(1).to(behind.device))
+            sums[block].add(block.attn_norm(behind).float(), wanted.to(behind.device))
     for block, _ in blocks:
         if sums[block].count:
-            _write(block, keys[block], _components(block, states), sums[block].solve())
+            _write(block, keys, values, sums[block].solve())
 
 
 def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> torch.Tensor:
@@ -91,9 +93,8 @@ def _telling_apart(states: torch.Tensor, shares: torch.Tensor, width: int) -> to
     return first / ((states @ first.T).square().mean(-1) @ weights.float()).sqrt()
 
 
-def _components(block: GatedCrossAttentionBlock, states: torch.Tensor) -> torch.Tensor:
+def _components(config: CrossAttentionConfig, states: torch.Tensor) -> torch.Tensor:
     """The first components, as many as the key/value heads have room for; in a head's width words have size 1."""
-    config = block.config
     components = torch.linalg.eigh(states.double().T @ states.double()).eigenvectors.T.flip(0).float()
     first = components[torch.arange(config.num_key_value_heads * config.head_dim) % len(components)]
     return first / (states @ first[: config.head_dim].T).square().mean().sqrt()

@@ -185,6 +185,19 @@ def test_text_attends_to_what_it_has_read(folder, options):
 
 
 @torch.no_grad()
+def test_keys_tell_words_apart(folder):
+    """Words whose states are near each other, and whose keys are, too."""
+    model, processor = fresh(folder)
+    rows, _ = halves(32, 36)
+    align_connector(model, processor, rows, noise=0.0)
+    prompt = processor.apply_chat_template(rows[0]["messages"][:1], tokenize=False, add_generation_prompt=True)
+    states = told_apart(word_states(model.model.text_model, processor.tokenizer, 2, COLOURS, [prompt]))
+    keys = states @ model.blocks[0].attn.k_proj.weight[: model.blocks[0].config.head_dim].T
+    of_states, of_keys = (torch.linalg.svdvals(each)[:3] for each in (states, keys))  # four words, without their mean
+    assert of_states[2] / of_states[0] < 0.9 < of_keys[2] / of_keys[0]
+
+
+@torch.no_grad()
 def test_a_name_of_two_words_finds_what_is_both(folder):
     """Queries of one word alone, which another thing of this colour or of this shape answers to, too."""
     model, processor = fresh(folder, cross_attention={"qk_norm": True})
