@@ -8,8 +8,9 @@ a picture have its words, each counted once, without what the pictures have in c
 word more often than with the others is then a sign of that word; what every caption says falls out. Such a regression
 already tells the patches of a picture apart, so the next one gives each word to the patches that are most like it, and
 the rest to none, a few times over: expectation and maximisation, as in Brown et al., "The Mathematics of Statistical
-Machine Translation", 1993 (model 1). Words become states at the end. The sums of a regression take the same memory for
-any number of pictures.
+Machine Translation", 1993 (model 1). A regression finds little of a rare word, even in its own patches, as nothing is
+the safe guess. So each word is made as large as its patches have it. Words become states at the end. The sums of a
+regression take the same memory for any number of pictures.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from .word_states import WORD, told_apart, word_states
 SOLVED = ("linear", "mlp", "mlp_2d")  # connectors whose last layer is one of weights alone
 PASSES = 3  # in which words are given to patches
 SHARPER = 2.0  # power of a patch's share of a word
+MOST_LARGER = 10.0  # times that a word is made larger at most: what is wrong in it grows too
 MOST_WORDS = 4096  # the most frequent ones have a state
 PROMPTS = 4  # different beginnings of answers, of which a word's state is the mean
 WORDS_AT_ONCE = 64
@@ -103,12 +105,12 @@ def align_connector(
         if blocks:
             check_fresh(body)
         states = _states(body, processor, texts)
-        found = None
+        regression = None
         for _ in range(1 + PASSES):
-            regression = _Pass(_solved(body).bias is not None, texts, found)
+            regression = _Pass(_solved(body).bias is not None, texts, regression)
             for features, words in _pictures(body, processor, rows, batch_size):
-                regression.add(features, words, states)
-            found = regression.sums.solve()
+                regression.add(features, words)
+        assert regression is not None
         explained = _write(body, regression, states, noise, seed)
         if blocks:
             shares = torch.tensor([texts.shares[word] for word in texts.words])
@@ -122,19 +124,20 @@ class _Pass:
     Args:
         bias (`bool`): whether the layer has one.
         texts (`_Texts`): their words are the outputs.
-        found (`torch.Tensor`, *optional*): what the pass before has found, `(inputs, words)`. With it, each word of a
-            picture is given to the image tokens that are most like it; without it, to all of the picture.
+        before (`_Pass`, *optional*): the pass before. With it, each word of a picture is given to the image tokens that
+            are most like it; without it, to all of the picture.
     """
 
-    def __init__(self, bias: bool, texts: _Texts, found: torch.Tensor | None):
-        self.sums = RidgeSums(bias)
+    def __init__(self, bias: bool, texts: _Texts, before: _Pass | None):
+        self.sums: RidgeSums = RidgeSums(bias, None if before is None else before.sums)
         self.squares = 0.0  # of what tokens are given
-        self._energy, self._weight = 0.0, 0.0
+        self._given = torch.zeros(len(texts.words), dtype=torch.float64)  # of each word, to all tokens
+        self._squares: Any = 0.0  # (inputs, inputs), of tokens as often as they are given words
         self._places = {word: place for place, word in enumerate(texts.words)}
         self._shares = torch.tensor([texts.shares[word] for word in texts.words])
-        self._found = None if found is None else found.float()
+        self._found = None if before is None else before.sums.solve().float()
 
-    def add(self, features: torch.Tensor, words: set[str], states: torch.Tensor) -> None:
+    def add(self, features: torch.Tensor, words: set[str]) -> None:
         """Adds the image tokens `(tokens, inputs)` of a picture, and the words of its text."""
         own = torch.tensor([self._places[word] for word in words if word in self._places], dtype=torch.long)
         if self._found is None:
@@ -142,27 +145,30 @@ class _Pass:
             target[own] += 1
             self.sums.add(features, target.to(features.device))
             return
-        like = (with_one(features) if self.sums.bias else features) @ self._found[:, own.to(features.device)]
+        inputs = with_one(features) if self.sums.bias else features
+        like = inputs @ self._found[:, own.to(features.device)]
         given = (like / like.amax(0).clamp(min=1e-9)).clamp(0, 1) ** SHARPER
         self.sums.add_some(features, given, own, len(self._places))
-        given = given.cpu()
+        self._squares = self._squares + ((inputs * given.sum(1, keepdim=True)).T @ inputs).double()
         self.squares += float(given.square().sum())
-        self._energy += float(given.sum(1) @ (given @ states[own]).square().mean(-1))
-        self._weight += float(given.sum())
-
-    def size(self) -> float:
-        """The root mean square of the states that tokens are given, weighted by how much they are given."""
-        return (self._energy / self._weight) ** 0.5 if self._weight else 0.0
+        self._given[own] += given.sum(0).double().cpu()
 
     def to_states(self, states: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The weights `(inputs, hidden_size)` of tokens whose mean is zero, and the share of the words explained."""
+        """The weights `(inputs, hidden_size)` of tokens whose mean is zero, and the share of the words explained.
+
+        Tokens that are given words have a mean square of 1, each counted as often as it is given some.
+        """
         solved = self.sums.solve()
-        given = (solved * (self.sums.squares @ solved)).sum()
-        explained = float((2 * (solved * self.sums.products).sum() - given) / max(self.squares, 1e-9))
-        weights = solved @ states.double().to(solved.device)
+        squares = (solved * (self.sums.squares @ solved)).sum()
+        found = (solved * self.sums.products).sum(0)  # of each word, in the tokens that it is given to
+        explained = float((2 * found.sum() - squares) / max(self.squares, 1e-9))
+        given = self._given.to(solved.device)
+        larger = (given / found.clamp(min=1e-9)).clamp(max=MOST_LARGER)
+        weights = (solved * larger) @ states.double().to(solved.device)
         if self.sums.bias:  # the last input is the constant one
             weights[-1] -= self.sums.squares[-1] @ weights / self.sums.count
-        return weights, explained
+        size = (weights * (self._squares @ weights)).sum() / (given.sum() * weights.shape[1])
+        return weights / size.sqrt(), explained
 
 
 def _check(body: Any, processor: Any, rows: Any, noise: Any, batch_size: Any, seed: Any) -> None:
@@ -330,15 +336,14 @@ def _write(body: Any, regression: _Pass, states: torch.Tensor, noise: float, see
     last = _solved(body)
     solved, explained = regression.to_states(states)
     size = body.blocks[0].attn_norm.weight.double().square().mean().sqrt().to(solved.device)
-    scale = size / regression.size() if regression.size() else size.new_tensor(torch.inf)
-    if not (bool(torch.isfinite(scale)) and bool(torch.isfinite(solved).all())):
+    if not bool(torch.isfinite(solved).all()):
         raise ValueError("Expected `rows` with pictures that differ as their words do, got no such difference.")
     inputs, sums = last.in_features, regression.sums
     length = (sums.squares.diagonal()[:inputs].sum() / sums.count).sqrt()
     random = torch.randn(last.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    last.weight.copy_((solved[:inputs] * scale).T + random.to(solved.device) * noise * size / length)
+    last.weight.copy_((solved[:inputs] * size).T + random.to(solved.device) * noise * size / length)
     if last.bias is not None:
-        last.bias.copy_(solved[inputs] * scale)
+        last.bias.copy_(solved[inputs] * size)
     return explained
 
 

@@ -11,13 +11,19 @@ PENALTY = 1.0
 
 
 class RidgeSums:
-    """The sums of a regression `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`."""
+    """The sums of a regression `min |features @ weight.T + bias - targets|² + PENALTY (|weight|² + |bias|²)`.
 
-    def __init__(self, bias: bool = True):
+    Args:
+        bias (`bool`): whether there is one.
+        before (`RidgeSums`, *optional*): of the same features with other targets: what is of features alone is theirs.
+    """
+
+    def __init__(self, bias: bool = True, before: RidgeSums | None = None):
         self.bias = bias
-        self.count = 0
-        self.squares: Any = 0.0  # (inputs, inputs), float64
-        self.products: Any = 0.0  # (inputs, outputs)
+        self.products: Any = 0.0  # (inputs, outputs), float64
+        self._adds_features = before is None
+        self.count: int = 0 if before is None else before.count
+        self.squares: Any = 0.0 if before is None else before.squares  # (inputs, inputs)
 
     def add(self, features: torch.Tensor, targets: torch.Tensor) -> None:
         """`(count, inputs)` and `(count, outputs)`; or `(tokens, inputs)` and the one target of all, `(outputs,)`."""
@@ -34,8 +40,9 @@ class RidgeSums:
 
     def _inputs(self, features: torch.Tensor) -> torch.Tensor:
         inputs = with_one(features).double() if self.bias else features.double()
-        self.count += len(inputs)
-        self.squares = self.squares + inputs.T @ inputs
+        if self._adds_features:
+            self.count += len(inputs)
+            self.squares = self.squares + inputs.T @ inputs
         return inputs
 
     def solve(self) -> torch.Tensor:

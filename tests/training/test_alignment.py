@@ -123,6 +123,35 @@ def test_a_word_is_given_to_the_patch_it_is_about(folder):
 
 
 @torch.no_grad()
+def test_rare_words_are_as_large_as_frequent_ones(folder):
+    """Image tokens that hold next to nothing of a word that few pictures have."""
+    model, processor = fresh(folder)
+    for layer in model.model.vision_tower.encoder.layers:
+        for weight in layer.self_attn.out_proj.parameters():
+            weight.zero_()
+    vision = model.config.vision_config
+    patch, size = vision.patch_size, vision.image_size
+    rng, rows, places, said = np.random.default_rng(0), [], [], []
+    for index in range(240):
+        pixels = np.full((size, size, 3), 200.0)
+        row, column = rng.integers(size // patch, size=2)
+        colour = 3 if index % 40 == 0 else index % 3
+        pixels[row * patch : (row + 1) * patch, column * patch : (column + 1) * patch] = RGB[COLOURS[colour]]
+        pixels = (pixels + rng.normal(0, 60, pixels.shape)).clip(0, 255).astype(np.uint8)
+        rows.append(caption(Image.fromarray(pixels), f"a picture of {COLOURS[colour]}"))
+        places.append(row * (size // patch) + column)
+        said.append(colour)
+    align_connector(model, processor, rows, noise=0.0)
+    images = processor(images=[[row["messages"][0]["content"][0]["image"]] for row in rows])["pixel_values"]
+    tokens = model.get_image_features(images).pooler_output[:, 0]
+    sizes = tokens[torch.arange(len(rows)), torch.tensor(places)].square().mean(-1).sqrt()
+    rare = torch.tensor(said) == 3
+    assert rare.sum() == 6
+
+    assert 0.5 < sizes[rare].mean() / sizes[~rare].mean() < 1.5
+
+
+@torch.no_grad()
 def test_the_same_rows_give_the_same_weights(folder):
     """Weights that depend on the batch, or on what was random before; noise that is not there."""
     rows, _ = halves(32, 12)
