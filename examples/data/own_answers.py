@@ -1,0 +1,55 @@
+"""Lets a text model answer the questions of rows without a picture, for `hf-xattn train --distill-text`.
+
+python examples/data/own_answers.py MODEL --data SOURCE... --output FILE.jsonl [--max-new-tokens 32]
+
+With `--distill-text` a model learns how likely its text model finds each next token of an answer. In the words of
+somebody else it learns that for a beginning that the text model would never have written, and nothing of how its own
+answers go on. MODEL is a folder of `hf-xattn retrofit` or `train`: without a picture it answers as its text model. Each
+question is answered once; an answer is cut after `--max-new-tokens`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hf_xattn import load_rows
+from hf_xattn.evaluation.evaluation import Asker
+from hf_xattn.evaluation.questions import Question, questions_of
+
+
+def answered(model: Any, processor: Any, questions: list[Question], batch_size: int, tokens: int) -> list[Any]:
+    """A row `{"messages": [...]}` for each different question: its chat, and the greedy answer without a picture."""
+    different = list({json.dumps(each.messages): each for each in questions}.values())
+    said = Asker(model.eval(), processor, batch_size, tokens)("answers", different)
+    return [
+        {"messages": [*each.messages, {"role": "assistant", "content": answer}]}
+        for each, answer in zip(different, said)
+        if answer
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder of `hf-xattn retrofit` or `train`, or a Hub id")
+    parser.add_argument("--data", nargs="+", required=True, help="rows, as for `hf-xattn train --data`")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a new file, .jsonl")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=16)
+    options = parser.parse_args(arguments)
+    if options.output.exists() or options.output.suffix != ".jsonl":
+        parser.error(f"expected --output to be a new file whose name ends with .jsonl, got {options.output}")
+    questions = [each for each in questions_of(load_rows(options.data)) if not each.pictures]
+    if not questions:
+        parser.error(f"expected rows without a picture in {options.data}, got none")
+    model = AutoModelForImageTextToText.from_pretrained(options.model)
+    processor = AutoProcessor.from_pretrained(options.model)
+    rows = answered(model, processor, questions, options.batch_size, options.max_new_tokens)
+    options.output.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    print(f"{len(rows)} of {len(questions)} questions answered: {options.output}")
+
+
+if __name__ == "__main__":
+    main()
