@@ -95,29 +95,35 @@ def test_patches_are_near_the_words_for_them(folder, connector_type):
     assert (nearest == halved).float().mean() > 0.9  # by chance 0.25; a picture's words alone would give 0.5
 
 
-@torch.no_grad()
-def test_a_word_is_given_to_the_patch_it_is_about(folder):
-    """Patches around a thing that are near its words, because they are in the same pictures."""
+def tokens_of_spots(folder, colours, noise):
+    """Aligns a model with pictures of one coloured patch each. Returns their image tokens, and which has the colour."""
     model, processor = fresh(folder)
-    for layer in model.model.vision_tower.encoder.layers:
+    for layer in model.model.vision_tower.encoder.layers:  # a random tower would mix what the patches show
         for weight in layer.self_attn.out_proj.parameters():
             weight.zero_()
     vision = model.config.vision_config
     patch, size = vision.patch_size, vision.image_size
     rng, rows, places = np.random.default_rng(0), [], []
-    for index in range(80):
+    for colour in colours:
         pixels = np.full((size, size, 3), 200.0)
         row, column = rng.integers(size // patch, size=2)
-        square = slice(row * patch, (row + 1) * patch), slice(column * patch, (column + 1) * patch)
-        pixels[square] = RGB[COLOURS[index % 4]]
-        pixels = (pixels + rng.normal(0, 10, pixels.shape)).clip(0, 255).astype(np.uint8)
-        rows.append(caption(Image.fromarray(pixels), f"a picture of {COLOURS[index % 4]}"))
+        pixels[row * patch : (row + 1) * patch, column * patch : (column + 1) * patch] = RGB[colour]
+        pixels = (pixels + rng.normal(0, noise, pixels.shape)).clip(0, 255).astype(np.uint8)
+        rows.append(caption(Image.fromarray(pixels), f"a picture of {colour}"))
         places.append(row * (size // patch) + column)
     align_connector(model, processor, rows, noise=0.0)
     images = processor(images=[[row["messages"][0]["content"][0]["image"]] for row in rows])["pixel_values"]
-    sizes = model.get_image_features(images).pooler_output[:, 0].square().mean(-1)
-    thing = torch.zeros(sizes.shape, dtype=torch.bool)
-    thing[torch.arange(80), torch.tensor(places)] = True
+    tokens = model.get_image_features(images).pooler_output[:, 0]
+    spot = torch.zeros(tokens.shape[:2], dtype=torch.bool)
+    spot[torch.arange(len(rows)), torch.tensor(places)] = True
+    return tokens, spot
+
+
+@torch.no_grad()
+def test_a_word_is_given_to_the_patch_it_is_about(folder):
+    """Patches around a thing that are near its words, because they are in the same pictures."""
+    tokens, thing = tokens_of_spots(folder, [COLOURS[index % 4] for index in range(80)], noise=10)
+    sizes = tokens.square().mean(-1)
     assert sizes[thing].mean() > 0.5
     assert sizes[~thing].mean() < 0.005 * sizes[thing].mean()
 
@@ -125,29 +131,11 @@ def test_a_word_is_given_to_the_patch_it_is_about(folder):
 @torch.no_grad()
 def test_rare_words_are_as_large_as_frequent_ones(folder):
     """Image tokens that hold next to nothing of a word that few pictures have."""
-    model, processor = fresh(folder)
-    for layer in model.model.vision_tower.encoder.layers:
-        for weight in layer.self_attn.out_proj.parameters():
-            weight.zero_()
-    vision = model.config.vision_config
-    patch, size = vision.patch_size, vision.image_size
-    rng, rows, places, said = np.random.default_rng(0), [], [], []
-    for index in range(240):
-        pixels = np.full((size, size, 3), 200.0)
-        row, column = rng.integers(size // patch, size=2)
-        colour = 3 if index % 40 == 0 else index % 3
-        pixels[row * patch : (row + 1) * patch, column * patch : (column + 1) * patch] = RGB[COLOURS[colour]]
-        pixels = (pixels + rng.normal(0, 60, pixels.shape)).clip(0, 255).astype(np.uint8)
-        rows.append(caption(Image.fromarray(pixels), f"a picture of {COLOURS[colour]}"))
-        places.append(row * (size // patch) + column)
-        said.append(colour)
-    align_connector(model, processor, rows, noise=0.0)
-    images = processor(images=[[row["messages"][0]["content"][0]["image"]] for row in rows])["pixel_values"]
-    tokens = model.get_image_features(images).pooler_output[:, 0]
-    sizes = tokens[torch.arange(len(rows)), torch.tensor(places)].square().mean(-1).sqrt()
-    rare = torch.tensor(said) == 3
+    colours = [COLOURS[3 if index % 40 == 0 else index % 3] for index in range(240)]
+    tokens, thing = tokens_of_spots(folder, colours, noise=60)
+    sizes = tokens[thing].square().mean(-1).sqrt()
+    rare = torch.tensor([colour == COLOURS[3] for colour in colours])
     assert rare.sum() == 6
-
     assert 0.5 < sizes[rare].mean() / sizes[~rare].mean() < 1.5
 
 
