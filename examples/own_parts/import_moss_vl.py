@@ -21,6 +21,7 @@ import argparse
 import functools
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ TOWER_FIELDS = """
     temporal_patch_size num_position_embeddings out_hidden_size initializer_range
     """.split()
 LAYERS = "model.text_model.model.layers"
+PREPROCESSOR = "preprocessor_config.json"
 RULES = [
     (r"model\.visual\.((?:patch_embed|pos_embed|blocks)\..+)", r"model.vision_tower.\1"),
     (r"model\.visual\.merger\.(.+)", r"model.connector.layers.0.\1"),
@@ -174,7 +176,7 @@ def import_moss_vl(source: str, image_size: list[int], place: int) -> XAttnForCo
 def processor_of(source: str, model: XAttnForConditionalGeneration) -> MossVLProcessor:
     """The source's tokenizer, and its normalization of pictures of the one size."""
     folder = folder_of(source)
-    read = json.loads((folder / "preprocessor_config.json").read_text())
+    read = json.loads((folder / PREPROCESSOR).read_text())
     tower: Any = model.config.vision_config
     height, width = tower.image_size
     resize = SiglipImageProcessor(
@@ -184,13 +186,22 @@ def processor_of(source: str, model: XAttnForConditionalGeneration) -> MossVLPro
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("source")
-    parser.add_argument("output")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="a folder or a Hub id of MOSS-VL")
+    parser.add_argument("output", help="a new folder")
     parser.add_argument("--size", type=int, nargs=2, required=True, metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--place", type=int, required=True, metavar="TOKENS")
     given = parser.parse_args(arguments)
-    model = import_moss_vl(given.source, given.size, given.place)
+    if Path(given.output).exists():
+        parser.error(f"expected a new folder, got {given.output}, which exists: remove it, or name another one")
+    if given.place < 0:
+        parser.error(f"expected --place to be 0 or more tokens, got {given.place}")
+    try:
+        if not (folder_of(given.source) / PREPROCESSOR).is_file():
+            parser.error(f"expected {given.source} to hold {PREPROCESSOR}, which says how pictures are normalized")
+        model = import_moss_vl(given.source, given.size, given.place)
+    except ValueError as error:
+        parser.error(str(error))
     processor = processor_of(given.source, model)
     model.save_pretrained(given.output, with_code=True)
     processor.save_pretrained(given.output)

@@ -1,6 +1,7 @@
 """MOSS-VL for one picture a text (`examples/own_parts/import_moss_vl.py`), against its formulas."""
 
 import importlib
+import re
 import sys
 
 import pytest
@@ -203,6 +204,26 @@ def test_sizes_that_no_tower_reads_are_refused(moss, tmp_path):
     make_checkpoint(tmp_path / "theirs")
     with pytest.raises(ValueError, match="multiples of 8, .* got .16, 20."):
         moss[1].import_moss_vl(str(tmp_path / "theirs"), [16, 20], PLACE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"output": "theirs"}, "expected a new folder, got .*theirs, which exists"),
+        ({"place": "-1"}, "expected --place to be 0 or more tokens, got -1"),
+        ({}, "expected .*theirs to hold preprocessor_config.json"),
+        ({"source": "nothing"}, "Expected `source` to be a folder or a Hub id, got '.*nothing'"),
+    ],
+)
+def test_the_script_refuses(moss, tmp_path, capsys, changed, said):
+    """Work that is lost because what is missing is looked for at its end."""
+    make_checkpoint(tmp_path / "theirs")
+    given = {"source": "theirs", "output": "ours", "place": "3", **changed}
+    with pytest.raises(SystemExit):
+        places = ["--size", *map(str, SIZE), "--place", given["place"]]
+        moss[1].main([str(tmp_path / given["source"]), str(tmp_path / given["output"]), *places])
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "ours").exists()
 
 
 @pytest.fixture(scope="module")
