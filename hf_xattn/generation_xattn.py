@@ -337,7 +337,9 @@ class XAttnGenerationMixin:
         )
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict[str, Any], *args, **kwargs):
-        """transformers' own, which runs after every step. Collects the cross-attentions if they are asked for."""
+        """transformers' own, which runs after every step, outside of what is compiled. Collects the cross-attentions
+        if they are asked for.
+        """
         attentions: StepAttentions | None = model_kwargs.get(STEP_ATTENTIONS)
         if attentions is not None:
             accepted = kwargs.get("num_new_tokens")  # from assisted decoding alone
@@ -345,7 +347,10 @@ class XAttnGenerationMixin:
             if accepted is not None and outputs.attentions == ():
                 outputs.attentions = (None,)  # assisted decoding looks at the first entry; SDPA leaves none
         base: Any = super()
-        return base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        updated = base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        if isinstance(updated.get("past_key_values"), XAttnCache):
+            updated["past_key_values"].leave_graph()
+        return updated
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""

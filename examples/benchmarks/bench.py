@@ -391,23 +391,6 @@ def _ratio(times: dict[str, float], slow: str, fast: str, floor: float | None = 
     return {"value": times[slow] / times[fast], **target, "detail": detail, "measured": times}
 
 
-def copy_bandwidth() -> dict[str, dict]:
-    """On a GPU: achieved bandwidth of a decode step against a device copy."""
-    if DEVICE != "cuda":
-        return {}
-    data = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
-    copy = 2 * data.numel() / seconds({"copy": lambda: data.clone()}, 20)["copy"]
-    key, value = _key_value(25616)
-    query = torch.randn(1, 1, HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-    step = 2 * key.numel() * key.element_size() / seconds({"step": lambda: folded(query, key, value)}, 50)["step"]
-    return {
-        "GPU: bandwidth of a decode step, N 25616, over a device copy's": {
-            "value": step / copy,
-            "detail": f"{step / 1e9:.0f} of {copy / 1e9:.0f} GB/s",
-        }
-    }
-
-
 SECTIONS = {
     "attention": attention,
     "alternatives": lambda repeats: alternatives.decode(seconds, DEVICE, repeats),
@@ -423,7 +406,6 @@ SECTIONS = {
     "text_only": text_only,
     "training": training,
     "features": features_once.epoch,
-    "gpu": lambda repeats: copy_bandwidth(),
 }
 
 

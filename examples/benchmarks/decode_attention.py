@@ -2,15 +2,17 @@
 
 python examples/benchmarks/decode_attention.py [--dtypes bfloat16 ...] [--tokens 1601 ...] [--output FILE]
 
-Each cell is a share of the read bandwidth that a plain sum reaches: bytes of the keys and values, divided by the
-median time. All ways take turns, on enough copies of the keys and values that no copy is still in the processor's
-cache. On a GPU there are more ways: each backend of SDPA by name, flex attention, and an image axis that is split,
-because K/V heads times rows are few thread blocks.
+Each cell is bytes of the keys and values over the median time, as a share of the read bandwidth that a plain sum
+reaches, or of the bandwidth of a copy on a GPU (bytes read and written). All ways take turns, on enough copies of the
+keys and values that no copy is still in the processor's cache. On a GPU there are more ways: each backend of SDPA by
+name, flex attention, and an image axis that is split, because K/V heads times rows are few thread blocks; and a run is
+a CUDA graph of several calls, so that it is the kernels that are timed, not their launches.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -20,16 +22,17 @@ from pathlib import Path
 
 import torch
 from bench import machine, read_bandwidth
-from timing import DEVICE, seconds
+from timing import DEVICE, recorded, seconds
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from hf_xattn.layers.kernels import attend_in_float32, attends_in_float32
+from hf_xattn.layers.kernels import attend_in_float32, attends_in_float32, attends_unfolded
 
 
 GROUP, KV_HEADS, HEAD_DIM = 4, 8, 128
 COLD_BYTES = 150e6
+CALLS = 16  # of a run on a GPU
 TABLE = [  # image rows, questions for each
     (1, 1),
     (1, 8),
@@ -39,6 +42,8 @@ TABLE = [  # image rows, questions for each
 
 
 def package(query, key, value, key_t, value_t, mask):
+    if attends_unfolded(query, key, mask, GROUP):
+        return gqa(query, key, value, key_t, value_t, mask)
     if attends_in_float32(key, dropout=0.0):
         return attend_in_float32(query, key, value, mask, HEAD_DIM**-0.5)
     return sdpa(query, key, value, key_t, value_t, mask)
@@ -173,23 +178,35 @@ def row(dtype: torch.dtype, tokens: int, rows: int, questions: int, masked: bool
     query = torch.randn(rows, KV_HEADS, questions * GROUP, HEAD_DIM, device=DEVICE, dtype=dtype)
     mask = torch.rand(rows, 1, 1, tokens, device=DEVICE) < 0.7 if masked else None
     reference = sdpa(query.float(), images[0][0].float(), images[0][1].float(), None, None, mask)
-    ways = {name: way for name, way in WAYS.items() if name != "float32 copies" or dtype != torch.float32}
+    left_out = {"float32 copies"} if dtype == torch.float32 else set()
+    if (rows, questions) != (1, 1):  # it compiles anew for each shape
+        left_out.add("flex_attention")
+    torch.compiler.reset()  # as often as it takes: beyond a limit it runs uncompiled
+    ways = {name: way for name, way in WAYS.items() if name not in left_out}
     for name, way in list(ways.items()):
         try:
             output = way(query, *images[0], mask)
-        except RuntimeError as error:  # a backend that does not take this dtype, mask or size has an empty cell
+        except RuntimeError as error:  # what does not take this dtype, mask or size has an empty cell
             print(f"{name}, {dtype}, N {tokens}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
             del ways[name]
             continue
         difference = (output.float() - reference).abs().max().item()
         assert difference < 0.03, (name, difference)
+    calls = max(copies, CALLS) if DEVICE == "cuda" else 1
     copy_of_turn = itertools.cycle(images)  # for all ways together: none reads what the last one has left in the cache
 
     def run(name: str) -> torch.Tensor:
         return ways[name](query, *next(copy_of_turn), mask)
 
-    times = seconds({name: (lambda name=name: run(name)) for name in ways}, repeats)
-    return {name: size / time for name, time in times.items()}
+    times = seconds({name: recorded([functools.partial(run, name)] * calls) for name in ways}, repeats)
+    return {name: size * calls / time for name, time in times.items()}
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a copy of a tensor larger than the caches, counting what is read and what is written."""
+    data = torch.ones(2**28, device=DEVICE)
+    copied = torch.empty_like(data)
+    return 2 * data.nbytes / seconds({"copy": lambda: copied.copy_(data)}, 9)["copy"]
 
 
 @torch.no_grad()
@@ -202,8 +219,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    bandwidth = read_bandwidth()
-    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    bandwidth = copy_bandwidth() if DEVICE == "cuda" else read_bandwidth()
+    print(f"{'copy' if DEVICE == 'cuda' else 'read'} bandwidth {bandwidth / 1e9:.1f} GB/s")
     names = list(WAYS)
     print("| dtype | N | image rows | questions | mask | " + " | ".join(names) + " |")
     print("|---" * (5 + len(names)) + "|")

@@ -1,10 +1,11 @@
 """Where the time of a decode step goes, beside the text model without blocks.
 
-python examples/benchmarks/decode_step.py [--intermediate 2048] [--compile]
+python examples/benchmarks/decode_step.py [--intermediate 2048] [--compile] [--generate]
 
 A Llama of hidden size 2048 with 8 layers, and the same with 2 blocks and an image in the cache. `--intermediate` sets
-the width of the blocks' MLPs, `--compile` adds a row with static caches and `torch.compile`, and the seconds that
-compiling takes.
+the width of the blocks' MLPs. `--compile` adds a row with static caches and `torch.compile`, and the seconds that
+compiling takes. `--generate` adds a step inside `generate`, with a dynamic and with a static cache. On a GPU it
+compiles one with a static cache, and replays it as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hf_xattn import GatedCrossAttentionBlock
 
 HIDDEN, LAYERS, BLOCKS = 2048, 8, [3, 7]
 HEADS, KV_HEADS, INNER = 32, 8, 8192
+STEPS = 64  # of a run of `generate`
 
 
 def parts_of(step, model: nn.Module, repeats: int) -> dict[str, float]:
@@ -108,6 +110,32 @@ def compiled(base: nn.Module, ours: nn.Module, states: torch.Tensor, repeats: in
     }
 
 
+def in_generate(base: nn.Module, ours: nn.Module, states: torch.Tensor, repeats: int) -> dict:
+    """Milliseconds of a step: those of many tokens, less those of one, over the steps between."""
+    ids = torch.randint(3, 1000, (1, 16), device=DEVICE)
+    images = {"base": {}, "ours": {"cross_attention_states": states}}
+    figures: dict[str, dict] = {}
+    for cache in ("dynamic", "static"):
+
+        def run(model: nn.Module, name: str, tokens: int, cache=cache) -> None:
+            length = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+            model.generate(ids, **images[name], **length, cache_implementation=cache)
+
+        runs = {
+            (name, tokens): (lambda model=model, name=name, tokens=tokens: run(model, name, tokens))
+            for name, model in (("base", base), ("ours", ours))
+            for tokens in (1, 1 + STEPS)
+        }
+        start = time.perf_counter()
+        for each in runs.values():  # compiles
+            each()
+        warm = time.perf_counter() - start
+        times = seconds(runs, repeats)
+        steps = {name: (times[name, 1 + STEPS] - times[name, 1]) / STEPS * 1e3 for name in images}
+        figures[cache] = {**steps, "ratio": steps["ours"] / steps["base"], "seconds of the first runs": warm}
+    return figures
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,6 +144,7 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=INNER)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--generate", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
@@ -140,6 +169,8 @@ def main() -> None:
         )
     if arguments.compile:
         print(json.dumps({"compiled": compiled(base, ours, states, arguments.repeats)}))
+    if arguments.generate:
+        print(json.dumps({"in generate": in_generate(base, ours, states, arguments.repeats)}))
     print(json.dumps(machine()))
 
 

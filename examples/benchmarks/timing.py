@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,6 +31,23 @@ def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
             if repeat:  # the first round warms up
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """One run of all calls. On a GPU they are a CUDA graph: launching a short kernel takes longer than the kernel."""
+    if DEVICE != "cuda":
+        return lambda: [call() for call in calls]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # warms up: nothing may be compiled or loaded while a graph is recorded
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
 
 
 def _synchronize() -> None:

@@ -2,7 +2,8 @@
 
 python examples/scenes/compare_designs.py FRESH --design DESIGN --data SOURCE... --development FOLDER --output FILE
 
-FRESH is a folder of `hf-xattn retrofit`, whose blocks are fresh. Its text model and its tower are those of all designs:
+FRESH is a folder of `hf-xattn retrofit`, whose blocks are fresh, or started by words (`--align`; then with
+`--started-rate`, as for `hf-xattn train`). Its text model and its tower are those of all designs:
 
 - `blocks`: the folder's blocks and connector train;
 - `projector`: transformers' Llava puts the projected image tokens into the prompt, and the projector trains;
@@ -11,8 +12,9 @@ FRESH is a folder of `hf-xattn retrofit`, whose blocks are fresh. Its text model
 The projector's inner width, or the rank of LoRA, is chosen so that about as many parameters train as in FRESH. All
 designs get the rows in the same order, `--batch-size` at a time, and as many steps as fit into `--pflop`: the floating
 point operations of the matrix products in forward and backward, tower included, as torch's FlopCounterMode counts them
-for the first batches. AdamW, warm-up and cosine, clipping at 1. The learning rate is the best of `--learning-rates` by
-the loss of the last quarter of a run with a tenth of the compute, which is not counted for any design.
+for the first batches. `--steps` sets the steps instead: equal rows. AdamW, warm-up and cosine, clipping at 1, bfloat16
+as `hf-xattn train` has it. The learning rate is the best of `--learning-rates` by the loss of the last quarter of a run
+with a tenth of the steps, which is not counted for any design.
 
 FILE gets, for the development rows, the shares of right answers by kind, and the costs: parameters, steps, seconds of
 a step, the largest memory, the time to a first token, of a decode step, and the bytes of the cache behind one image.
@@ -22,18 +24,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, SiglipVisionConfig, get_cosine_schedule_with_warmup, set_seed
 from transformers.modeling_outputs import BaseModelOutput
@@ -50,6 +52,7 @@ from hf_xattn.data.order import Shuffled
 from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import Asker, inputs_of
 from hf_xattn.evaluation.questions import Question, questions_of
+from hf_xattn.training.started_rate import starts_at_zero
 
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # where Llava's side is
@@ -84,7 +87,7 @@ class Features(nn.Module):
         self.config = SiglipVisionConfig(hidden_size=channels, image_size=side, **sizes)
 
     def forward(self, pixel_values: torch.Tensor, **options: Any) -> BaseModelOutput:
-        features = self.tower(pixel_values).last_hidden_state.flatten(2).transpose(1, 2)
+        features = self.tower(pixel_values.to(self.dtype)).last_hidden_state.flatten(2).transpose(1, 2)
         return BaseModelOutput(last_hidden_state=features, hidden_states=(features,))
 
 
@@ -95,12 +98,21 @@ class Design:
         name (`str`): of `DESIGNS`.
         fresh (`Path`): folder of the retrofitted model.
         parameters (`int`, *optional*): about so many train; not for the blocks, which are as they are.
+        dtype (`torch.dtype`): of the frozen weights and of the computation. Weights are float32 while they train.
+        device (`str`): where it runs.
     """
 
-    def __init__(self, name: str, fresh: Path, parameters: int = 0):
+    def __init__(
+        self,
+        name: str,
+        fresh: Path,
+        parameters: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ):
         self.name = name
         processor: Any = AutoProcessor.from_pretrained(fresh)
-        seeing = XAttnForConditionalGeneration.from_pretrained(fresh, dtype=torch.float32)
+        seeing = XAttnForConditionalGeneration.from_pretrained(fresh, dtype=dtype)
         if name == BLOCKS:
             self.model: Any = freeze_base(seeing)
             self.body, self.head = seeing.model, seeing.get_output_embeddings()
@@ -109,7 +121,14 @@ class Design:
             processor = with_marker(processor)
             self.model, self.body, self.head = self._llava(seeing, processor, parameters)
             self.chats = LlavaChats(processor, self.model.config.image_seq_length)
+        self.model.to(device)
         self.trained = [each for each in self.model.parameters() if each.requires_grad]
+        self._dtypes = [each.dtype for each in self.trained]
+        for each in self.trained:
+            each.data = each.data.float()
+        new = {id(each) for each in starts_at_zero(seeing)}
+        self.started = [each for each in self.trained if id(each) not in new] if name == BLOCKS else []
+        self._autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
         self._collate = XAttnDataCollator(processor, padding_side="right")
 
     def _llava(self, seeing: Any, processor: XAttnProcessor, parameters: int) -> tuple[Any, Any, Any]:
@@ -121,6 +140,7 @@ class Design:
         projector, sizes = model.model.multi_modal_projector, (tower.config.hidden_size, base.config.hidden_size)
         inner = max(1, round((parameters - sizes[1]) / (sum(sizes) + 1))) if self.name == PROJECTOR else sizes[1]
         projector.linear_1, projector.linear_2 = nn.Linear(sizes[0], inner), nn.Linear(inner, sizes[1])
+        projector.to(base.dtype)
         if self.name == PROJECTOR:
             return model, model.model, model.lm_head
         from peft import LoraConfig, get_peft_model
@@ -137,14 +157,25 @@ class Design:
     def parameters(self) -> int:
         return sum(each.numel() for each in self.trained)
 
-    def loss(self, rows: Sequence[Any]) -> torch.Tensor:
-        """The mean over the labels of the rows."""
+    def batch(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """The inputs of [`Design.loss`]."""
         batch: dict[str, Any] = self._collate(list(rows))
-        if self.name != BLOCKS:
-            batch = self._in_the_prompt(batch)
+        return batch if self.name == BLOCKS else self._in_the_prompt(batch)
+
+    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The mean over the labels of a batch."""
+        batch = {name: value.to(self.model.device) for name, value in batch.items()}
         labels = nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORED)
-        hidden = self.body(**batch, use_cache=False).last_hidden_state
-        return nn.functional.cross_entropy(self.head(hidden[labels != IGNORED]), labels[labels != IGNORED])
+        with self._autocast:
+            hidden = self.body(**batch, use_cache=False).last_hidden_state
+            logits = self.head(hidden[labels != IGNORED]).float()
+        return nn.functional.cross_entropy(logits, labels[labels != IGNORED])
+
+    def ready(self) -> None:
+        """Gives the trained weights the dtypes in which they are used."""
+        self.model.eval()
+        for each, dtype in zip(self.trained, self._dtypes):
+            each.data = each.data.to(dtype)
 
     def _in_the_prompt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with so many image tokens in place of each marker, padded again."""
@@ -176,57 +207,73 @@ def with_marker(processor: XAttnProcessor) -> XAttnProcessor:
     )
 
 
-def batches(rows: Any, size: int, seed: int) -> Iterator[list[Any]]:
-    """The rows in the order of `hf-xattn train`, without an end."""
-    order = Shuffled(rows, sys.maxsize, seed, size, 1)
-    for start in itertools.count(0, size):
-        yield [order[place] for place in range(start, start + size)]
+class Course:
+    """How a design trains.
 
+    Args:
+        rows ([`Rows`]): to train on.
+        size (`int`): rows of a batch.
+        seed (`int`): of the order, which is that of `hf-xattn train`.
+        started_rate (`float`): share of the learning rate for weights of blocks that do not start at zero.
+        workers (`int`): processes that read pictures.
+    """
 
-def operations(design: Design, rows: Any, size: int, seed: int) -> float:
-    """Floating point operations of a step: the mean of the first batches."""
-    counter = FlopCounterMode(display=False)
-    with counter:
-        for batch in itertools.islice(batches(rows, size, seed), COUNTED):
-            design.loss(batch).backward()
-    for each in design.trained:
-        each.grad = None
-    return counter.get_total_flops() / COUNTED
+    def __init__(self, rows: Any, size: int, seed: int, started_rate: float = 1.0, workers: int = 0):
+        self.order, self.size = Shuffled(rows, sys.maxsize, seed, size, 1), size
+        self.started_rate, self.workers = started_rate, workers
 
+    def batches(self, design: Design, number: int) -> Iterable[dict[str, Any]]:
+        places: Any = range(number * self.size)
+        return DataLoader(
+            self.order, self.size, sampler=places, collate_fn=design.batch, num_workers=self.workers, pin_memory=False
+        )
 
-def train(design: Design, rows: Any, size: int, steps: int, rate: float, seed: int) -> tuple[list[float], float]:
-    """Trains in place. Returns the losses, and the seconds of a step."""
-    optimizer = torch.optim.AdamW(design.trained, lr=rate, weight_decay=0.0)
-    schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(WARMUP * steps), steps)
-    losses = []
-    begun = time.perf_counter()
-    for step, batch in enumerate(itertools.islice(batches(rows, size, seed), steps)):
-        loss = design.loss(batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(design.trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-        if (step + 1) % 10 == 0:
-            print(f"{design.name}, {rate:g}: step {step + 1} of {steps}, loss {sum(losses[-10:]) / 10:.4f}", flush=True)
-    return losses, (time.perf_counter() - begun) / steps
+    def operations(self, design: Design) -> float:
+        """Floating point operations of a step: the mean of the first batches."""
+        counter = FlopCounterMode(display=False)
+        with counter:
+            for batch in self.batches(design, COUNTED):
+                design.loss(batch).backward()
+        for each in design.trained:
+            each.grad = None
+        return counter.get_total_flops() / COUNTED
 
+    def train(self, design: Design, steps: int, rate: float) -> tuple[list[float], float]:
+        """Trains in place. Returns the losses, and the seconds of a step."""
+        started = {id(each) for each in design.started}
+        groups = [{"params": [each for each in design.trained if id(each) not in started], "lr": rate}]
+        groups.append({"params": design.started, "lr": rate * self.started_rate})
+        optimizer = torch.optim.AdamW([each for each in groups if each["params"]], weight_decay=0.0)
+        schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(WARMUP * steps), steps)
+        losses = []
+        begun = time.perf_counter()
+        for step, batch in enumerate(self.batches(design, steps)):
+            loss = design.loss(batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(design.trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+            if (step + 1) % 10 == 0:
+                mean = sum(losses[-10:]) / 10
+                print(f"{design.name}, {rate:g}: step {step + 1} of {steps}, loss {mean:.4f}", flush=True)
+        return losses, (time.perf_counter() - begun) / steps
 
-def try_rates(
-    design: Design, rows: Any, size: int, steps: int, rates: Sequence[float], seed: int
-) -> dict[float, float]:
-    """The mean loss of the last quarter of a short run of each learning rate. The design is as before."""
-    fresh = [each.detach().clone() for each in design.trained]
-    reached = {}
-    for rate in rates:
-        losses, _ = train(design, rows, size, steps, rate, seed)
-        last = losses[-(steps // 4 + 1) :]
-        reached[rate] = sum(last) / len(last)
-        with torch.no_grad():
-            for each, before in zip(design.trained, fresh):
-                each.copy_(before)
-    return reached
+    def try_rates(self, design: Design, steps: int, rates: Sequence[float]) -> dict[float, float]:
+        """The mean loss of the last quarter of a short run of each learning rate. The design is as before."""
+        if len(rates) == 1:
+            return {rates[0]: math.nan}
+        fresh = [each.detach().clone() for each in design.trained]
+        reached = {}
+        for rate in rates:
+            losses, _ = self.train(design, steps, rate)
+            last = losses[-(steps // 4 + 1) :]
+            reached[rate] = sum(last) / len(last)
+            with torch.no_grad():
+                for each, before in zip(design.trained, fresh):
+                    each.copy_(before)
+        return reached
 
 
 def shares(design: Design, questions: Sequence[Question], batch_size: int) -> dict[str, dict[str, Any]]:
@@ -248,7 +295,7 @@ def shares(design: Design, questions: Sequence[Question], batch_size: int) -> di
 def times(design: Design, questions: Sequence[Question]) -> dict[str, float]:
     """Seconds to a first token from pixels, and of a decode step behind it, and the bytes of its cache."""
     about = [each for each in questions if each.pictures][:TIMED]
-    inputs = [dict(inputs_of(design.chats, [each.messages])) for each in about]
+    inputs = [dict(inputs_of(design.chats, [each.messages]).to(design.model.device)) for each in about]
     read = design.model(**inputs[0], use_cache=True)
     cache, token = read.past_key_values, inputs[0]["input_ids"][:, :1]
     halves = [getattr(cache, half, None) for half in ("self_attention_cache", "cross_attention_cache")]
@@ -271,17 +318,21 @@ def times(design: Design, questions: Sequence[Question]) -> dict[str, float]:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Trains one design and measures it."""
     set_seed(options.seed)
-    rows = load_rows(options.data)
+    course = Course(load_rows(options.data), options.batch_size, options.seed, options.started_rate, options.workers)
+    where = {"dtype": getattr(torch, options.dtype), "device": options.device}
     wanted = Design(BLOCKS, options.fresh).parameters
-    design = Design(options.design, options.fresh, wanted)
-    flop = operations(design, rows, options.batch_size, options.seed)
-    steps = max(1, round(options.pflop * 1e15 / flop))
+    design = Design(options.design, options.fresh, wanted, **where)
+    flop = course.operations(design)
+    steps = options.steps or max(1, round(options.pflop * 1e15 / flop))
     print(f"{design.name}: {design.parameters:,} parameters, {flop / 1e12:.3f} TFLOP and {steps} steps", flush=True)
-    short = max(1, round(SEARCH * steps))
-    reached = try_rates(design, rows, options.batch_size, short, options.learning_rates, options.seed)
+    reached = course.try_rates(design, max(1, round(SEARCH * steps)), options.learning_rates)
     rate = min(reached, key=lambda each: reached[each])
-    losses, a_step = train(design, rows, options.batch_size, steps, rate, options.seed)
-    design.model.eval()
+    on_gpu = options.device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    losses, a_step = course.train(design, steps, rate)
+    memory = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    design.ready()
     questions = questions_of(load_rows(options.development), by="kind")[: options.questions]
     return {
         "design": design.name,
@@ -292,9 +343,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "batch size": options.batch_size,
         "learning rates": {f"{each:g}": loss for each, loss in reached.items()},
         "learning rate": rate,
+        "share of it for started weights": options.started_rate,
         "losses": losses,
         "seconds of a step": a_step,
-        "largest memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "largest memory, MB": memory / 2**20,
         "right": shares(design, questions, options.batch_size),
         **times(design, questions),
     }
@@ -308,7 +360,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--development", required=True, help="rows to ask")
     parser.add_argument("--questions", type=int, default=2000, help="so many of them, from the first on")
     parser.add_argument("--pflop", type=float, default=0.5, help="compute of a run, in 1e15 operations (default: 0.5)")
+    parser.add_argument("--steps", type=int, help="steps of a run, in place of --pflop")
     parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--started-rate", type=float, default=1.0, help="as of `hf-xattn train`, for blocks")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read pictures")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3, 5e-4])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")

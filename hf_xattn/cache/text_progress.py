@@ -94,6 +94,9 @@ class CallersMask:
     def until(self, over: torch.Tensor) -> CallersMask:
         return replace(self, over=over)
 
+    def copied(self) -> CallersMask:
+        return replace(self, rows=self.rows.clone(), over=None if self.over is None else self.over.clone())
+
     def take(self, indices: torch.Tensor, batch_size: int) -> CallersMask:
         return CallersMask(
             _take_shared(self.rows, indices, batch_size),
@@ -198,6 +201,14 @@ class TextProgress:
 
     def with_coming(self, mask: CallersMask | None) -> TextProgress:
         return replace(self, coming=mask)
+
+    def copied(self) -> TextProgress:
+        """The same in tensors of its own, without a history."""
+        return TextProgress(
+            None if self.counts is None else MarkerCounts(self.counts.state.clone()),
+            None if self.held is None else self.held.copied(),
+            None if self.coming is None else self.coming.copied(),
+        )
 
     def without_history(self) -> TextProgress:
         return replace(self, history=None)

@@ -161,6 +161,18 @@ class XAttnCache(EncoderDecoderCache):
             return self.progress if self.progress.history is None else self.progress.without_history()
         return self.progress.at(self.get_seq_length())
 
+    def leave_graph(self) -> None:
+        """Copies what the last call has noted of the text: a CUDA graph of that call writes over its results when it
+        runs again. With a cache that can be cropped nothing is captured.
+        """
+        if self.can_be_cropped:
+            return
+        self.progress = self.progress.copied()
+        if self.text_length is not None:
+            self.text_length = self.text_length.clone()
+        if self.text_padding is not None:
+            self.text_padding = self.text_padding.clone()
+
     def mark_updated(self, num_blocks: int) -> None:
         """Sets the flags by which transformers knows that the cross half is filled."""
         for index in range(num_blocks):

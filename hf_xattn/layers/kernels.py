@@ -7,6 +7,8 @@
   Here a few heads at a time are copied to float32. It is 1.3 to 4 times as fast, and rounds only the result
   (`examples/benchmarks/decode_attention.py`). bfloat16 gains nothing: its conversion is a shift, which the fused
   kernel does as it reads.
+- One text position an image on a GPU, where SDPA reads more of the memory's bandwidth with the heads unfolded (same
+  file).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
+from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from ..cache.int8_cache import Int8States, States, attend, dense, multiplies_few
 from ..utils.projection import multiplies_natively
@@ -26,6 +29,8 @@ from ..utils.projection import multiplies_natively
 logger = logging.get_logger(__name__)
 
 HEADS_AT_ONCE = 2  # the float32 copies of two heads stay in a processor's cache
+UNFOLDED_ON = "cuda"
+MASKS_UNFOLDED = torch.version.cuda is not None and is_torch_greater_or_equal("2.11")
 
 
 def run_kernel(
@@ -66,8 +71,8 @@ def run_kernel(
     assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
     interface, mask, name = _interface(module.config, mask, query, key, position_bias, output_attentions)
     query = query.to(key.dtype)
-    if name == "sdpa" and position_bias is None and shared_mask and mask is not None:
-        return _attend_with_shared_mask(query, key, value, mask, group, dropout, module.scaling), None
+    if name == "sdpa" and position_bias is None and (shared_mask or attends_unfolded(query, key, mask, group)):
+        return _attend_unfolded(query, key, value, mask, group, dropout, module.scaling), None
     if name == "sdpa" and position_bias is None and attends_in_float32(key, dropout):
         return attend_in_float32(query, key, value, mask, module.scaling).transpose(1, 2), None
     if mask is not None and mask.shape[2] not in (1, query.shape[2]):
@@ -137,16 +142,30 @@ def eager_attention_forward(
     return torch.matmul(dropped, value).transpose(1, 2), weights
 
 
-def _attend_with_shared_mask(
+def attends_unfolded(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, group: int) -> bool:
+    """Whether a GPU reads the keys and values of a decode step faster for unfolded heads.
+
+    K/V heads are few thread blocks. Where each head has one position, SDPA's kernels for half precision share the image
+    tokens out among more of them, and still read a K/V head once for its group. Other sizes, and masks before torch
+    2.11, can make them repeat keys and values (transformers' `use_gqa_in_sdpa`).
+    """
+    if query.device.type != UNFOLDED_ON or query.shape[2] != group or group == 1 or key.dtype == torch.float32:
+        return False
+    if mask is None:
+        return key.shape[3] <= 256
+    return MASKS_UNFOLDED and mask.shape[2] == 1 and key.shape[3] <= 128
+
+
+def _attend_unfolded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     group: int,
     dropout: float,
     scaling: float,
 ) -> torch.Tensor:
-    """SDPA for a mask `(R, 1, r * T, N)` that a group's heads share: unfolds the heads, so no mask is repeated."""
+    """SDPA with the heads of a group beside each other: they share a mask `(R, 1, r * T, N)`, and none is repeated."""
     rows, kv_heads, _, head_dim = query.shape
     query = query.view(rows, kv_heads, -1, group, head_dim).transpose(2, 3).flatten(1, 2)
     if attends_in_float32(key, dropout):

@@ -6,7 +6,7 @@ import compare_designs
 import make_scenes
 import pytest
 import torch
-from compare_designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, Features, batches
+from compare_designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Course, Design, Features
 from template_models import CHATML
 from tiny_checkpoints import make_text_checkpoint
 from transformers import (
@@ -53,14 +53,14 @@ def test_image_tokens_stand_where_the_picture_does(folder):
     for row in chosen:
         text = design.chats.processor.apply_chat_template(row["messages"], tokenize=False)
         inputs = design.chats.apply_chat_template([row["messages"]], tokenize=True, return_dict=True)
-        own = design._in_the_prompt(design._collate([row]))
+        own = design.batch([row])
         assert torch.equal(own["input_ids"], inputs["input_ids"])
         assert (inputs["input_ids"] == design.model.config.image_token_id).sum() == 196 * text.count(IMAGE_TOKEN)
         wanted = own.pop("labels")
         count = (wanted[:, 1:] != -100).sum()
         losses.append(design.model(**own, labels=wanted).loss * count)
         labels += count
-    torch.testing.assert_close(design.loss(chosen), sum(losses) / labels)
+    torch.testing.assert_close(design.loss(design.batch(chosen)), sum(losses) / labels)
 
 
 def test_features_of_a_convolutional_tower_keep_their_places(folder):
@@ -83,6 +83,7 @@ def test_parameters_and_rows(folder):
     for name in DESIGNS:
         design = Design(name, folder / "fresh", wanted)
         assert abs(design.parameters - wanted) <= (0 if name == BLOCKS else 0.25 * wanted)  # tiny ranks are coarse
+        assert all(each.dtype == torch.float32 for each in design.trained)
         named = [each for each, weight in design.model.named_parameters() if weight.requires_grad]
         parts = {
             BLOCKS: ("cross_attention_block", "connector"),
@@ -91,8 +92,11 @@ def test_parameters_and_rows(folder):
         }
         assert all(any(part in each for part in parts[name]) for each in named)
         assert all(any(part in each for each in named) for part in parts[name])
-    first, again = (next(batches(rows, 4, 0)) for _ in range(2))
-    assert first == again != next(batches(rows, 4, 1))
+        first, again, other = (next(iter(Course(rows, 4, seed).batches(design, 1))) for seed in (0, 0, 1))
+        assert all(torch.equal(first[each], again[each]) for each in first)
+        assert first["input_ids"].shape != other["input_ids"].shape or not torch.equal(
+            first["input_ids"], other["input_ids"]
+        )
 
 
 @pytest.mark.parametrize("name", DESIGNS)
@@ -116,5 +120,5 @@ def test_a_run(name, folder, tmp_path, capsys):
 def test_blocks_cost_less_compute_and_cache(folder, tmp_path):
     """Operations that are not those of the design: image tokens in the prompt pass all layers."""
     rows, wanted = load_rows(folder / "chats"), Design(BLOCKS, folder / "fresh").parameters
-    flop = {name: compare_designs.operations(Design(name, folder / "fresh", wanted), rows, 4, 0) for name in DESIGNS}
+    flop = {name: Course(rows, 4, 0).operations(Design(name, folder / "fresh", wanted)) for name in DESIGNS}
     assert flop[BLOCKS] < flop[PROJECTOR] <= flop[LORA]

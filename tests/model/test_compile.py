@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_models import GREEDY, SAMPLING, compiled, counting_backend
+from compiled_models import GREEDY, SAMPLING, compiled, counting_backend, replaying_backend
 from marked_models import state_space
 from tiny_models import make_model, pixels, token_ids
 from transformers.cache_utils import EncoderDecoderCache, StaticCache
@@ -40,6 +40,22 @@ def test_one_graph_for_all_generates(name, method):
             tokens = model.generate(ids, **method, **compiled(backend))
         assert torch.equal(tokens, expected), index
         assert len(graphs) == GRAPHS[name], f"{len(graphs)} graphs after call {index}"
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("visibility", ["all", "previous", "latest", "latest_group"])
+def test_graphs_that_write_over_their_results(visibility, masked):
+    """What a step notes of the text, and the next step reads, in memory of a CUDA graph that runs again in between."""
+    model = make_model(image_visibility=visibility, image_token_id=5)
+    ids, images = token_ids(2, 9), {"pixel_values": pixels(2, 2)}
+    ids[ids == 5] = 6
+    ids[:, [1, 4]] = 5
+    if masked:
+        torch.manual_seed(1)
+        images["cross_attention_mask"] = torch.rand(2, 9, 2 * 16) < 0.5
+    length = {"max_new_tokens": 6, "min_new_tokens": 6, **GREEDY}
+    expected = model.generate(ids, use_cache=False, **images, **length)
+    assert torch.equal(model.generate(ids, **images, **length, **compiled(replaying_backend())), expected)
 
 
 @torch.no_grad()

@@ -1,0 +1,61 @@
+"""Attention of a decode step with the heads unfolded, as a GPU has it."""
+
+import pytest
+import torch
+from tiny_models import make_model, pixels, token_ids
+from transformers import DynamicCache
+
+from hf_xattn.layers import kernels
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Here as on a GPU. Counts the calls with unfolded heads."""
+    monkeypatch.setattr(kernels, "UNFOLDED_ON", "cpu")
+    monkeypatch.setattr(kernels, "MASKS_UNFOLDED", True)
+    calls, original = [], kernels._attend_unfolded
+    monkeypatch.setattr(kernels, "_attend_unfolded", lambda *args: calls.append(1) or original(*args))
+    return calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"quiet_softmax": True}], ids=["", "quiet softmax"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_equals_folded(calls, monkeypatch, masked, options):
+    """Heads that read another group's keys, a mask that is dropped or read for other queries."""
+    model = make_model(dtype=torch.bfloat16, cross_attention_config={"num_key_value_heads": 2, **options})
+    images = {"pixel_values": pixels(2, 2).bfloat16()}
+    if masked:
+        images["image_mask"] = torch.tensor([[True, True], [True, False]])
+        images["cross_attention_mask"] = torch.arange(32).repeat(2, 1) % 3 > 0
+    ids = token_ids(2, 1)
+
+    def step() -> torch.Tensor:
+        return model(ids, past_key_values=model.encode_images(**images)).logits
+
+    unfolded = step()
+    assert len(calls) == len(model.blocks)
+    monkeypatch.setattr(kernels, "UNFOLDED_ON", "cuda")
+    folded = step()
+    assert len(calls) == len(model.blocks)
+    assert (unfolded - folded).abs().max() < 0.02 * folded.abs().max()
+    assert (folded - model(ids).logits).abs().max() > 0.05 * folded.abs().max(), "images count"
+
+
+@torch.no_grad()
+def test_when(calls):
+    """Several positions, or beams that share an image, which would read it once for each; float32, which repeats it;
+    a mask for each head; heads that no kernel takes.
+    """
+    half = make_model(dtype=torch.bfloat16, cross_attention_config={"num_key_value_heads": 2})
+    cache = half.encode_images(pixel_values=pixels(1).bfloat16())
+    half(token_ids(1, 5), past_key_values=cache.fork(DynamicCache()))
+    half(token_ids(4, 1), past_key_values=cache.fork(DynamicCache()))
+    single = make_model(cross_attention_config={"num_key_value_heads": 2})
+    single(token_ids(1, 1), past_key_values=single.encode_images(pixel_values=pixels(1)))
+    assert not calls
+    query, key = torch.zeros(1, 2, 2, 16).bfloat16(), torch.zeros(1, 2, 9, 16).bfloat16()
+    seen = torch.ones(1, 1, 2, 9, dtype=torch.bool)
+    assert kernels.attends_unfolded(query, key, seen[:, :, :1], 2)
+    assert not kernels.attends_unfolded(query, key, seen, 2)
+    assert not kernels.attends_unfolded(query, key.expand(-1, -1, -1, 16).repeat(1, 1, 1, 20), None, 2)
