@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiled_models import compiled, counting_backend
 from tiny_models import make_model, pixels, token_ids
 from transformers import DynamicCache
 
@@ -9,10 +10,14 @@ from hf_xattn.layers import kernels
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """Here as on a GPU. Counts the calls with unfolded heads."""
+def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "UNFOLDED_ON", "cpu")
     monkeypatch.setattr(kernels, "MASKS_UNFOLDED", True)
+
+
+@pytest.fixture
+def calls(as_on_a_gpu, monkeypatch):
+    """Counts the calls with unfolded heads."""
     calls, original = [], kernels._attend_unfolded
     monkeypatch.setattr(kernels, "_attend_unfolded", lambda *args: calls.append(1) or original(*args))
     return calls
@@ -59,3 +64,13 @@ def test_when(calls):
     assert kernels.attends_unfolded(query, key, seen[:, :, :1], 2)
     assert not kernels.attends_unfolded(query, key, seen, 2)
     assert not kernels.attends_unfolded(query, key.expand(-1, -1, -1, 16).repeat(1, 1, 1, 20), None, 2)
+
+
+def test_compiled(as_on_a_gpu):
+    """A choice of kernel that breaks the graph of a decode step, or reads other heads there."""
+    model = make_model(dtype=torch.bfloat16, cross_attention_config={"num_key_value_heads": 2})
+    images = {"pixel_values": pixels(2).bfloat16()}
+    expected = model.generate(token_ids(2, 6), **images, max_new_tokens=4, do_sample=False)
+    backend, graphs = counting_backend()
+    tokens = model.generate(token_ids(2, 6), **images, max_new_tokens=4, do_sample=False, **compiled(backend))
+    assert torch.equal(tokens, expected) and len(graphs) == 1
