@@ -224,9 +224,7 @@ class Course:
 
     def batches(self, design: Design, number: int) -> Iterable[dict[str, Any]]:
         places: Any = range(number * self.size)
-        return DataLoader(
-            self.order, self.size, sampler=places, collate_fn=design.batch, num_workers=self.workers, pin_memory=False
-        )
+        return DataLoader(self.order, self.size, sampler=places, collate_fn=design.batch, num_workers=self.workers)
 
     def operations(self, design: Design) -> float:
         """Floating point operations of a step: the mean of the first batches."""
