@@ -52,7 +52,7 @@ from hf_xattn.data.order import Shuffled
 from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import Asker, inputs_of
 from hf_xattn.evaluation.questions import Question, questions_of
-from hf_xattn.training.started_rate import starts_at_zero
+from hf_xattn.training.started_rate import check_started_rate, starts_at_zero
 
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # where Llava's side is
@@ -259,9 +259,11 @@ class Course:
         return losses, (time.perf_counter() - begun) / steps
 
     def try_rates(self, design: Design, steps: int, rates: Sequence[float]) -> dict[float, float]:
-        """The mean loss of the last quarter of a short run of each learning rate. The design is as before."""
+        """The mean loss of the last quarter of a short run of each learning rate. The design is as before. One rate
+        needs no run.
+        """
         if len(rates) == 1:
-            return {rates[0]: math.nan}
+            return {}
         fresh = [each.detach().clone() for each in design.trained]
         reached = {}
         for rate in rates:
@@ -320,11 +322,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     where = {"dtype": getattr(torch, options.dtype), "device": options.device}
     wanted = Design(BLOCKS, options.fresh).parameters
     design = Design(options.design, options.fresh, wanted, **where)
+    if design.name == BLOCKS:
+        check_started_rate(design.model, options.started_rate)
     flop = course.operations(design)
     steps = options.steps or max(1, round(options.pflop * 1e15 / flop))
     print(f"{design.name}: {design.parameters:,} parameters, {flop / 1e12:.3f} TFLOP and {steps} steps", flush=True)
     reached = course.try_rates(design, max(1, round(SEARCH * steps)), options.learning_rates)
-    rate = min(reached, key=lambda each: reached[each])
+    rate = min(reached, key=lambda each: reached[each], default=options.learning_rates[0])
     on_gpu = options.device.startswith("cuda")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -341,7 +345,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "batch size": options.batch_size,
         "learning rates": {f"{each:g}": loss for each, loss in reached.items()},
         "learning rate": rate,
-        "share of it for started weights": options.started_rate,
+        "share of it for started weights": options.started_rate if design.started else None,
         "losses": losses,
         "seconds of a step": a_step,
         "largest memory, MB": memory / 2**20,

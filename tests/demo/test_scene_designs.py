@@ -115,6 +115,11 @@ def test_a_run(name, folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare_designs.main([*given, "--pflop=1e-6"])
     assert "which exists" in capsys.readouterr().err
+    other = [each if each != str(file) else str(tmp_path / "steps.json") for each in given]
+    compare_designs.main([*other, "--steps=2", "--learning-rates", "1e-3", "--started-rate", "0.1", "--dtype=bfloat16"])
+    found = json.loads((tmp_path / "steps.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    assert (found["steps"], found["learning rate"], found["learning rates"]) == (2, 1e-3, {})
+    assert found["share of it for started weights"] == (0.1 if name == BLOCKS else None)
 
 
 def test_blocks_cost_less_compute_and_cache(folder, tmp_path):
