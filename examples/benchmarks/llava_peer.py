@@ -1,15 +1,12 @@
-"""A LLaVA-style model over the demo's frozen language model and tower: transformers' own Llava, its inputs and its
-training.
+"""A LLaVA-style model over a language model and a tower that are there: transformers' own Llava, and its inputs.
 
 Llava puts the projected features of a picture into the prompt, each in the place of an image token. So the language
-model reads other embeddings from its first layer on, and nothing can be remembered for a text but its beginning: the
-tokens in front of the picture.
+model reads other embeddings from its first layer on.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +14,6 @@ from torch import nn
 from transformers import BatchFeature, LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
 from hf_xattn import XAttnProcessor
-from hf_xattn.demo.checkpoints import optimize
-from hf_xattn.demo.language_training import Batch, Rows, round_frozen, training_dtype
-from hf_xattn.demo.upper_layers import Beginning, autocast
 
 
 def llava_of(base: PreTrainedModel, tower: PreTrainedModel, image_token_id: int) -> LlavaForConditionalGeneration:
@@ -94,61 +88,3 @@ class LlavaChats:
     def counts(self, ids: torch.Tensor) -> torch.Tensor:
         """How often Llava's prompt holds each token of a prompt."""
         return torch.where(ids == self.processor.image_token_id, self.num_tokens, 1)
-
-
-class LlavaTraining:
-    """Computes the loss of the demo's rows.
-
-    Args:
-        model ([`LlavaForConditionalGeneration`]): the one to train.
-        chats ([`LlavaChats`]): knows the image tokens.
-        rows ([`Rows`]): of the demo.
-        dtype (`torch.dtype`, *optional*): of the training; the frozen decoder layers are rounded to it. Default: the
-            demo's.
-    """
-
-    def __init__(
-        self, model: LlavaForConditionalGeneration, chats: LlavaChats, rows: Rows, dtype: torch.dtype | None = None
-    ):
-        self.model, self.chats = model, chats
-        self.dtype = dtype or training_dtype(model.device)
-        round_frozen(model.model.language_model.layers, self.dtype)
-        self.beginning = Beginning(model.model.language_model, rows.beginning, self.dtype)
-
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Returns the mean loss of the trained tokens."""
-        ids, labels = [], []
-        for example in batch.examples:
-            tokens = torch.tensor(example.ids)
-            counts = self.chats.counts(tokens)
-            ids.append(tokens.repeat_interleave(counts))
-            labels.append(torch.tensor(example.labels).repeat_interleave(counts))
-        mask = [torch.ones(self.beginning.length + len(row), dtype=torch.long) for row in ids]
-        pixel_values = batch.pixel_values.flatten(0, 1)
-        if batch.image_mask is not None:
-            pixel_values = pixel_values[batch.image_mask.flatten()]
-        device, pad = self.model.device, nn.utils.rnn.pad_sequence
-        targets = pad(labels, batch_first=True, padding_value=-100)[:, 1:].to(device)  # of the token in front
-        with autocast(device, self.dtype):
-            hidden = self.model.model(
-                input_ids=pad(ids, batch_first=True).to(device),
-                attention_mask=pad(mask, batch_first=True).to(device),
-                pixel_values=pixel_values.to(device),
-                past_key_values=self.beginning.cache(len(ids)),
-                use_cache=True,
-            ).last_hidden_state
-            logits = self.model.lm_head(hidden[:, :-1][targets != -100])
-        return nn.functional.cross_entropy(logits.float(), targets[targets != -100])
-
-    def train(self, batch_of: Callable[[int], Batch], steps: int, learning_rate: float, name: str) -> list[float]:
-        """Trains the projector as the demo trains the blocks: AdamW, its schedule, its clipping. Returns the losses."""
-        losses = []
-
-        def loss_of_step(step: int) -> torch.Tensor:
-            loss = self.loss(batch_of(step))
-            losses.append(loss.item())
-            return loss
-
-        projector = self.model.model.multi_modal_projector
-        optimize(projector.parameters(), steps, learning_rate, loss_of_step, name, clip=1.0)
-        return losses

@@ -6,7 +6,6 @@ import json
 import re
 
 import demo_choices
-import llava_projector
 import numpy as np
 import pytest
 import sealed_digits
@@ -135,21 +134,6 @@ def test_the_sealed_questions_are_asked_once(finished, capsys, tmp_path, monkeyp
     with pytest.raises(SystemExit):
         sealed_digits.main([str(folder), "--open-sealed"])
     assert "not asked before" in capsys.readouterr().err
-
-
-def test_the_comparison_with_llava(finished):
-    """A comparison that does not take the folder of a finished demo; a text model that Llava's training changed."""
-    folder, results, _ = finished
-    compared = llava_projector.compare(folder, minutes=0.002, trial_steps=2, repeats=1)
-    assert json.loads((folder / "llava.json").read_text()) == compared
-    peer = compared["Llava"]
-    assert set(peer["accuracy"]["new phrasings"]) == set(KINDS) and peer["training steps"] >= 1
-    assert peer["text-only logits bit-identical"] and peer["answered token for token as the base"] == 40
-    assert compared["blocks"]["accuracy"]["known phrasings"] == results["accuracy"]["known phrasings"]
-    tokens = compared["tokens of the prompt"]
-    assert tokens["Llava"] - tokens["blocks"] == 12 and tokens["blocks"] - tokens["base, without a picture"] == 1
-    lines = llava_projector.table(compared).splitlines()
-    assert all(any(line.startswith(f"| {kind} |") for line in lines) for kind in KINDS)
 
 
 def test_trials_of_choices(finished, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""`examples/scenes/compare_designs.py`: blocks beside image tokens in the prompt."""
+"""`examples/benchmarks/compare_designs.py`: blocks beside image tokens in the prompt."""
 
 import json
 
@@ -6,7 +6,8 @@ import compare_designs
 import make_scenes
 import pytest
 import torch
-from compare_designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Course, Design, Features
+from compare_designs import Course
+from designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, Features
 from template_models import CHATML
 from tiny_checkpoints import make_text_checkpoint
 from transformers import (
@@ -68,11 +69,11 @@ def test_features_of_a_convolutional_tower_keep_their_places(folder):
     tower = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic")).eval()
     text = AutoModelForCausalLM.from_pretrained(folder / "text", dtype=torch.float32)
     seeing = retrofit(text, tower, every=2).eval()
-    features = Features(tower, 224)
-    pixels = torch.rand(2, 3, 224, 224)
+    features = Features(tower, (224, 112))
+    pixels = torch.rand(2, 3, 224, 112)
     with torch.no_grad():
         read = features(pixels, output_hidden_states=True).hidden_states[-1]
-        assert read.shape == (2, 28 * 28, features.config.hidden_size) == (2, 784, 6)
+        assert read.shape == (2, 28 * 14, features.config.hidden_size) == (2, 392, 6)
         blocks = seeing.model.get_image_features(pixels[:, None]).pooler_output
         torch.testing.assert_close(seeing.model.connector(read)[:, None], blocks)
 
@@ -111,6 +112,10 @@ def test_a_run(name, folder, tmp_path, capsys):
     assert found["steps"] == max(1, round(2e9 / found["FLOP of a step"])) == len(found["losses"])
     assert set(found["learning rates"]) == {"0.001", "0.01"} and str(found["learning rate"]) in found["learning rates"]
     assert sum(share["of"] for share in found["right"].values()) == 9
+    texts = found["texts"]
+    if name != LORA:  # a picture's part alone changes no text without one
+        assert texts["as the text model, alone"] == texts["of"] == 40
+    assert texts["right, text model"] == texts["right, alone"] or name == LORA
     assert min(found[cost] for cost in ("first token", "decode step", "cache", "largest memory, MB")) > 0
     with pytest.raises(SystemExit):
         compare_designs.main([*given, "--pflop=1e-6"])

@@ -1,6 +1,6 @@
 """Cross-attention beside image tokens in the prompt: the same rows, tower, text model, parameters and compute.
 
-python examples/scenes/compare_designs.py FRESH --design DESIGN --data SOURCE... --development FOLDER --output FILE
+python examples/benchmarks/compare_designs.py FRESH --design DESIGN --data SOURCE... --development FOLDER --output FILE
 
 FRESH is a folder of `hf-xattn retrofit`, whose blocks are fresh, or started by words (`--align`; then with
 `--started-rate`, as for `hf-xattn train`). Its text model and its tower are those of all designs:
@@ -18,12 +18,12 @@ with a tenth of the steps, which is not counted for any design.
 
 FILE gets, for the development rows, the shares of right answers by kind, and the costs: parameters, steps, seconds of
 a step, the largest memory, the time to a first token, of a decode step, and the bytes of the cache behind one image.
+And what is left of the text model's answers to the demo's questions that no picture concerns, with and without one.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import resource
@@ -34,177 +34,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from designs import BLOCKS, DESIGNS, Design
+from timing import seconds
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoProcessor, SiglipVisionConfig, get_cosine_schedule_with_warmup, set_seed
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import get_cosine_schedule_with_warmup, set_seed
 
-from hf_xattn import (
-    XAttnDataCollator,
-    XAttnForConditionalGeneration,
-    XAttnProcessor,
-    freeze_base,
-    load_rows,
-    remove_blocks,
-)
+from hf_xattn import load_rows
 from hf_xattn.data.order import Shuffled
+from hf_xattn.demo.language_scores import TEXT_TOKENS, holds
+from hf_xattn.demo.questions import TEST_PROMPTS
 from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import Asker, inputs_of
-from hf_xattn.evaluation.questions import Question, questions_of
-from hf_xattn.training.started_rate import check_started_rate, starts_at_zero
+from hf_xattn.evaluation.questions import Question, beside_pictures, questions_of
+from hf_xattn.training.started_rate import check_started_rate
 
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # where Llava's side is
-from llava_peer import LlavaChats, llava_of
-from timing import seconds
-
-
-DESIGNS = BLOCKS, PROJECTOR, LORA = ("blocks", "projector", "lora")
-IMAGE_TOKEN = "<image>"
-IGNORED = -100
 WARMUP = 0.05
 SEARCH = 0.1  # of the compute, for each learning rate
 COUNTED = 4  # batches whose operations are counted
 TIMED, DECODED, REPEATS = 8, 8, 5  # questions asked for a first token; decode steps of a timed run; runs
-
-
-class Features(nn.Module):
-    """A convolutional tower as Llava reads one: its features `(batch, places, channels)`, row by row.
-
-    Args:
-        tower (`PreTrainedModel`): its output is `(batch, channels, height, width)`.
-        side (`int`): pixels of a side of a picture.
-    """
-
-    def __init__(self, tower: Any, side: int):
-        super().__init__()
-        self.tower, self.dtype = tower, tower.dtype
-        with torch.no_grad():
-            channels = tower(torch.zeros(1, 3, side, side, dtype=tower.dtype)).last_hidden_state.shape[1]
-        # Llava asks the configuration for these sizes; the tower that it makes of it is replaced.
-        sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 1}
-        self.config = SiglipVisionConfig(hidden_size=channels, image_size=side, **sizes)
-
-    def forward(self, pixel_values: torch.Tensor, **options: Any) -> BaseModelOutput:
-        features = self.tower(pixel_values.to(self.dtype)).last_hidden_state.flatten(2).transpose(1, 2)
-        return BaseModelOutput(last_hidden_state=features, hidden_states=(features,))
-
-
-class Design:
-    """A model that trains, and what makes its batches and its prompts.
-
-    Args:
-        name (`str`): of `DESIGNS`.
-        fresh (`Path`): folder of the retrofitted model.
-        parameters (`int`, *optional*): about so many train; not for the blocks, which are as they are.
-        dtype (`torch.dtype`): of the frozen weights and of the computation. Weights are float32 while they train.
-        device (`str`): where it runs.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        fresh: Path,
-        parameters: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-    ):
-        self.name = name
-        processor: Any = AutoProcessor.from_pretrained(fresh)
-        seeing = XAttnForConditionalGeneration.from_pretrained(fresh, dtype=dtype)
-        if name == BLOCKS:
-            self.model: Any = freeze_base(seeing)
-            self.body, self.head = seeing.model, seeing.get_output_embeddings()
-            self.chats: Any = processor
-        else:
-            processor = with_marker(processor)
-            self.model, self.body, self.head = self._llava(seeing, processor, parameters)
-            self.chats = LlavaChats(processor, self.model.config.image_seq_length)
-        self.model.to(device)
-        self.trained = [each for each in self.model.parameters() if each.requires_grad]
-        self._dtypes = [each.dtype for each in self.trained]
-        for each in self.trained:
-            each.data = each.data.float()
-        new = {id(each) for each in starts_at_zero(seeing)}
-        self.started = [each for each in self.trained if id(each) not in new] if name == BLOCKS else []
-        self._autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
-        self._collate = XAttnDataCollator(processor, padding_side="right")
-
-    def _llava(self, seeing: Any, processor: XAttnProcessor, parameters: int) -> tuple[Any, Any, Any]:
-        tower = seeing.model.vision_tower
-        if not hasattr(tower.config, "hidden_size"):
-            tower = Features(tower, processor.image_processor.size["height"])
-        base = remove_blocks(seeing)
-        model = llava_of(base, tower, processor.image_token_id)
-        projector, sizes = model.model.multi_modal_projector, (tower.config.hidden_size, base.config.hidden_size)
-        inner = max(1, round((parameters - sizes[1]) / (sum(sizes) + 1))) if self.name == PROJECTOR else sizes[1]
-        projector.linear_1, projector.linear_2 = nn.Linear(sizes[0], inner), nn.Linear(inner, sizes[1])
-        projector.to(base.dtype)
-        if self.name == PROJECTOR:
-            return model, model.model, model.lm_head
-        from peft import LoraConfig, get_peft_model
-
-        linear = [each for each in model.model.language_model.modules() if isinstance(each, nn.Linear)]
-        left = parameters - sum(each.numel() for each in projector.parameters())
-        rank = max(1, round(left / sum(each.in_features + each.out_features for each in linear)))
-        targets = r".*language_model.*(q|k|v|o|gate|up|down)_proj"
-        lora = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
-        projector.requires_grad_(True)
-        return lora, lora.base_model.model.model, lora.base_model.model.lm_head
-
-    @property
-    def parameters(self) -> int:
-        return sum(each.numel() for each in self.trained)
-
-    def batch(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """The inputs of [`Design.loss`]."""
-        batch: dict[str, Any] = self._collate(list(rows))
-        return batch if self.name == BLOCKS else self._in_the_prompt(batch)
-
-    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The mean over the labels of a batch."""
-        batch = {name: value.to(self.model.device) for name, value in batch.items()}
-        labels = nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORED)
-        with self._autocast:
-            hidden = self.body(**batch, use_cache=False).last_hidden_state
-            logits = self.head(hidden[labels != IGNORED]).float()
-        return nn.functional.cross_entropy(logits, labels[labels != IGNORED])
-
-    def ready(self) -> None:
-        """Gives the trained weights the dtypes in which they are used."""
-        self.model.eval()
-        for each, dtype in zip(self.trained, self._dtypes):
-            each.data = each.data.to(dtype)
-
-    def _in_the_prompt(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with so many image tokens in place of each marker, padded again."""
-        made: dict[str, list[torch.Tensor]] = {"input_ids": [], "attention_mask": [], "labels": []}
-        for row, ids in enumerate(batch["input_ids"]):
-            real = batch["attention_mask"][row].bool()
-            counts = self.chats.counts(ids[real])
-            for name, rows in made.items():
-                rows.append(batch[name][row][real].repeat_interleave(counts))
-        padding = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-        padded = {
-            name: nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding[name])
-            for name, rows in made.items()
-        }
-        if "pixel_values" in batch:
-            pixels, mask = batch["pixel_values"], batch.get("image_mask")
-            padded["pixel_values"] = pixels.flatten(0, 1) if mask is None else pixels[mask]
-        return padded
-
-
-def with_marker(processor: XAttnProcessor) -> XAttnProcessor:
-    """The same processor, which renders a picture as a marker: Llava's image tokens come in its place."""
-    if processor.image_token is not None:
-        return processor
-    tokenizer = copy.deepcopy(processor.tokenizer)
-    tokenizer.add_tokens([IMAGE_TOKEN], special_tokens=True)
-    return XAttnProcessor(
-        processor.image_processor, tokenizer, chat_template=processor.chat_template, image_token=IMAGE_TOKEN
-    )
 
 
 class Course:
@@ -277,18 +127,47 @@ class Course:
 
 
 def shares(design: Design, questions: Sequence[Question], batch_size: int) -> dict[str, dict[str, Any]]:
-    """Right answers by kind, normalised, of questions about pictures; `text`: of those without one."""
-    tokenizer = design.chats.processor.tokenizer if design.name != BLOCKS else design.chats.tokenizer
-    longest = max(len(tokenizer(each.answer, add_special_tokens=False)["input_ids"]) for each in questions)
-    asker = Asker(design.model, design.chats, batch_size, longest + 8)
+    """Right answers by kind, normalised, of questions with and without pictures."""
+    longest = max(len(design.tokenizer(each.answer, add_special_tokens=False)["input_ids"]) for each in questions)
     counts: dict[str, list[int]] = {}
     for some in (True, False):
         asked = [each for each in questions if bool(each.pictures) == some]
-        for question, said in zip(asked, asker("asking", asked) if asked else []):
+        for question, said in zip(asked, answers(design, asked, batch_size, longest + 8)):
             count = counts.setdefault(question.group or "", [0, 0])
             count[0] += normalised(said) == normalised(question.answer)
             count[1] += 1
     return {kind: {"right": right, "of": total} for kind, (right, total) in sorted(counts.items())}
+
+
+def answers(design: Design, questions: Sequence[Question], batch_size: int, max_new_tokens: int) -> list[str]:
+    return Asker(design.model, design.chats, batch_size, max_new_tokens)("asking", questions) if questions else []
+
+
+class TextAbility:
+    """What is left of the text model's answers to the demo's questions that no picture concerns.
+
+    Args:
+        untrained ([`Design`]): its blocks, which leave texts without a picture alone. It answers as the text model.
+        about (`list[Question]`): the pictures of these stand beside the texts.
+    """
+
+    def __init__(self, untrained: Design, about: Sequence[Question], batch_size: int):
+        self.batch_size = batch_size
+        self.alone = [Question([{"role": "user", "content": prompt}], word) for prompt, word in TEST_PROMPTS]
+        self.beside = beside_pictures(self.alone, [each for each in about if each.pictures])
+        self.base = answers(untrained, self.alone, batch_size, TEXT_TOKENS)
+
+    def of(self, design: Design) -> dict[str, int]:
+        """Numbers of answers that are the text model's, word for word, and that are right: they hold the right word."""
+        found = {"of": len(self.base), "right, text model": self._right(self.base)}
+        for name, asked in (("alone", self.alone), ("beside a picture", self.beside)):
+            said = answers(design, asked, self.batch_size, TEXT_TOKENS)
+            found |= {f"as the text model, {name}": sum(map(str.__eq__, said, self.base))}
+            found |= {f"right, {name}": self._right(said)}
+        return found
+
+    def _right(self, said: Sequence[str]) -> int:
+        return sum(holds(answer, question.answer) for answer, question in zip(said, self.alone, strict=True))
 
 
 @torch.no_grad()
@@ -320,8 +199,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     set_seed(options.seed)
     course = Course(load_rows(options.data), options.batch_size, options.seed, options.started_rate, options.workers)
     where = {"dtype": getattr(torch, options.dtype), "device": options.device}
-    wanted = Design(BLOCKS, options.fresh).parameters
-    design = Design(options.design, options.fresh, wanted, **where)
+    questions = questions_of(load_rows(options.development), by="kind")[: options.questions]
+    untrained = Design(BLOCKS, options.fresh, **where)
+    texts = TextAbility(untrained, questions, options.batch_size)
+    design = Design(options.design, options.fresh, untrained.parameters, **where)
     if design.name == BLOCKS:
         check_started_rate(design.model, options.started_rate)
     flop = course.operations(design)
@@ -335,7 +216,6 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     losses, a_step = course.train(design, steps, rate)
     memory = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     design.ready()
-    questions = questions_of(load_rows(options.development), by="kind")[: options.questions]
     return {
         "design": design.name,
         "seed": options.seed,
@@ -350,6 +230,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "seconds of a step": a_step,
         "largest memory, MB": memory / 2**20,
         "right": shares(design, questions, options.batch_size),
+        "texts": texts.of(design),
         **times(design, questions),
     }
 
