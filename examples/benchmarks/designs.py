@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from llava_peer import LlavaChats, llava_of
 from torch import nn
-from transformers import AutoProcessor, SiglipVisionConfig
+from transformers import AutoProcessor, ViTConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, XAttnProcessor, freeze_base, remove_blocks
@@ -37,7 +37,7 @@ class Features(nn.Module):
             channels = tower(torch.zeros(1, 3, *size, dtype=tower.dtype)).last_hidden_state.shape[1]
         # Llava asks the configuration for these sizes; the tower that it makes of it is replaced.
         sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 1}
-        self.config = SiglipVisionConfig(hidden_size=channels, image_size=size, **sizes)
+        self.config = ViTConfig(hidden_size=channels, image_size=size, **sizes)
 
     def forward(self, pixel_values: torch.Tensor, **options: Any) -> BaseModelOutput:
         features = self.tower(pixel_values.to(self.dtype)).last_hidden_state.flatten(2).transpose(1, 2)

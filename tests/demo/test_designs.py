@@ -8,6 +8,7 @@ import pytest
 import torch
 from compare_designs import Course
 from designs import BLOCKS, DESIGNS, IMAGE_TOKEN, LORA, PROJECTOR, Design, Features
+from llava_peer import llava_of
 from template_models import CHATML
 from tiny_checkpoints import make_text_checkpoint
 from transformers import (
@@ -76,6 +77,10 @@ def test_features_of_a_convolutional_tower_keep_their_places(folder):
         assert read.shape == (2, 28 * 14, features.config.hidden_size) == (2, 392, 6)
         blocks = seeing.model.get_image_features(pixels[:, None]).pooler_output
         torch.testing.assert_close(seeing.model.connector(read)[:, None], blocks)
+        peer = llava_of(AutoModelForCausalLM.from_pretrained(folder / "text"), features, 5)
+        projected = peer.get_image_features(pixels).pooler_output
+        torch.testing.assert_close(torch.stack(list(projected)), peer.model.multi_modal_projector(read))
+        assert peer.config.image_seq_length == 392
 
 
 def test_parameters_and_rows(folder):
