@@ -19,7 +19,8 @@ from torch import nn
 from transformers.utils import logging
 
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
-from ..images.vision import blank_image
+from ..images.tower import image_size_of
+from ..images.vision import UNSIZED, blank_image
 from ..utils.checkpoint_files import CARD, check_path
 from ..utils.parts import named_parts
 from ..utils.tensor_checks import type_name
@@ -335,9 +336,10 @@ def describe(model: Any) -> dict[str, Any]:
     }
     compute = flops_per_text_token(block, len(layers), tokens or 0)
     if tokens is not None:
-        figures["tokens an image"] = f"{tokens:,}"
-        figures["K/V bytes an image"] = f"{tokens * per_token:,}"
-        figures["compute added a text token"] = f"{compute:,} FLOP with one image"
+        image = "image" if image_size_of(tower) else f"image of {UNSIZED} x {UNSIZED} pixels"
+        figures[f"tokens an {image}"] = f"{tokens:,}"
+        figures[f"K/V bytes an {image}"] = f"{tokens * per_token:,}"
+        figures["compute added a text token"] = f"{compute:,} FLOP with one {image}"
     else:
         of_token = flops_per_text_token(block, len(layers), 1) - compute
         figures["compute added a text token"] = f"{compute:,} FLOP, and {of_token:,} an image token"

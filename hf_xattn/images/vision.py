@@ -23,6 +23,9 @@ from ..utils.tensor_checks import check_floating, check_integers, has_values, ty
 from .tower import PASS_ITS_BASE, check_tower_config, image_size_of, no_hidden_state, only_image_size, takes_keyword
 
 
+UNSIZED = 224  # pixels of a side of a blank image, where the configuration says no size
+
+
 class Tiles(NamedTuple):
     """What a tiled tower needs in addition to the pixels."""
 
@@ -350,8 +353,7 @@ def blank_image(
     config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Tiles | None]:
     """Makes one black image for one row."""
-    size = getattr(config, "image_size", 224)
-    size = (size, size) if isinstance(size, int) else tuple(size)
+    size = image_size_of(config) or (UNSIZED, UNSIZED)
     pixels = torch.zeros(1, 1, getattr(config, "num_channels", 3), *size, device=device, dtype=dtype)
     if not is_tiled(config):
         return pixels, None

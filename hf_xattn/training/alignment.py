@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ..data.rows import IMAGE_SOURCES, read_row, text_of
+from ..images.grid_code import check_square
 from ..images.vision import Tiles, run_tower
 from ..processing.chat_messages import IMAGES
 from ..processing_xattn import TILE_INPUTS, XAttnProcessor
@@ -304,6 +305,7 @@ def _features(body: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """For each picture of `(pictures, 1, ...)`: what the connector's last layer reads, `(tokens, width)`, float32."""
     tower, connector = body.vision_tower, body.connector
     inputs = {name: value.to(tower.device) for name, value in inputs.items()}
+    check_square(body.config, inputs["pixel_values"])
     tiles = Tiles(*(inputs[name] for name in TILE_INPUTS)) if TILE_INPUTS[0] in inputs else None
     output = run_tower(tower, inputs["pixel_values"], tiles, body.config.vision_feature_layer).last_hidden_state
     assert output is not None

@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard
 from template_models import CHATML, make_processor, make_tokenizer
 from template_models import make_chat_model as make_templated
 from tiny_models import make_model, make_text, pixels, randomize, token_ids, vision_config
+from tiny_towers import ANY_SIZE
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.utils import hub
 
@@ -55,6 +56,18 @@ def test_what_a_card_says(tmp_path):
     assert "## Training" not in card and "## Results" not in card
     randomize(model).save_pretrained(tmp_path)
     assert "They are as initialised" not in card_of(tmp_path)[1]
+
+
+def test_tokens_of_a_tower_that_takes_any_size(tmp_path):
+    """A number of tokens that is of no picture that the model will see: the card says of which size it is."""
+    torch.manual_seed(0)
+    model = retrofit(make_text(), AutoModel.from_config(ANY_SIZE["resnet"]()), every=2)
+    model.save_pretrained(tmp_path)
+    rows = rows_of(card_of(tmp_path)[1])
+    shape = model.get_image_features(torch.zeros(1, 1, 3, 224, 224)).pooler_output.shape
+    assert rows["tokens an image of 224 x 224 pixels"] == str(shape[-2]) and "tokens an image" not in rows
+    assert {"K/V bytes an image of 224 x 224 pixels", "K/V bytes an image token"} < set(rows)
+    assert rows["compute added a text token"].endswith("FLOP with one image of 224 x 224 pixels")
 
 
 def test_saving_draws_no_random_numbers(tmp_path):

@@ -11,7 +11,14 @@ from PIL import Image
 from tiny_checkpoints import make_text_checkpoint, make_vision_checkpoint
 from torch import nn
 from training_examples import COLOURS, draw
-from transformers import AutoModel, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    ResNetConfig,
+    ResNetModel,
+    SiglipImageProcessorPil,
+)
 
 from hf_xattn import XAttnProcessor, align_connector, load_rows, retrofit
 from hf_xattn.training.ridge import RidgeSums
@@ -374,6 +381,11 @@ def test_what_cannot_be_aligned(folder):
     model.model.vision_tower.post_layernorm.weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="finite"):
         align_connector(model, processor, rows)
+    tower = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"))
+    wide = retrofit(folder / "text", tower, connector_type="mlp_2d")
+    wide_pictures = XAttnProcessor(SiglipImageProcessorPil(size={"height": 16, "width": 32}), processor.tokenizer)
+    with pytest.raises(ValueError, match="square pictures .* height of 16 and a width of 32"):
+        align_connector(wide, wide_pictures, rows)
     text_only = retrofit(folder / "text")
     with pytest.raises(ValueError, match="vision tower"):
         align_connector(text_only, processor, rows)
