@@ -2,9 +2,9 @@
 
 python examples/garments/make_rows.py SOURCE OUTPUT [--pictures 4000 --questions 2 --labels bag dress]
 
-OUTPUT/train and OUTPUT/held_out hold pictures and `metadata.jsonl`, a chat a line. No picture of a thing is in both.
-The held-out questions are half in the phrasings of training, half in phrasings that training never holds;
-`kinds.jsonl` tells them apart.
+OUTPUT/train and OUTPUT/held_out hold pictures and `metadata.jsonl`, a question a line, with its kind. No picture of a
+thing is in both. The held-out questions are half in the phrasings of training, half in phrasings that training never
+holds, which their kind says.
 """
 
 import argparse
@@ -20,10 +20,7 @@ TEXT_SHARE = 0.05
 
 
 def as_row(question: Question, picture: str | None) -> dict:
-    content = [{"type": "text", "text": question.question}]
-    if picture is not None:
-        content.insert(0, {"type": "image", "path": picture})
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": question.answer}]}
+    return ({} if picture is None else {"file_name": picture}) | question._asdict()
 
 
 def write_folder(
@@ -35,7 +32,7 @@ def write_folder(
         new (`float`): share of the questions in phrasings that training never holds.
     """
     rng = np.random.default_rng(seed)
-    rows, kinds = [], []
+    rows = []
     for index in range(count):
         picture, things = place_things(pictures, rng, size)
         name = f"{index:05}.png"
@@ -45,15 +42,9 @@ def write_folder(
         weights = np.array([2.0 if kind in NEEDS_TWO else 1.0 for kind in fitting])
         for kind in rng.choice(fitting, min(questions, len(fitting)), replace=False, p=weights / weights.sum()):
             names = [labels[thing.label] for thing in things]
-            asked = ask(str(kind), names, labels, rng, new=bool(rng.random() < new))
-            rows.append(as_row(asked, name))
-            kinds.append({"kind": asked.kind, "phrasing": asked.phrasing})
-    for _ in range(max(1, int(TEXT_SHARE * len(rows)))):
-        asked = ask_without_picture(labels, rng)
-        rows.append(as_row(asked, None))
-        kinds.append({"kind": asked.kind, "phrasing": asked.phrasing})
-    for name, lines in (("metadata.jsonl", rows), ("kinds.jsonl", kinds)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            rows.append(as_row(ask(str(kind), names, labels, rng, new=bool(rng.random() < new)), name))
+    rows += [as_row(ask_without_picture(labels, rng), None) for _ in range(max(1, int(TEXT_SHARE * len(rows))))]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return len(rows)
 
 

@@ -36,6 +36,7 @@ PHRASINGS = {
 }
 NEEDS_TWO = ("what is on that side", "which of two")
 TEXT = "without a picture"
+NEW = ", new phrasing"
 SIDES = ("left", "right")
 
 
@@ -43,12 +44,10 @@ class Question(NamedTuple):
     """A question and its answer.
 
     Attributes:
-        kind (`str`): a key of `PHRASINGS`, or `TEXT`.
-        phrasing (`str`): `"known"`, or `"new"` if training never holds it.
+        kind (`str`): a key of `PHRASINGS`, or `TEXT`; with `NEW` behind it if training never holds the phrasing.
     """
 
     kind: str
-    phrasing: str
     question: str
     answer: str
 
@@ -78,18 +77,19 @@ def ask(kind: str, names: list[str], labels: list[str], rng: np.random.Generator
     elif kind == "what is on that side":
         answer = thing
     elif kind == "which of two":
-        answer = f"the {SIDES[place]} one"
+        # What it is about comes first, as in what follows: a frozen language model holds a word where the word stands.
+        answer = f"{thing}: {SIDES[place]}"
     else:
         there = rng.random() < 0.5
         if not there:
             absent = [label for label in labels if label not in names]
             thing = with_article(absent[rng.integers(len(absent))])
-        # First what is there, then the verdict: the comparison is then one of words, which a language model can make.
+        # Then the verdict compares words, which a language model can.
         answer = f"{seen}, so {'yes' if there else 'no'}"
     question = phrasing.format(thing=thing, side=SIDES[place])
-    return Question(kind, "new" if new else "known", question, f"{answer[0].upper()}{answer[1:]}.")
+    return Question(kind + NEW * new, question, f"{answer[0].upper()}{answer[1:]}.")
 
 
 def ask_without_picture(labels: list[str], rng: np.random.Generator) -> Question:
     thing = with_article(labels[rng.integers(len(labels))])
-    return Question(TEXT, "known", f"Write in capital letters: {thing}", thing.upper())
+    return Question(TEXT, f"Write in capital letters: {thing}", thing.upper())

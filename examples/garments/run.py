@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import make_rows
-import score
 import train_tower
 from PIL import Image, ImageDraw
 
@@ -51,7 +50,7 @@ def run(source: Path, text: str, output: Path, options: argparse.Namespace, tiny
     hf_xattn_step(
         "train", output / "fresh", *data, "--output", output / "model", *(TINY_TRAINING if tiny else training)
     )
-    step(score.main, "python score.py", output / "model", output / "rows" / "held_out")
+    hf_xattn_step("eval", output / "model", "--data", output / "rows" / "held_out", "--by", "kind")
     if not tiny:  # whose folder goes away
         picture = output / "rows" / "held_out" / "00000.png"
         print(f"\nNow talk with it: hf-xattn chat {output / 'model'} --image {picture}")

@@ -42,8 +42,8 @@ EXPECTED = {
         "its scores mean nothing",
         "questions about 24 pictures",
         "saved to ",
-        "| caption, ",
-        "as the base answers them: 1 of 1",
+        "| caption: the model | ",
+        "| the model answers as its base, word for word | 1 | 100.0%",
     ],
     "training/caption_with_trainer": ["loss falls: True", "captions right: 4 of 4"],
     "checkpoints/adapter_only": [

@@ -183,6 +183,11 @@ def test_figures_have_a_source():
     assert f"the base's answer token for token: beside such a picture | {same} |" in over_smollm2
     assert f"right: beside a picture that does not matter | {right} |" in over_smollm2
     assert f"text-only questions, right: base | {before} |" in over_smollm2
+    scenes = (ROOT / "model_cards" / "hf-xattn-scenes-smollm2.md").read_text()
+    by_seed = re.findall(r"(\d+\.\d) % \(", re.findall(r"\| all of 1,800 \| .*", scenes)[0])
+    shares = [f"{float(each):.0f}" for each in by_seed]
+    assert f"and {shares.pop()} % of a sealed test of" in README  # the mean
+    assert f"{', '.join(shares[:2])} and {shares[2]} % get a right answer" in GUIDES["scenes"]
     (count, caption) = re.findall(r'reached (\d+ %) for "how many", (\d+ %) for whole captions', README)[0]
     table = GUIDES["garments"]
     assert re.search(rf"\| how many \| [^|]+ \| {count} ", table) and re.search(
