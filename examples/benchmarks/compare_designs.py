@@ -44,7 +44,7 @@ from transformers import get_cosine_schedule_with_warmup, set_seed
 from hf_xattn import load_rows
 from hf_xattn.data.order import Shuffled
 from hf_xattn.demo.language_scores import TEXT_TOKENS, holds
-from hf_xattn.demo.questions import TEST_PROMPTS
+from hf_xattn.demo.text_prompts import TEST_PROMPTS
 from hf_xattn.evaluation.answers import normalised
 from hf_xattn.evaluation.evaluation import Asker, inputs_of
 from hf_xattn.evaluation.questions import Question, beside_pictures, questions_of

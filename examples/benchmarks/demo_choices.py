@@ -27,7 +27,8 @@ from hf_xattn.demo.checkpoints import one_thread
 from hf_xattn.demo.language_run import BLOCK, retrofitted
 from hf_xattn.demo.language_scores import accuracy_by_kind, answers, held_out_questions, own_answers
 from hf_xattn.demo.language_training import Recipe, start_connector, train, training_dtype
-from hf_xattn.demo.questions import KINDS, TRAINING_PROMPTS
+from hf_xattn.demo.questions import KINDS
+from hf_xattn.demo.text_prompts import TRAINING_PROMPTS
 
 
 MIDDLE = (0.57, 0.67, 0.77, 0.87, 0.97)  # of the depth

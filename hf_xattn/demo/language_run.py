@@ -30,7 +30,7 @@ from .language_scores import (
     verdicts_right,
 )
 from .language_training import Recipe, block_layers, start_connector, train, training_dtype
-from .questions import KINDS, PHRASINGS, TRAINING_PROMPTS, Question
+from .questions import KINDS, PHRASINGS, Question
 from .report import (
     draw_questions,
     example_images,
@@ -40,6 +40,7 @@ from .report import (
     say,
     undo_prepared,
 )
+from .text_prompts import TRAINING_PROMPTS
 
 
 IMAGE_TOKEN = "<image>"

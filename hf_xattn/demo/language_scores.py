@@ -15,7 +15,8 @@ from ..evaluation.evaluation import Asker, inputs_of
 from ..evaluation.questions import Question as Asked
 from ..processing_xattn import XAttnProcessor
 from .canvases import DigitPool, picture_of
-from .questions import KINDS, NEW_PHRASINGS, PHRASINGS, TEST_PROMPTS, Question, ask, ask_about, chat
+from .questions import KINDS, NEW_PHRASINGS, PHRASINGS, Question, ask, ask_about, chat
+from .text_prompts import TEST_PROMPTS
 
 
 AT_ONCE = 50
@@ -150,9 +151,10 @@ def same_logits(model, base: PreTrainedModel, processor: XAttnProcessor) -> bool
 
 
 def own_answers(base: PreTrainedModel, processor: XAttnProcessor, prompts: tuple[str, ...]) -> dict[str, str]:
-    """The text model's own answers."""
+    """The text model's own answers. A prompt that gets an empty one is left out: it has nothing to train."""
     tokens = _tokens(base, processor, list(prompts), None, TEXT_TOKENS)
-    return dict(zip(prompts, processor.batch_decode(tokens, skip_special_tokens=True)))
+    said = zip(prompts, processor.batch_decode(tokens, skip_special_tokens=True))
+    return {prompt: answer for prompt, answer in said if answer.strip()}
 
 
 def images_a_second(model, processor: XAttnProcessor, questions: list[Question]) -> float:

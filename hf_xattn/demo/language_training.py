@@ -23,14 +23,15 @@ from ..training.ridge import ridge
 from ..utils.projection import multiplies_natively
 from .canvases import HEIGHT, PATCH, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
 from .checkpoints import optimize
-from .questions import COLUMNS, PHRASINGS, ROWS, TRAINING_PROMPTS, ask, ask_about, chat, region
+from .questions import COLUMNS, PHRASINGS, ROWS, ask, ask_about, chat, region
 from .upper_layers import Example, UpperLayers
 
 
 # How often each kind of question is asked. The hard kinds come more often.
 SHARES = {"read": 3, "how many": 2, "leftmost": 2, "largest": 3, "smallest": 3, "is there": 2, "sum": 3, "where": 3}
 SECOND = 0.15  # share of the questions that come after another one about the same canvas
-TEXT_EVERY = 10  # one step in so many is on questions that the picture does not concern
+TEXT_EVERY = 5  # one step in so many is on questions that the picture does not concern
+DISTILLED = 4.0  # weight of its loss
 WARMUP_STEPS = 20
 LARGEST_DIFFERENCE = 0.05  # of bfloat16, as a share of the largest logit
 BLOCK_PLACES = (0.67, 0.73, 0.8, 0.87, 0.97)  # as shares of the depth
@@ -86,43 +87,52 @@ class Rows:
 
 
 class Batch(NamedTuple):
-    """The rows of a training step."""
+    """Rows of a training step."""
 
     examples: list[Example]
     pixel_values: torch.Tensor  # (rows, 1, channels, height, width)
-    image_mask: torch.Tensor | None  # (rows, 1), False for a row without an image
 
 
-def batch_of_step(
-    step: int, rows: Rows, pool: DigitPool, text_answers: dict[str, str], batch_size: int, seed: int
-) -> Batch:
-    """Draws the rows of a step. The seed and the step determine them.
-
-    Most steps ask questions about canvases. The others ask questions of `text_answers` beside a canvas, or without
-    one, and train the answers that the text model gives without a canvas: a picture must not change what does not
-    concern it.
-    """
+def batch_of_step(step: int, rows: Rows, pool: DigitPool, batch_size: int, seed: int) -> Batch:
+    """Draws questions about canvases. The seed and the step determine them."""
     rng = np.random.default_rng((seed, 4, step))
-    image_mask = None
-    if step % TEXT_EVERY == TEXT_EVERY - 1:
-        prompts = [TRAINING_PROMPTS[rng.integers(len(TRAINING_PROMPTS))] for _ in range(batch_size // 3)]
-        image_mask = torch.tensor([[index % 4 != 3] for index in range(len(prompts))])
-        canvases = [pool.canvas(rng) for _ in prompts]
-        examples = [
-            rows.example(prompt, text_answers[prompt], bool(seen)) for prompt, seen in zip(prompts, image_mask[:, 0])
-        ]
-    else:
-        kinds, shares = list(SHARES), np.array(list(SHARES.values())) / sum(SHARES.values())
-        asked = [ask(kinds[rng.choice(len(kinds), p=shares)], pool, rng) for _ in range(batch_size)]
-        canvases = [question.canvas for question in asked]
-        examples = []
-        for question in asked:
-            before: tuple[tuple[str, str], ...] = ()
-            if rng.random() < SECOND:
-                first = ask_about(question.canvas, rng)
-                before = ((first.text, first.answer),)
-            examples.append(rows.example(question.text, question.answer, before=before))
-    return Batch(examples, torch.stack([to_pixel_values(canvas) for canvas in canvases]), image_mask)
+    kinds, shares = list(SHARES), np.array(list(SHARES.values())) / sum(SHARES.values())
+    asked = [ask(kinds[rng.choice(len(kinds), p=shares)], pool, rng) for _ in range(batch_size)]
+    examples = []
+    for question in asked:
+        before: tuple[tuple[str, str], ...] = ()
+        if rng.random() < SECOND:
+            first = ask_about(question.canvas, rng)
+            before = ((first.text, first.answer),)
+        examples.append(rows.example(question.text, question.answer, before=before))
+    return Batch(examples, torch.stack([to_pixel_values(question.canvas) for question in asked]))
+
+
+def texts_of_step(
+    step: int, rows: Rows, pool: DigitPool, text_answers: dict[str, str], count: int, seed: int
+) -> tuple[Batch, list[Example]]:
+    """Draws questions of `text_answers` beside canvases, and returns them without the canvases, too."""
+    rng = np.random.default_rng((seed, 4, step))
+    prompts = list(text_answers)
+    asked = [prompts[rng.integers(len(prompts))] for _ in range(count)]
+    canvases = torch.stack([to_pixel_values(pool.canvas(rng)) for _ in asked])
+    beside, alone = ([rows.example(each, text_answers[each], seen) for each in asked] for seen in (True, False))
+    return Batch(beside, canvases), alone
+
+
+def distance_from_text(upper: UpperLayers, beside: Batch, alone: list[Example]) -> torch.Tensor:
+    """KL(without the canvas || beside it) of a token of an answer: a picture must not change what does not concern it.
+
+    Without a canvas no block runs, so the teacher is the language model itself.
+    """
+    logits, labels, _ = upper.logits(*beside)
+    with torch.no_grad():
+        unseen = torch.zeros(len(alone), 1, dtype=torch.bool)
+        wanted, same, _ = upper.logits(alone, beside.pixel_values, unseen)
+    if not torch.equal(labels, same):
+        raise ValueError("The chat template makes other answers beside a picture than without one.")
+    given = (logits.log_softmax(-1), wanted.log_softmax(-1))
+    return nn.functional.kl_div(*given, log_target=True, reduction="batchmean")
 
 
 def training_dtype(device: torch.device) -> torch.dtype:
@@ -154,7 +164,10 @@ def train(
     _check(upper, rows, pool, seed)
 
     def loss_of_step(step: int) -> torch.Tensor:
-        batch = batch_of_step(step, rows, pool, text_answers, recipe.batch_size, seed)
+        if text_answers and step % TEXT_EVERY == TEXT_EVERY - 1:
+            texts = texts_of_step(step, rows, pool, text_answers, max(1, recipe.batch_size // 3), seed)
+            return DISTILLED * distance_from_text(upper, *texts)
+        batch = batch_of_step(step, rows, pool, recipe.batch_size, seed)
         trained = sum(label != -100 for example in batch.examples for label in example.labels[1:])
         losses = []
         for part in parts_by_length(batch):
@@ -188,8 +201,7 @@ def parts_by_length(batch: Batch) -> list[Batch]:
         return [batch]
     batches = []
     for part in (order[:cut], order[cut:]):
-        mask = None if batch.image_mask is None else batch.image_mask[part]
-        batches.append(Batch([batch.examples[row] for row in part], batch.pixel_values[part], mask))
+        batches.append(Batch([batch.examples[row] for row in part], batch.pixel_values[part]))
     return batches
 
 

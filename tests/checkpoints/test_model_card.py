@@ -339,7 +339,7 @@ def test_the_card_of_the_demo_over_smollm2_says_what_a_run_gives(tmp_path):
             results["right, with sight, beside a picture"]
             - int(said[f"{questions}, right: beside a picture that does not matter"])
         )
-        <= 4
+        <= 10
     )
     assert said["text-only logits bit-identical to the base, before and after training"] == "yes, yes"
     assert results["text-only logits bit-identical before training"] and results["text-only logits bit-identical"]

@@ -1,6 +1,7 @@
 """The demo over a language model: its questions, its training, and the whole run with a tiny one."""
 
 import contextlib
+import copy
 import io
 import json
 import re
@@ -19,30 +20,32 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from hf_xattn import demo
 from hf_xattn.checkpoints.model_card import example_questions
 from hf_xattn.commands.main import main
-from hf_xattn.demo.canvases import HEIGHT, WIDTH, WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
+from hf_xattn.demo.canvases import WORDS, DigitPool, patch_labels, picture_of, to_pixel_values
 from hf_xattn.demo.checkpoints import language_model, make_vision_checkpoint
 from hf_xattn.demo.language_run import retrofitted
-from hf_xattn.demo.language_scores import accuracy_by_kind, answers, second_right
+from hf_xattn.demo.language_scores import accuracy_by_kind, answers, own_answers, second_right
 from hf_xattn.demo.language_training import (
+    TEXT_EVERY,
     Batch,
+    Recipe,
     Rows,
+    distance_from_text,
     parts_by_length,
     ridge,
     start_connector,
+    texts_of_step,
+    train,
     training_dtype,
     word_states,
 )
 from hf_xattn.demo.questions import (
     KINDS,
-    NEW_PHRASINGS,
-    NUMBERS,
     PHRASINGS,
-    TEST_PROMPTS,
-    TRAINING_PROMPTS,
     ask,
     kinds_of,
 )
 from hf_xattn.demo.report import decided_words
+from hf_xattn.demo.text_prompts import TEST_PROMPTS, TRAINING_PROMPTS
 from hf_xattn.demo.upper_layers import UpperLayers
 
 
@@ -86,7 +89,7 @@ def test_a_run_keeps_the_text_and_saves_what_loads(finished):
     """
     folder, results, _ = finished
     assert results["text-only logits bit-identical before training"] and results["text-only logits bit-identical"]
-    assert results["answered token for token as the base"] == results["text-only questions"] == len(TEST_PROMPTS) == 40
+    assert results["answered token for token as the base"] == results["text-only questions"] == len(TEST_PROMPTS) == 200
     assert json.loads((folder / "results.json").read_text()) == results
     assert set(results["accuracy"]["new phrasings"]) == set(KINDS)
     assert (folder / "questions.png").exists() and len(list((folder / "examples").glob("*.png"))) == 2
@@ -166,61 +169,6 @@ def test_trials_of_choices(finished, tmp_path, monkeypatch):
         demo_choices.compare(tmp_path, 1, [0], [])
     with pytest.raises(ValueError, match=r"results of \{'steps': 2, 'questions': 1\}"):
         demo_choices.compare(folder, 2, [0], [], count=1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_right(kind):
-    """An answer about another digit, a place on the wrong side, a question that its canvas does not allow."""
-    pool, rng = DigitPool(held_out=False), np.random.default_rng(0)
-    seen = set()
-    for _ in range(100):
-        question = ask(kind, pool, rng, (PHRASINGS, NEW_PHRASINGS)[rng.integers(2)])
-        canvas, text = question.canvas, question.text
-        seen.add(question.answer)
-        named = [word for word in re.findall(r"[a-z]+", text) if word in WORDS][-1:]
-        if kind == "is there":
-            there = WORDS.index(named[0]) in canvas.digits
-            pairs = [pair.split() for pair in question.answer.split(", ")]
-            assert [WORDS.index(word) for word, _ in pairs] == canvas.digits
-            assert all((verdict == "yes") == (word == named[0]) for word, verdict in pairs)
-            assert there == ("yes" in question.answer)
-            assert ("an eight" in text) == (named[0] == "eight" and "digit eight" not in text and "any" not in text)
-        elif kind == "where":
-            row, column = canvas.corners[canvas.digits.index(WORDS.index(named[0]))]
-            *others, last = question.answer.split(", ")
-            before = [pair.split() for pair in others]
-            assert [WORDS.index(word) for word, _ in before] == canvas.digits[: len(before)]
-            assert all(verdict == "no" and word != named[0] for word, verdict in before)
-            start, vertical, horizontal = last.split()
-            assert start == named[0]
-            assert (vertical == "bottom") == (row >= HEIGHT // 2)
-            assert horizontal == ("left" if column < WIDTH / 3 else "right" if column >= 2 * WIDTH / 3 else "middle")
-            assert canvas.digits.count(WORDS.index(named[0])) == 1
-        elif kind == "sum":
-            assert len(canvas.digits) == 2
-            assert question.answer == "{} plus {} is {}".format(
-                *[WORDS[digit] for digit in canvas.digits], NUMBERS[sum(canvas.digits)]
-            )
-        elif kind == "read":
-            assert [WORDS.index(word) for word in question.answer.split(", ")] == canvas.digits
-        else:
-            first = sorted(canvas.digits)
-            expected = {
-                "how many": len(first),
-                "leftmost": canvas.digits[0],
-                "largest": first[-1],
-                "smallest": first[0],
-            }
-            assert WORDS.index(question.answer) == expected[kind]
-    assert len(seen) > 1
-
-
-def test_phrasings_and_prompts_for_the_test_are_not_trained_on():
-    """A new phrasing that training holds too: the accuracy on new phrasings would then mean nothing."""
-    for kind in KINDS:
-        assert not set(PHRASINGS[kind]) & set(NEW_PHRASINGS[kind])
-    assert not {prompt for prompt, _ in TEST_PROMPTS} & set(TRAINING_PROMPTS)
-    assert len(set(TRAINING_PROMPTS)) == len(TRAINING_PROMPTS)
 
 
 def test_long_answers_are_heard_to_their_end(parts):
@@ -449,17 +397,58 @@ def test_a_batch_in_parts_is_the_batch(parts):
         for row, question in enumerate(asked)
     ]
     pixel_values = torch.stack([to_pixel_values(question.canvas) for question in asked])
-    image_mask = torch.tensor([[True], [True], [False], [False], [True], [True]])
-    split = parts_by_length(Batch(examples, pixel_values, image_mask))
+    split = parts_by_length(Batch(examples, pixel_values))
     assert len(split) == 2
     assert max(len(each.ids) for each in split[0].examples) < min(len(each.ids) for each in split[1].examples)
-    found = [(example, picture, mask) for part in split for example, picture, mask in zip(*part)]
+    found = [(example, picture) for part in split for example, picture in zip(*part)]
     assert len(found) == len(examples)
-    for example, picture, mask in found:
+    for example, picture in found:
         row = next(row for row, each in enumerate(pixel_values) if torch.equal(each, picture))
-        assert examples[row] == example and torch.equal(image_mask[row], mask)
-    alike = Batch(examples[:1] * 3, pixel_values[:3], None)
+        assert examples[row] == example
+    alike = Batch(examples[:1] * 3, pixel_values[:3])
     assert parts_by_length(alike) == [alike]
+
+
+def test_texts_are_trained_to_be_those_without_a_picture(parts):
+    """A teacher that sees the picture, or other tokens than the student's; text that the canvas says."""
+    model, processor, pool = parts
+    rows = Rows(processor, pool.canvas(np.random.default_rng(3)))
+    upper = UpperLayers(model, rows.beginning, torch.float32)
+    said = {"Hello!": "Hello.", "What is this?": "A picture of digits.", "Hi!": "Hello, hello!"}
+    texts = texts_of_step(4, rows, pool, said, 5, seed=0)
+    again, other = texts_of_step(4, rows, pool, said, 5, seed=0), texts_of_step(9, rows, pool, said, 5, seed=0)
+    assert torch.equal(texts[0].pixel_values, again[0].pixel_values) and texts[1] == again[1]
+    assert not torch.equal(texts[0].pixel_values, other[0].pixel_values)
+    (beside, canvases), alone = texts
+    total, labels = 0.0, 0
+    with torch.no_grad():
+        for seen, unseen, canvas in zip(beside, alone, canvases):
+            logits = []
+            for example, given in ((seen, {"pixel_values": canvas[None]}), (unseen, {})):
+                ids = torch.tensor([[*rows.beginning, *example.ids]])
+                places = [
+                    place + len(rows.beginning) - 1 for place, label in enumerate(example.labels) if label != -100
+                ]
+                logits.append(model(input_ids=ids, **given).logits[0, places].log_softmax(-1))
+            student, teacher = logits
+            total += (teacher.exp() * (teacher - student)).sum()
+            labels += len(student)
+    found = distance_from_text(upper, *texts)
+    assert found.requires_grad and found > 1e-4
+    torch.testing.assert_close(found.detach(), total / labels, rtol=1e-3, atol=1e-6)
+
+
+def test_a_language_model_without_an_answer(parts, source, tmp_path):
+    """An empty answer, which has no token to train, that ends the training of the others."""
+    model, processor, pool = parts
+    base = AutoModelForCausalLM.from_pretrained(language_model(source, tmp_path)).eval()
+    prompts = TRAINING_PROMPTS[:3]
+    assert all(answer.strip() for answer in own_answers(base, processor, prompts).values())
+    base.generation_config.sequence_bias = {(processor.tokenizer.eos_token_id,): 100.0}
+    assert own_answers(base, processor, prompts) == {}
+    learner = copy.deepcopy(model)
+    train(learner, processor, pool, {}, Recipe(steps=TEXT_EVERY, batch_size=2), seed=0)
+    assert not torch.equal(learner.blocks[0].attn.o_proj.weight, model.blocks[0].attn.o_proj.weight)
 
 
 def test_the_command(source, tmp_path, capsys):
