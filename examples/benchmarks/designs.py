@@ -127,10 +127,12 @@ class Design:
         return nn.functional.cross_entropy(logits, labels[labels != IGNORED])
 
     def ready(self) -> None:
-        """Gives the trained weights the dtypes in which they are used."""
+        """Gives the trained weights the dtypes in which they are used, and adds LoRA to the weights that it is for."""
         self.model.eval()
         for each, dtype in zip(self.trained, self._dtypes):
             each.data = each.data.to(dtype)
+        if self.name == LORA:
+            self.model = self.model.merge_and_unload()
 
     def _in_the_prompt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with so many image tokens in place of each marker, padded again."""

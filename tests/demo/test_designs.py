@@ -119,7 +119,7 @@ def test_a_run(name, folder, tmp_path, capsys):
     assert sum(share["of"] for share in found["right"].values()) == 9
     texts = found["texts"]
     if name != LORA:  # a picture's part alone changes no text without one
-        assert texts["as the text model, alone"] == texts["of"] == 40
+        assert texts["as the text model, alone"] == texts["of"] == 200
     assert texts["right, text model"] == texts["right, alone"] or name == LORA
     assert min(found[cost] for cost in ("first token", "decode step", "cache", "largest memory, MB")) > 0
     with pytest.raises(SystemExit):
@@ -130,6 +130,20 @@ def test_a_run(name, folder, tmp_path, capsys):
     found = json.loads((tmp_path / "steps.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     assert (found["steps"], found["learning rate"], found["learning rates"]) == (2, 1e-3, {})
     assert found["share of it for started weights"] == (0.1 if name == BLOCKS else None)
+
+
+def test_lora_is_used_as_one_uses_it(folder):
+    """Adapters that are measured beside the weights, where everybody adds them to the weights."""
+    rows = load_rows(folder / "chats")
+    design = Design(LORA, folder / "fresh", Design(BLOCKS, folder / "fresh").parameters)
+    Course(rows, 4, 0).train(design, 2, 1e-2)
+    inputs = design.chats.apply_chat_template([rows[0]["messages"][:-1]], tokenize=True, return_dict=True)
+    with torch.no_grad():
+        before = design.model.eval()(**inputs).logits
+        design.ready()
+        after = design.model(**inputs).logits
+    torch.testing.assert_close(after, before)
+    assert not any("lora" in each for each, _ in design.model.named_parameters())
 
 
 def test_blocks_cost_less_compute_and_cache(folder, tmp_path):
