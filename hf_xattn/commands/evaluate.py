@@ -106,14 +106,14 @@ def _table(found: Evaluation) -> list[str]:
         text = found.text
         lines += ["", *_heading("questions without a picture")]
         lines += _lines({"the model": text})
-        lines.append(f"| the model answers as its base, word for word | {text.exact.of} | {found.as_base} | |")
+        lines.append(f"| the model answers as its base, word for word | {text.exact.of} | {found.as_base} | | |")
         lines += _lines(found.text_groups)
     if (beside := found.beside) is not None:
         lines += ["", *_heading("the same questions beside a picture of another row")]
         lines += _lines({"the model": beside.model, "its base, without the picture": beside.base})
         lines.append(
             f"| the model answers as its base without the picture, word for word | {beside.as_base.of} | "
-            f"{beside.as_base} | |"
+            f"{beside.as_base} | | |"
         )
         if beside.left_out:
             lines.append(f"{beside.left_out} of them have no user message to put a picture into: they are left out.")
@@ -125,8 +125,11 @@ def _table(found: Evaluation) -> list[str]:
 
 
 def _heading(questions: str) -> list[str]:
-    return [f"| {questions} | number | exact | normalised as VQA does |", "|---|---|---|---|"]
+    return [f"| {questions} | number | exact | normalised as VQA does | contains it |", "|---|---|---|---|---|"]
 
 
 def _lines(named: dict[str, Scores], group: str = "") -> list[str]:
-    return [f"| {group}{name} | {each.exact.of} | {each.exact} | {each.normalised} |" for name, each in named.items()]
+    return [
+        f"| {group}{name} | {each.exact.of} | {each.exact} | {each.normalised} | {each.contained} |"
+        for name, each in named.items()
+    ]

@@ -78,6 +78,7 @@ class Share:
 class Scores(NamedTuple):
     exact: Share  # the same characters, but for white space around them
     normalised: Share  # the same by [`normalised`], or by another form
+    contained: Share  # the same, or the words of that form stand in the answer, as `paris` in `it is paris`
 
     @classmethod
     def of(cls, said: Sequence[str], expected: Sequence[str], form: Callable[[str], str] | None = None) -> Scores:
@@ -87,10 +88,17 @@ class Scores(NamedTuple):
         """
         form = form or normalised
         pairs = list(zip(said, expected, strict=True))
+        formed = [(form(one), form(other)) for one, other in pairs]
         return cls(
             Share(sum(one.strip() == other.strip() for one, other in pairs), len(pairs)),
-            Share(sum(form(one) == form(other) for one, other in pairs), len(pairs)),
+            Share(sum(one == other for one, other in formed), len(pairs)),
+            Share(sum(contains(*each) for each in formed), len(pairs)),
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {"exact": self.exact.as_dict(), "normalised": self.normalised.as_dict()}
+        return {name: share.as_dict() for name, share in self._asdict().items()}
+
+
+def contains(said: str, expected: str) -> bool:
+    """Whether the words of the expected answer stand in an answer, side by side. `cat` is not in `category`."""
+    return said == expected or (bool(expected) and f" {expected} " in f" {said} ")

@@ -14,7 +14,8 @@ NAMES = {MODEL: "accuracy", BLIND: "accuracy without the picture", FREQUENT: "ac
 TASK = "visual-question-answering"
 TEXT_TASK = "text-generation"
 AS_BASE = "text answers beside a picture that are the base's, word for word"
-BESIDE, BASE = "accuracy of text answers beside a picture", "accuracy of the base's text answers"
+BESIDE = "text answers beside a picture that contain the right one"
+BASE = "text answers of the base that contain the right one"
 
 
 def read_card(folder: Path) -> ModelCard:
@@ -39,7 +40,7 @@ def write_results(folder: Path, found: Evaluation, data: str) -> None:
     kept = [each for each in card.data.eval_results or [] if (each.dataset_name, each.metric_name) not in own]
     shares = [(TASK, name, found.ways[way].normalised) for way, name in NAMES.items() if way in found.ways]
     if (text := found.beside) is not None:
-        named = {AS_BASE: text.as_base, BESIDE: text.model.normalised, BASE: text.base.normalised}
+        named = {AS_BASE: text.as_base, BESIDE: text.model.contained, BASE: text.base.contained}
         shares += [(TEXT_TASK, name, share) for name, share in named.items()]
     made = [
         EvalResult(

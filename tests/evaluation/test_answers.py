@@ -43,8 +43,14 @@ def test_interval(count, of):
 
 
 def test_scores():
-    """An answer that is right only without its full stop, and lists of different lengths."""
-    scores = Scores.of(["Two.", " red ", "blue"], ["2", "red", "green"])
-    assert (scores.exact.count, scores.normalised.count, scores.exact.of) == (1, 2, 3)
+    """An answer that is right only without its full stop, in a sentence, or in a part of a word; lists of different
+    lengths.
+    """
+    scores = Scores.of(
+        ["Two.", " red ", "blue", "It is New\nYork.", "a category"], ["2", "red", "green", "New York", "cat"]
+    )
+    assert [share.count for share in scores] == [1, 2, 3] and {share.of for share in scores} == {5}
+    empty = Scores.of(["a word", "The.", "York, new"], ["the", "the", "New York"])  # an article is nothing
+    assert [share.count for share in empty] == [0, 1, 1]
     with pytest.raises(ValueError, match="argument 2"):
         Scores.of(["a"], ["a", "b"])

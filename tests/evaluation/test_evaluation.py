@@ -304,7 +304,7 @@ def test_card(saved, data, tmp_path, capsys):
     assert main([*command[:3], str(tmp_path / "others"), *command[4:-1], "--json"]) == 0
     beside = json.loads(capsys.readouterr().out)["text_beside_picture"]
     told = {each.metric_name: each.metric_value for each in results if each.task_type == "text-generation"}
-    shares = (beside["as_base"], beside["model"]["normalised"], beside["base"]["normalised"])
+    shares = (beside["as_base"], beside["model"]["contained"], beside["base"]["contained"])
     assert [told[name] for name in (AS_BASE, BESIDE, BASE)] == [round(each["share"], 4) for each in shares]
 
 
