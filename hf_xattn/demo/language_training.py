@@ -130,7 +130,10 @@ def distance_from_text(upper: UpperLayers, beside: Batch, alone: list[Example]) 
         unseen = torch.zeros(len(alone), 1, dtype=torch.bool)
         wanted, same, _ = upper.logits(alone, beside.pixel_values, unseen)
     if not torch.equal(labels, same):
-        raise ValueError("The chat template makes other answers beside a picture than without one.")
+        raise ValueError(
+            "Expected the chat template to write an answer beside a picture as it does without one, got other tokens. "
+            "Choose another language model."
+        )
     given = (logits.log_softmax(-1), wanted.log_softmax(-1))
     return nn.functional.kl_div(*given, log_target=True, reduction="batchmean")
 

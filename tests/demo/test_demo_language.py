@@ -435,6 +435,8 @@ def test_texts_are_trained_to_be_those_without_a_picture(parts):
             labels += len(student)
     found = distance_from_text(upper, *texts)
     assert found.requires_grad and found > 1e-4
+    with pytest.raises(ValueError, match="chat template to write an answer beside a picture as it does without one"):
+        distance_from_text(upper, texts[0], [rows.example("Hi!", "Another answer.", False)] * 5)
     torch.testing.assert_close(found.detach(), total / labels, rtol=1e-3, atol=1e-6)
 
 

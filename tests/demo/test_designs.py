@@ -91,13 +91,8 @@ def test_parameters_and_rows(folder):
         assert abs(design.parameters - wanted) <= (0 if name == BLOCKS else 0.25 * wanted)  # tiny ranks are coarse
         assert all(each.dtype == torch.float32 for each in design.trained)
         named = [each for each, weight in design.model.named_parameters() if weight.requires_grad]
-        parts = {
-            BLOCKS: ("cross_attention_block", "connector"),
-            PROJECTOR: ("projector",),
-            LORA: ("projector", "lora_"),
-        }
-        assert all(any(part in each for part in parts[name]) for each in named)
-        assert all(any(part in each for each in named) for part in parts[name])
+        assert all(any(part in each for part in PARTS[name]) for each in named)
+        assert all(any(part in each for each in named) for part in PARTS[name])
         first, again, other = (next(iter(Course(rows, 4, seed).batches(design, 1))) for seed in (0, 0, 1))
         assert all(torch.equal(first[each], again[each]) for each in first)
         assert first["input_ids"].shape != other["input_ids"].shape or not torch.equal(
