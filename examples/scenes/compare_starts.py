@@ -1,6 +1,6 @@
 """Measures what a start of connector and blocks is worth: how soon captions of scenes name what the picture shows.
 
-python examples/scenes/compare_starts.py TEXT TOWER --output FILE [--start NAME ...] [--seeds N ...] [--steps N]
+python examples/scenes/compare_starts.py TEXT TOWER --output FILE [--start NAME ...] [--seeds N ...] [--block JSON]
 
 TEXT is a language model, TOWER a vision tower such as train_tower.py makes. Blocks and connector learn captions of
 scenes of the training split, in the same order for all starts of a seed:
@@ -14,6 +14,8 @@ scenes of the training split, in the same order for all starts of a seed:
 After every `--every` steps the model reads captions of development scenes, and names each next word by the words before
 it and by the picture. FILE gets the shares that are right: of the shapes, of the rows and of the columns; with the
 picture, and with that of another scene. A shape follows its colour in a caption, so it can be known from the picture.
+
+`--layers` and `--block` compare sizes of blocks instead of starts: the same rows, with one start, in a run of each.
 """
 
 from __future__ import annotations
@@ -136,13 +138,25 @@ def tokenizer_of(text: str) -> Any:
     return AutoTokenizer.from_pretrained(text)
 
 
+def options_of(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError:
+        options = None
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f"""expected a JSON object such as '{{"mlp_type": "none"}}', got {text}""")
+    return options
+
+
 def measure(options: argparse.Namespace, name: str, seed: int) -> dict[int, dict[str, dict[str, float]]]:
     """Trains from one start. Returns the shares after steps."""
     start = STARTS[name]
     set_seed(seed)
     train, development = (open_split(split, seed) for split in ("train", "development"))
-    fields: dict[str, Any] = {"cross_attention": BLOCK, "connector_type": start.connector_type}
-    model = retrofit(options.text, options.tower, layers=options.layers, dtype=torch.float32, **fields)
+    fields: dict[str, Any] = {"cross_attention": BLOCK | options.block, "connector_type": start.connector_type}
+    model = freeze_base(retrofit(options.text, options.tower, layers=options.layers, dtype=torch.float32, **fields))
+    count = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    print(f"{name}, seed {seed}: {count:,} parameters train", flush=True)
     processor = XAttnProcessor(AutoImageProcessor.from_pretrained(options.tower), tokenizer_of(options.text))
     if start.connector:
         align_connector(model, processor, Captions(train, options.pictures), blocks=start.blocks, seed=seed)
@@ -165,7 +179,7 @@ def measure(options: argparse.Namespace, name: str, seed: int) -> dict[int, dict
         )
         LabelledLogitsTrainer(
             started_rate=options.started_rate if start.slower else 1.0,
-            model=freeze_base(model),
+            model=model,
             args=settings,
             train_dataset=Captions(train, options.steps * options.batch_size),
             data_collator=collator,
@@ -200,6 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--start", action="append", choices=STARTS, help="one start; may be repeated (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[20, 22, 24, 26, 28], help="that get a block in front")
+    parser.add_argument(
+        "--block", type=options_of, default={}, metavar="JSON", help="""sizes of blocks: '{"intermediate_size": 576}'"""
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=20, help="steps between two measures")
     parser.add_argument("--batch-size", type=int, default=8)

@@ -1,6 +1,7 @@
 """`examples/scenes/compare_starts.py`: what a start of connector and blocks is worth."""
 
 import json
+import re
 
 import compare_starts
 import pytest
@@ -72,3 +73,24 @@ def test_a_run(folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare_starts.main([str(folder / "text"), str(folder / "tower"), "--output", str(file)])
     assert "which exists" in capsys.readouterr().err
+
+
+def test_sizes_of_blocks(folder, tmp_path, capsys):
+    """Sizes that do not reach the blocks: all rows of a table would be of the same model."""
+    given = [str(folder / "text"), str(folder / "tower"), "--steps", "1", "--every", "1", "--batch-size", "1"]
+    given += ["--held-out", "2", "--start", "random", "--layers", "1", "--output"]
+    counts = []
+    for name, sizes in (("plain", {}), ("none", {"mlp_type": "none"})):
+        compare_starts.main([*given, str(tmp_path / name), "--block", json.dumps(sizes)])
+        counts.append(int(re.search(r"([\d,]+) parameters train", capsys.readouterr().out)[1].replace(",", "")))
+        model = retrofit(folder / "text", folder / "tower", layers=[1], cross_attention=compare_starts.BLOCK | sizes)
+        added = [each for part in (*model.blocks, model.model.connector) for each in part.parameters()]
+        assert counts[-1] == sum(each.numel() for each in added)
+    assert counts[0] > counts[1]
+    for wrong in ("3", "mlp_type"):
+        with pytest.raises(SystemExit):
+            compare_starts.main([*given, str(tmp_path / "wrong"), "--block", wrong])
+        assert (
+            f'--block: expected a JSON object such as \'{{"mlp_type": "none"}}\', got {wrong}'
+            in capsys.readouterr().err
+        )
