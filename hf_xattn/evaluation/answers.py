@@ -32,17 +32,23 @@ QUANTILE = 1.959964
 def normalised(answer: str) -> str:
     """An answer as the evaluation of VQA compares it: lower case, numbers as digits, no articles, no punctuation.
 
-    See https://visualqa.org/evaluation.html. One step is ours: VQA puts missing apostrophes into contractions, by a
-    table, and here apostrophes are taken out.
+    See https://visualqa.org/evaluation.html. Two steps are ours: VQA puts missing apostrophes into contractions, by a
+    table, and here apostrophes are taken out; an answer of articles alone keeps them, as the choice "A".
     """
-    text = answer.replace("\n", " ").replace("\t", " ").strip().lower()
+    words = _words(answer.lower())
+    return " ".join([word for word in words if word not in ARTICLES] or words)
+
+
+def _words(answer: str) -> list[str]:
+    """The words of an answer, with numbers as digits and without punctuation."""
+    text = answer.replace("\n", " ").replace("\t", " ").strip()
     # A mark between two letters separates words; beside a space, or if digits are grouped by commas, it is nothing.
     grouped = re.search(r"\d,\d", text) is not None
     for mark in PUNCTUATION:
         beside_space = f"{mark} " in text or f" {mark}" in text
         text = text.replace(mark, "" if beside_space or grouped else " ")
     text = re.sub(r"(?<!\d)\.|\.(?!\d)", "", text).replace("'", "")
-    return " ".join(NUMBERS.get(word, word) for word in text.split() if word not in ARTICLES)
+    return [NUMBERS.get(word, word) for word in text.split()]
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,13 @@ class Scores(NamedTuple):
         form = form or normalised
         pairs = list(zip(said, expected, strict=True))
         formed = [(form(one), form(other)) for one, other in pairs]
+        contained = [contains(*each) for each in formed]
+        if form is normalised:
+            contained = [found or _contains_article(*each) for found, each in zip(contained, pairs)]
         return cls(
             Share(sum(one.strip() == other.strip() for one, other in pairs), len(pairs)),
             Share(sum(one == other for one, other in formed), len(pairs)),
-            Share(sum(contains(*each) for each in formed), len(pairs)),
+            Share(sum(contained), len(pairs)),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,3 +111,10 @@ class Scores(NamedTuple):
 def contains(said: str, expected: str) -> bool:
     """Whether the words of the expected answer stand in an answer, side by side. `cat` is not in `category`."""
     return said == expected or (bool(expected) and f" {expected} " in f" {said} ")
+
+
+def _contains_article(said: str, expected: str) -> bool:
+    """The same for an answer of articles alone: the choice "A" stands in "it is A", and not in "it is a cat"."""
+    words = _words(expected)
+    articles = bool(words) and all(word.lower() in ARTICLES for word in words)
+    return articles and contains(" ".join(_words(said)), " ".join(words))

@@ -50,7 +50,16 @@ def test_scores():
         ["Two.", " red ", "blue", "It is New\nYork.", "a category"], ["2", "red", "green", "New York", "cat"]
     )
     assert [share.count for share in scores] == [1, 2, 3] and {share.of for share in scores} == {5}
-    empty = Scores.of(["a word", "The.", "York, new"], ["the", "the", "New York"])  # an article is nothing
-    assert [share.count for share in empty] == [0, 1, 1]
+    articles = Scores.of(["a word", "The.", "York, new"], ["the", "the", "New York"])
+    assert [share.count for share in articles] == [0, 1, 1]
     with pytest.raises(ValueError, match="argument 2"):
         Scores.of(["a"], ["a", "b"])
+
+
+@pytest.mark.parametrize("choice", ["A", "B"])
+def test_choices_are_scored_alike(choice):
+    """The choice "A" taken for an article: equal to no answer at all, and found in none."""
+    said = [choice, f"{choice}.", choice.lower(), f"It is {choice}.", f"{choice}) red", "It is a cat.", "", ".", "The"]
+    found = [Scores.of([each], [choice]) for each in said]
+    assert [scores.normalised.count for scores in found] == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert [scores.contained.count for scores in found] == [1, 1, 1, 1, 1, 0, 0, 0, 0]
