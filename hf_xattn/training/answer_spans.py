@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from transformers.utils import logging
@@ -103,8 +104,8 @@ def _find(render: Render, messages: Messages, index: int, text: str, image_token
     if reasoning:
         thought = _difference(text, _render_with(render, messages, index, {**message, **reasoning}))
         if thought is not None and thought[0] < start:
-            start = _end_of_header(render, messages, index, text, thought[0])
-    return AnswerSpan(index, start, end)
+            start = thought[0]
+    return AnswerSpan(index, _behind_the_prompt(render, messages, index, text, start), end)
 
 
 def _render_with(render: Render, messages: Messages, index: int, message: dict[str, Any]) -> str:
@@ -122,15 +123,24 @@ def _difference(text: str, probe: str) -> tuple[int, int] | None:
     return start, len(text) - same
 
 
-def _end_of_header(render: Render, messages: Messages, index: int, text: str, before: int) -> int:
-    """Returns where a turn with reasoning begins: after the generation prompt, so before a tag such as <think>."""
-    if index == 0:
-        return before
-    prompt = render(messages[:index], add_generation_prompt=True)
-    bare = render(messages[:index])
-    header = prompt[len(bare) :] if prompt.startswith(bare) else ""
-    found = text.rfind(header, 0, before) if header.strip() else -1
-    return before if found < 0 else found + len(header)
+def _behind_the_prompt(render: Render, messages: Messages, index: int, text: str, start: int) -> int:
+    """Where the model begins to write: behind the generation prompt, so in front of a tag such as <think>, also of an
+    empty pair of them that the template adds.
+    """
+    before = messages[:index]
+    if all(message["role"] != "user" for message in before):  # some templates refuse such a chat
+        return start
+    prompt = render(before, add_generation_prompt=True)
+    if not text.startswith(prompt.rstrip()):
+        if index == len(messages) - 1:
+            logger.warning_once(
+                f"The chat template writes an answer behind other text than its generation prompt ({prompt[-40:]!r}): "
+                "the model is not trained on what it is asked with."
+            )
+        return start
+    begin = len(commonprefix([text, prompt]))
+    between = text[begin:start].strip() and prompt != render(before)  # without a prompt it is the turn's header
+    return begin if between else start
 
 
 def _short(text: str, length: int = 60) -> str:

@@ -38,8 +38,9 @@ class XAttnDataCollator:
     message has an image part, the images come in front of the first user message. Columns `tools` and
     `chat_template_kwargs` are refused, and columns that hold images or resemble the name `images`; others are ignored.
 
-    Each answer is found in the text that the chat template renders, with reasoning if the template writes it, and with
-    the token that ends the turn, so that the model learns to stop. Its labels are decoded and compared with that text.
+    Each answer is found in the text that the chat template renders: all behind the generation prompt, with reasoning or
+    its tags if the template writes them, and with the token that ends the turn, so that the model learns to stop. Its
+    labels are decoded and compared with that text.
     All other tokens have the label -100: prompts, headers, image markers, padding.
 
     Args:

@@ -56,7 +56,7 @@ EXPECTED = {
     "generation": ["  a red circle.\n<|im_end|>", "yes, é😀 a blue one.<|im_end|>"],
     "headers": ["a red circle.<|eot_id|>", "yes, é😀 a blue one.<|eot_id|>"],
     "inst": ["  a red circle.\n </s>", "yes, é😀 a blue one. </s>"],
-    "reasoning": ["  a red circle.\n<|im_end|>", "yes, é😀 a blue one.<|im_end|>"],
+    "reasoning": ["  a red circle.\n<|im_end|>", "<think>\n\n</think>\n\nyes, é😀 a blue one.<|im_end|>"],
 }
 
 
@@ -67,7 +67,7 @@ def test_templates(name):
     batch = XAttnDataCollator(processor)([LONG, SHORT])
     answers = said(processor, batch["labels"][0])
     assert [text.lstrip() for text in answers] == [text.lstrip() for text in EXPECTED[name]]
-    assert said(processor, batch["labels"][1])[0].lstrip().startswith("hello")
+    assert said(processor, batch["labels"][1])[0].replace("<think>\n\n</think>", "").lstrip().startswith("hello")
     kept = batch["labels"] != -100
     assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])
 
@@ -94,8 +94,21 @@ def test_reasoning():
     assert answers == ["a red circle.<|im_end|>", inline + "<|im_end|>"]
     field = row(ANSWER, reasoning_content="red ?")
     assert said(processor, collator([field])["labels"][0]) == [inline + "<|im_end|>"]
-    # An empty pair of tags that the template adds is not the answer's.
-    assert said(processor, collator([row(ANSWER)])["labels"][0]) == [ANSWER + "<|im_end|>"]
+    # An empty pair of tags that the template adds is not in the generation prompt, so the model has to write it.
+    assert said(processor, collator([row(ANSWER)])["labels"][0]) == [f"<think>\n\n</think>\n\n{ANSWER}<|im_end|>"]
+
+
+def test_another_generation_prompt(monkeypatch):
+    """A model that is asked with an open tag that no row of the training has, and nobody says so."""
+    warnings = []
+    monkeypatch.setattr(answer_spans.logger, "warning_once", warnings.append)
+    opened = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert opened != CHATML
+    processor = make_processor(opened)
+    assert said(processor, XAttnDataCollator(processor)([row(ANSWER)])["labels"][0]) == [ANSWER + "<|im_end|>"]
+    assert "other text than its generation prompt" in warnings.pop() and "<think>" not in CHATML
+    XAttnDataCollator(make_processor(CHATML))([LONG])
+    assert not warnings
 
 
 def test_answer_that_stands_elsewhere_too():
