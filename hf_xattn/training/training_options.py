@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .bad_rows import SKIP, STOP
-from .launch import num_processes
+from .launch import gpus_of_a_process, num_processes
 
 
 # Options that do not change the result. They may be different in a resumed run.
@@ -98,7 +98,8 @@ class TrainingOptions:
             for name, value in dataclasses.asdict(self).items()
             if name not in FREE_OPTIONS
         }
-        return {**options, "processes": num_processes(), "fingerprints": list(fingerprints)}
+        launched = {"processes": num_processes(), "gpus": gpus_of_a_process(self.device)}
+        return {**options, **launched, "fingerprints": list(fingerprints)}
 
 
 def option_of(name: str) -> str:

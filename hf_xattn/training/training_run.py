@@ -43,6 +43,8 @@ SLOW_HALF = (
     "The frozen weights are in bfloat16, in which this CPU does not compute: a step takes many times as long as with "
     "`--dtype float32`."
 )
+# How a run was launched, in the words of an error: `Trainer` reads other batches if it differs.
+LAUNCHED = {"processes": "process(es)", "gpus": "GPU(s) for a process"}
 WRAPPED = "_checkpoint_wrapped_module"  # torch's name of a layer inside its checkpoint wrapper
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's name of a model's folder in a checkpoint of FSDP with SHARDED_STATE_DICT
 
@@ -237,7 +239,7 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
         if (output / UNFINISHED).is_file():  # killed before anything was trained
             return
         raise ValueError(f"`--resume` found no run in {output}: it has no {OPTIONS_FILE}. Start without `--resume`.")
-    before = {"processes": 1, "started_rate": 1.0, **json.loads(file.read_text())}
+    before = {"processes": 1, "gpus": saved["gpus"], "started_rate": 1.0, **json.loads(file.read_text())}
     if before.get("complete"):
         raise ValueError(f"`--resume`: the run in {output} is complete, so there is nothing to resume.")
     for name, value in saved.items():
@@ -247,10 +249,10 @@ def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
             raise ValueError(
                 f"`--resume`: expected the data of the run in {output}, got other data. Start in a new folder."
             )
-        if name == "processes":
+        if name in LAUNCHED:
             raise ValueError(
-                f"`--resume`: expected {before[name]} process(es), as in the run in {output}, got {value}, which would "
-                "train on other batches. Launch it in the same way, or start in a new folder."
+                f"`--resume`: expected {before[name]} {LAUNCHED[name]}, as in the run in {output}, got {value}, which "
+                "would train on other batches. Launch it in the same way, or start in a new folder."
             )
         raise ValueError(
             f"`--resume`: expected {option_of(name)} to be {before.get(name)!r}, as in the run in {output}, got "
