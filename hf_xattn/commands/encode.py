@@ -85,12 +85,12 @@ def _encode_folder(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     if output.is_file():
         raise ValueError(f"`--output` must be a folder with `--features`, got {output}, which is a file.")
-    from ..data.loading import load_rows
+    from ..data.loading import load_rows_once
     from ..training.bad_rows import list_problems, read_problems
     from ..training.run_data import STREAM_ROWS
 
     device = device_of(arguments.device)
-    rows = load_rows(arguments.features, arguments.pictures)
+    rows = load_rows_once("--features", arguments.features, arguments.pictures)
     if len(rows) <= STREAM_ROWS and (found := read_problems(rows)):
         raise ValueError(list_problems(rows, found))
     hub = hub_options(arguments)

@@ -79,11 +79,11 @@ def run_eval(arguments: argparse.Namespace) -> None:
 def _questions(arguments: argparse.Namespace) -> list[Question]:
     """The first `--limit` questions. Raises a `ValueError` that lists the rows that cannot be used."""
     from ..data.forms import CAPTION_PROMPT
-    from ..data.loading import load_rows
+    from ..data.loading import load_rows_once
     from ..evaluation.questions import questions_of
     from ..training.bad_rows import list_problems, read_problems
 
-    rows = load_rows(arguments.data, arguments.pictures, arguments.prompt or CAPTION_PROMPT)
+    rows = load_rows_once("--data", arguments.data, arguments.pictures, arguments.prompt or CAPTION_PROMPT)
     read = range(len(rows) if arguments.limit is None else min(arguments.limit, len(rows)))  # a row has one or more
     if found := read_problems(rows, read):
         raise ValueError(list_problems(rows, found))

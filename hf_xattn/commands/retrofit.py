@@ -120,9 +120,9 @@ def _rows_to_align(arguments: argparse.Namespace) -> Any:
             raise ValueError(f"`{option}` needs `{needed}`, got none.")
     if arguments.align is None:
         return None
-    from ..data.loading import load_rows
+    from ..data.loading import load_rows_once
 
-    rows = load_rows(arguments.align)
+    rows = load_rows_once("--align", arguments.align)
     count = arguments.align_rows or ALIGN_ROWS
     if count >= len(rows):
         return rows

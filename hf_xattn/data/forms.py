@@ -6,6 +6,7 @@ the row, so that a picture in a column of another name is refused later.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any
 from ..processing.chat_messages import IMAGES
 from ..utils.keywords import suggestion
 from .rows import IMAGE_SOURCES, read_row
-from .tar_shards import OWN_PICTURES
+from .tar_shards import ENDINGS, OWN_PICTURES
 
 
 CAPTION_PROMPT = "Describe the image."
-# The fields that each form needs. `system` may stand beside `conversations`.
+# The fields that each form needs. `system` may stand beside them.
 FORMS = (
     ("text",),
     ("caption",),
@@ -56,9 +57,11 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
         TypeError, ValueError: for an example of no form or of several, and for pictures that are no files in a folder.
     """
     example = {name: value for name, value in example.items() if value is not None}
+    if isinstance(example.get("caption"), str) and example["caption"].strip() == example.get("text"):
+        del example["caption"]  # shards of img2dataset have it in both of their files
     form = _form_of(example)
     pictures = _pictures(example)
-    made = _MESSAGES_OF.get(form[0], _as_they_are)(example, prompt)
+    made = _with_system(_MESSAGES_OF.get(form[0], _as_they_are)(example, prompt), example.get(SYSTEM))
     others = {name: value for name, value in example.items() if name not in (*form, *PICTURES, SYSTEM, OWN_PICTURES)}
     if form[0] in ("text", "caption") and not pictures:
         raise ValueError("a caption needs the field 'file_name' or 'image'")
@@ -67,6 +70,8 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
     messages = [_with_files(message, folder) for message in read.messages]
     for message in messages:
         _check_markers(message)
+    if not any(part["type"] in IMAGES for message in messages for part in _parts(message)):
+        _check_no_pictures(others)
     if "prompt" in made:
         first = len(made["prompt"])
         return {**others, "prompt": messages[:first], "completion": messages[first:]}
@@ -97,6 +102,17 @@ def _check_names(given: Sequence[str], known: Sequence[str]) -> None:
             raise ValueError(f"unknown field {name!r}.{hint} Known are {every}")
 
 
+def _check_no_pictures(others: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for a field of a row without a picture that names the file of one."""
+    for name, value in others.items():
+        each = value if isinstance(value, list) else [value]
+        if any(isinstance(one, str) and one.lower().endswith(ENDINGS) for one in each):
+            raise ValueError(
+                f"expected the name of a picture in one of {list(PICTURES)}, got it in {name!r}, which is not read: "
+                f"{value!r:.100}. Rename or remove the field"
+            )
+
+
 def _pictures(example: Mapping[str, Any]) -> list[Any]:
     """The pictures of an example: names of files, or dicts with `bytes`, as `datasets` keeps them."""
     own = example.get(OWN_PICTURES, [])
@@ -110,13 +126,37 @@ def _pictures(example: Mapping[str, Any]) -> list[Any]:
         raise ValueError(f"pictures must be names of files, got {images!r:.200}")
     if own and images and len(own) != len(images):
         raise ValueError(f"expected {len(images)} picture(s) in the sample, as `{given[0]}` names, got {len(own)}")
-    return own or images
+    return _in_order(own, images) if own and images else own or images
+
+
+def _in_order(own: list[dict[str, Any]], names: list[Any]) -> list[Any]:
+    """The pictures of a sample, in the order in which its fields name them, if they do so by the names in the shard."""
+    given = [os.path.basename(name) for name in names if isinstance(name, str)]
+    named = {os.path.basename(picture["path"]): picture for picture in own}
+    known = [name for name in given if name in named]
+    if not known:  # of files that the pictures were before
+        return own
+    if sorted(known) != sorted(named):
+        raise ValueError(f"expected the names of the pictures in the sample, {sorted(named)}, got {given}")
+    return [named[name] for name in known]
 
 
 def _is_picture(image: Any) -> bool:
     if isinstance(image, Mapping):
         return isinstance(image.get("bytes"), bytes) or isinstance(image.get("path"), str)
     return isinstance(image, (str, bytes)) and bool(image)
+
+
+def _with_system(made: dict[str, Any], system: Any) -> dict[str, Any]:
+    """Puts the field `system` in front, as a message of its own."""
+    first = next(iter(made))
+    if not system or not isinstance(made[first], list):
+        return made
+    if not isinstance(system, str):
+        raise ValueError(f"{SYSTEM!r} must be a text, got {system!r:.200}")
+    if any(isinstance(message, Mapping) and message.get("role") == SYSTEM for message in made[first]):
+        raise ValueError(f"expected one system message, got one in {first!r} and the field {SYSTEM!r}")
+    return {**made, first: [{"role": SYSTEM, "content": system}, *made[first]]}
 
 
 def _as_they_are(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
@@ -136,7 +176,7 @@ def _conversations(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
     turns = example["conversations"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError(f"`conversations` must be a list of turns that is not empty, got {turns!r:.200}")
-    messages = [{"role": "system", "content": example[SYSTEM]}] if example.get(SYSTEM) else []
+    messages = []
     for index, turn in enumerate(turns):
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if speaker not in SPEAKERS or not isinstance(text, str):
@@ -186,6 +226,11 @@ def _with_marked_parts(message: Any) -> Any:
     for index, piece in enumerate(MARKER.split(text)):
         parts += [{"type": "image"}] * (index > 0) + [{"type": "text", "text": piece}] * bool(piece)
     return {**message, "content": parts}
+
+
+def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def _check_markers(message: Mapping[str, Any]) -> None:

@@ -100,10 +100,11 @@ class Rows(Sequence[dict[str, Any]]):
 
     def folder_of(self, index: int) -> Path:
         """Where names of pictures begin, for a row."""
-        return self.sources[self._source_of(index)].folder
+        block = self.blocks[self._place(index)[0]]
+        return self.sources[block.source].folder_of(block.file)
 
     def source_of(self, index: int) -> str:
-        return self.sources[self._source_of(index)].name
+        return self.sources[self.blocks[self._place(index)[0]].source].name
 
     def is_caption(self, index: int) -> bool:
         """Whether `prompt` is the question of a row. False for one that is broken."""
@@ -149,9 +150,6 @@ class Rows(Sequence[dict[str, Any]]):
         place = index - self.first_of(block)
         return block, int(self._left[block][place]) if block in self._left else place
 
-    def _source_of(self, index: int) -> int:
-        return self.blocks[self._place(index)[0]].source
-
     def _opened(self, number: int) -> OpenUnit:
         """The unit of a block. The units used last stay open, in each process its own."""
         if self._process != os.getpid():
@@ -196,6 +194,19 @@ def load_rows(
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"`prompt` must be a text that is not empty, got {prompt!r}.")
     return Rows([open_source(name, pictures) for name in names], prompt)
+
+
+def load_rows_once(
+    option: str, source: str | Path, pictures: str | Path | None = None, prompt: str = CAPTION_PROMPT
+) -> Rows:
+    """[`load_rows`] for `option`, which reads each row once: a `ValueError` for a source with a weight."""
+    rows = load_rows(source, pictures, prompt)
+    if rows.sources[0].weight != 1:
+        raise ValueError(
+            f"Expected a source without a weight for `{option}`, which reads each row once, got {str(source)!r}. Leave "
+            "out what is behind the colon."
+        )
+    return rows
 
 
 __all__ = ["Rows", "load_rows"]

@@ -33,12 +33,16 @@ class Source(NamedTuple):
 
     name: str
     files: list[DataFile]
-    folder: Path  # where names of pictures begin
+    pictures: Path | None  # the folder where names of pictures begin; None: that of each file
     weight: float  # how often each of its rows is read in an epoch
 
     @property
     def rows(self) -> int:
         return sum(unit.rows for file in self.files for unit in file.units)
+
+    def folder_of(self, file: int) -> Path:
+        """Where names of pictures in a file begin."""
+        return Path(self.files[file].path).parent if self.pictures is None else self.pictures
 
 
 def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
@@ -64,27 +68,27 @@ def open_source(name: str | Path, pictures: str | Path | None = None) -> Source:
     if pictures is not None and not Path(pictures).is_dir():
         raise ValueError(f"Expected `pictures` to be a folder, got {pictures}, which is none.")
     files, folder = _files_of(text)
-    source = Source(text, files, Path(folder if pictures is None else pictures), weight)
+    source = Source(text, files, folder if pictures is None else Path(pictures), weight)
     if not source.rows:
         raise ValueError(f"Expected {files[0].path if files else text} to hold examples, got none.")
     return source
 
 
-def _files_of(name: str) -> tuple[list[DataFile], str]:
-    """The files of a source, and the folder that names of pictures in them are relative to."""
+def _files_of(name: str) -> tuple[list[DataFile], Path | None]:
+    """The files of a source, and the folder where names of pictures begin; None: that of each file."""
     if os.path.isdir(name):
         metadata = _metadata_of(name)
-        return ([index_json(metadata)], name) if metadata else (_data_set(name), name)
+        return [index_json(metadata)] if metadata else _data_set(name), Path(name)
     paths = _expanded(name)
     if paths:
         kinds = {os.path.splitext(path)[1] for path in paths}
         if len(kinds) != 1 or not kinds <= INDEXES.keys():
             raise ValueError(f"Expected `source` to be {SOURCES}, got {name}, of the kind {sorted(kinds)}.")
-        return [INDEXES[kinds.copy().pop()](path) for path in paths], os.path.dirname(paths[0]) or "."
+        return [INDEXES[kinds.copy().pop()](path) for path in paths], None
     found = PARTS.fullmatch(name)
     if found and (os.path.isdir(found[1]) or HUB_ID.fullmatch(found[1])):
         if (found[2] or found[3]) or not os.path.exists(os.path.dirname(name)):
-            return _data_set(found[1], found[2], found[3]), found[1] if os.path.isdir(found[1]) else "."
+            return _data_set(found[1], found[2], found[3]), Path(found[1] if os.path.isdir(found[1]) else ".")
     raise ValueError(f"Expected `source` to be {SOURCES}, got {name}: there is no such file or folder.")
 
 

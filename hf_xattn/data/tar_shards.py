@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from .units import DataFile, Unit
 
 
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 BLOCK = 512
 REGULAR = (b"0", b"\0")
+LINKS = (b"1", b"2")
 LONG_NAME, PAX = b"L", b"x"
 PAX_PATH = re.compile(rb"\d+ path=([^\n]*)\n")
 
@@ -82,6 +83,11 @@ def _members(path: str) -> Iterator[tuple[bytes, int, int, bool]]:
             position = start + (size + BLOCK - 1) // BLOCK * BLOCK
             if kind in REGULAR:
                 yield other or _name(header), start, size, other is not None
+            elif kind in LINKS:
+                raise ValueError(
+                    f"Expected files in {path}, got a link, {(other or _name(header)).decode()}, whose content is "
+                    "elsewhere. Pack the shard with `tar --dereference --hard-dereference`."
+                )
             other = _long_name(content[start : start + size], kind) or other if kind in (LONG_NAME, PAX) else None
 
 
@@ -134,13 +140,16 @@ class _OpenShard:
         found: dict[str, Any] = {}
         pictures = []
         with open(self._path, "rb") as file:
-            members = sorted(self._members(file.fileno(), place))
+            members = sorted(self._members(file.fileno(), place), key=lambda each: _in_numbers(each[0]))
             for extension, member in members:
-                if extension.endswith(PICTURES):
+                if extension.endswith(ENDINGS):
                     content = os.pread(file.fileno(), member.size, member.start)
                     pictures.append({"bytes": content, "path": member.name})
                 elif extension.endswith((".json", ".txt")):
-                    found |= _fields(extension, member.name, os.pread(file.fileno(), member.size, member.start))
+                    fields = _fields(extension, member.name, os.pread(file.fileno(), member.size, member.start))
+                    if again := sorted(found.keys() & fields.keys()):
+                        raise ValueError(f"expected a field once in a sample, got {again} again in {member.name}")
+                    found |= fields
         return {**found, OWN_PICTURES: pictures}
 
     def name(self, place: int) -> str:
@@ -155,6 +164,11 @@ class _OpenShard:
             header = os.pread(file, BLOCK, start - BLOCK)
             name = names.get(number) or _name(header)
             yield _key(name)[1].decode(), Member(name.decode(), start, _size(self._path, header, start - BLOCK))
+
+
+def _in_numbers(extension: str) -> list[tuple[int, str]]:
+    """Sorts `.2.jpg` in front of `.10.jpg`."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", extension)]
 
 
 def _fields(extension: str, name: str, content: bytes) -> dict[str, Any]:

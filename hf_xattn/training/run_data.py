@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.forms import CAPTION_PROMPT
-from ..data.loading import Rows, load_rows
+from ..data.loading import Rows, load_rows, load_rows_once
 from ..data.order import Shuffled
 from ..data.pictures import picture_parts
 from .bad_rows import (
@@ -43,7 +43,9 @@ class RunData:
         self.options = options
         prompt = options.prompt or CAPTION_PROMPT
         self.rows = load_rows(options.data, options.pictures, prompt)
-        self.others = None if options.eval_data is None else load_rows(options.eval_data, options.pictures, prompt)
+        self.others = None
+        if options.eval_data is not None:
+            self.others = load_rows_once("--eval-data", options.eval_data, options.pictures, prompt)
         self.total = sum(map(len, self._sources()))  # of all rows, also of those that are left out
         self.streams = options.stream or len(self.rows) > STREAM_ROWS
         self.longest: int | None = None

@@ -132,6 +132,8 @@ def one(tmp_path, example, name="rows.jsonl"):
             },
             [["be short"], ["hi"], ["yes"]],
         ),
+        ({"system": "be short", "question": "a ?", "answer": "b"}, [["be short"], ["a ?"], ["b"]]),
+        ({"system": "be short", "prompt": [{"role": "user", "content": "a ?"}], "completion": [{"role": "assistant", "content": "b"}]}, [["be short"], ["a ?"], ["b"]]),  # noqa: E501
         # pictures without markers come first
         (
             {
@@ -150,13 +152,16 @@ def one(tmp_path, example, name="rows.jsonl"):
             [["red.png", "a ?"], ["b"], ["c ?"], ["d"]],
         ),
         ({"image": "red.png", "caption": "a circle", "width": 32}, [["red.png", "Describe the image."], ["a circle"]]),
+        ({"image": "red.png", "caption": "a circle ", "text": "a circle"}, [["red.png", "Describe the image."], ["a circle"]]),  # noqa: E501
+        # a picture in a part, and a name that nothing reads beside it
+        ({"id": "1.jpg", "messages": [{"role": "user", "content": [{"type": "image", "path": "red.png"}]}, {"role": "assistant", "content": "red"}]}, [["red.png"], ["red"]]),  # noqa: E501
     ],
 )  # fmt: skip
 def test_forms(example, expected, tmp_path):
     """A picture at another place of the chat, a turn that is lost, or an answer that is taken for a question."""
     row = one(tmp_path, example)[0]
     found = []
-    for message in row["messages"]:
+    for message in row.get("messages") or row["prompt"] + row["completion"]:
         parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
         found.append([Path(part["path"]).name if "path" in part else part["text"] for part in parts])
     assert found == expected
@@ -172,6 +177,10 @@ def test_forms(example, expected, tmp_path):
         ({"texts": [{"user": "a"}]}, "turn 0 of `texts` to have `user` and `assistant`"),
         ({"image": "red.png", "text": "a", "question": "b", "answer": "c"}, "fields of one of"),
         ({"imagee": "red.png", "question": "b", "answer": "c"}, "unknown field 'imagee'. Did you mean `image`"),
+        ({"img_path": "red.png", "question": "b", "answer": "c"}, "got it in 'img_path', which is not read: 'red.png'"),
+        ({"shots": ["a.b", "red.PNG"], "question": "b", "answer": "c"}, "got it in 'shots', which is not read"),
+        ({"system": ["be short"], "question": "b", "answer": "c"}, "'system' must be a text, got ['be short']"),
+        ({"system": "a", "messages": [{"role": "system", "content": "b"}]}, "one in 'messages' and the field 'system'"),
         ({"image": "red.png", "file_name": "blue.png", "text": "a"}, "got both 'file_name' and 'image'"),
         ({"image": "https://a.b/c.png", "text": "a"}, "must be files in the folder"),
         ({"image": 3, "text": "a"}, "names of files, got [3]"),
@@ -255,6 +264,63 @@ def test_tar_shards(tmp_path):
         tar.add(tmp_path / "cut.tar", "a.png")
     with pytest.raises(ValueError, match="Is it compressed"):
         hf_xattn.load_rows(tmp_path / "packed.tar")
+
+
+def write_tar(path, files):
+    with tarfile.open(path, "w") as tar:
+        for name, data in files:
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+    return path
+
+
+def test_the_order_of_the_pictures_of_a_sample(tmp_path):
+    """Pictures in the order of their letters, whatever the fields or the numbers in their names say; a text that is
+    lost.
+    """
+    asked = {"question": "<image> or <image> ?", "answer": "a"}
+
+    def rows(files, **fields):
+        files = [(f"s.{name}", data) for name, data in files]
+        return hf_xattn.load_rows(
+            write_tar(tmp_path / "a.tar", [*files, ("s.json", json.dumps({**asked, **fields}).encode())])
+        )
+
+    two = [("left.png", content("red")), ("right.png", content("blue"))]
+    turned = [digest_of(content(colour)) for colour in ("blue", "red")]
+    assert said(rows(two, images=["s.right.png", "here/s.left.png"])[0])[1] == turned
+    assert said(rows(two)[0])[1] == said(rows(two, images=["cat.png", "dog.png"])[0])[1] == turned[::-1]
+    assert said(rows([("10.png", content("red")), ("9.png", content("blue"))])[0])[1] == turned
+    with pytest.raises(ValueError, match=r"\['s.left.png', 's.right.png'\], got \['s.left.png', 'dog.png'\]"):
+        rows(two, images=["s.left.png", "dog.png"])[0]
+    with pytest.raises(ValueError, match=r"a field once in a sample, got \['text'\] again in s.b.txt"):
+        rows([("a.txt", b"one"), ("b.txt", b"two")])[0]
+
+
+def test_links_in_a_shard(tmp_path):
+    """A picture that was packed as a link, and a sample that becomes a text without it."""
+    for name, form in (("picture.png", content("red")), ("picture.json", b'{"question": "a", "answer": "b"}')):
+        (tmp_path / name).write_bytes(form)
+    (tmp_path / "other.png").hardlink_to(tmp_path / "picture.png")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("picture.png", "picture.json", "other.png"):
+            tar.add(tmp_path / name, name)
+    with pytest.raises(ValueError, match="got a link, other.png, whose content is elsewhere"):
+        hf_xattn.load_rows(tmp_path / "a.tar")
+
+
+def test_pictures_of_several_folders(tmp_path):
+    """Names that are looked for in the folder of the first file, which has others of the same names."""
+    for colour in ("red", "blue"):
+        (tmp_path / colour).mkdir()
+        (tmp_path / colour / "0.png").write_bytes(content(colour))
+        (tmp_path / colour / "metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "text": colour}) + "\n")
+    for name in ("*/metadata.jsonl", "{blue,red}/metadata.jsonl"):
+        rows = hf_xattn.load_rows(str(tmp_path / name))
+        assert [said(row)[1] for row in rows] == [[digest_of(content(colour))] for colour in ("blue", "red")]
+    elsewhere = hf_xattn.load_rows(str(tmp_path / "*/metadata.jsonl"), pictures=tmp_path / "red")
+    assert said(elsewhere[0])[1] == said(elsewhere[1])[1] == [digest_of(content("red"))]
 
 
 def test_data_sets(sources, tmp_path):

@@ -320,6 +320,8 @@ def test_refused(saved, data, tmp_path, capsys):
         model = str(tmp_path / "bare") if given == ["--card"] else folder
         assert main(["eval", model, "--data", str(data), *given]) == 2
         assert told in capsys.readouterr().err
+    assert main(["eval", folder, "--data", f"{data}:0.5"]) == 2
+    assert "without a weight for `--data`" in capsys.readouterr().err
     saved[1].save_pretrained(tmp_path / "without")
     saved[2].tokenizer.save_pretrained(tmp_path / "without")
     assert main(["eval", str(tmp_path / "without"), "--data", str(data)]) == 2

@@ -420,6 +420,7 @@ def test_command(folder, tmp_path, capsys):
         (["--align-rows", "6"], "`--align-rows` needs `--align SOURCE`"),
         (["--align", tmp_path / "none"], "none"),
         (["--align", pictures, "--align-rows", "0"], "at least 1"),
+        (["--align", f"{pictures}:0.5"], "without a weight for `--align`"),
     ):
         status, _, err = run(capsys, *command, *options, "--output", tmp_path / "other")
         assert status and message in err

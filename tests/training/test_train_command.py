@@ -242,6 +242,8 @@ def test_all_that_is_wrong_in_one_round(model, tmp_path, capsys):
     told = next(line for line in error.splitlines() if line.startswith("  line 2: "))
     assert status == 2 and all(words in told for words in ("'broken.png' cannot", "'gone.png' does not", "is empty"))
     assert f"{other / 'metadata.jsonl'} has 1 line(s)" in error and "unknown field 'txt'" in error
+    weighted = ["--eval-data", f"{data}:0.5", "--output", tmp_path / "out"]
+    assert "without a weight for `--eval-data`" in run_training(capsys, model, "--data", data, *weighted)[2]
 
 
 def test_separators_that_are_no_ends_of_lines(tmp_path):
