@@ -81,7 +81,9 @@ class Course:
         counter = FlopCounterMode(display=False)
         with counter:
             for batch in self.batches(design, COUNTED):
-                design.loss(batch).backward()
+                loss = design.loss(batch)
+                if loss.requires_grad:
+                    loss.backward()
         for each in design.trained:
             each.grad = None
         return counter.get_total_flops() / COUNTED
@@ -97,7 +99,8 @@ class Course:
         begun = time.perf_counter()
         for step, batch in enumerate(self.batches(design, steps)):
             loss = design.loss(batch)
-            loss.backward()
+            if loss.requires_grad:  # not of texts alone, which nothing that trains has seen
+                loss.backward()
             nn.utils.clip_grad_norm_(design.trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()

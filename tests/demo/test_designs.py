@@ -127,6 +127,16 @@ def test_a_run(name, folder, tmp_path, capsys):
     assert found["share of it for started weights"] == (0.1 if name == BLOCKS else None)
 
 
+@pytest.mark.parametrize("name", [BLOCKS, PROJECTOR])
+def test_a_batch_of_texts_alone(name, folder, tmp_path):
+    """A run that ends at the first batch without a picture, which teaches a part for pictures nothing."""
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"question": "what is it ?", "answer": "a cat"}) + "\n")
+    design = Design(name, folder / "fresh", 2000)
+    before = [each.detach().clone() for each in design.trained]
+    losses, _ = compare_designs.Course(load_rows(tmp_path / "texts.jsonl"), 1, 0).train(design, 2, 1e-3)
+    assert len(losses) == 2 and all(map(torch.equal, before, design.trained))
+
+
 def test_lora_is_used_as_one_uses_it(folder):
     """Adapters that are measured beside the weights, where everybody adds them to the weights."""
     rows = load_rows(folder / "chats")
