@@ -194,9 +194,15 @@ class ChatSession:
         sequences = self.model.generate(
             **inputs, **self.options, past_key_values=cache, streamer=streamer, stopping_criteria=stopping
         )
-        # The model has not read the last generated token: the cache ends before it.
-        self._cache, self._cached_ids = cache, sequences[0, : int(cache.get_seq_length())]
+        self._keep(cache, sequences[0])
         return sequences[0, input_ids.shape[1] :]
+
+    def _keep(self, cache: XAttnCache, ids: torch.Tensor) -> None:
+        """Keeps the cache for the next turn, if it holds these tokens, but the last one, which nothing has read."""
+        config = self.options.get("generation_config") or self.model.generation_config
+        beams = self.options.get("num_beams") or config.num_beams or 1  # with several it ends as another one did
+        if beams == 1 and int(cache.get_seq_length()) == len(ids) - 1:
+            self._cache, self._cached_ids = cache, ids[:-1]
 
     def _cache_for(self, input_ids: torch.Tensor) -> XAttnCache:
         """Returns the cache, cropped to the beginning that it shares with `input_ids`, or a new cache."""

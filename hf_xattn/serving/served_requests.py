@@ -37,6 +37,8 @@ MESSAGE_FIELDS = frozenset(
     "role content name refusal tool_calls tool_call_id function_call annotations audio".split()
 ) | {"reasoning", "reasoning_content"}
 OF_NOTHING = ("transformers_version", "_from_model_config")  # in the JSON of a `GenerationConfig`, without an effect
+# Fields that say how tokens are drawn.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Fields of a `GenerationConfig` that transformers' server sets from the checked fields of a request.
 SET_BY_SERVER = set("max_new_tokens temperature do_sample top_p repetition_penalty sequence_bias stop_strings".split())
 # What the server itself gives a template, and what a processor would read pictures from.
@@ -160,7 +162,7 @@ def check_template_kwargs(body: dict, processor: Any) -> None:
         return
     if not isinstance(given, dict):
         raise HTTPException(400, f"Expected `chat_template_kwargs` to be an object, got {type_name(given)}.")
-    known = _variables(processor)
+    known = _named(processor) - NO_VARIABLES
     if unknown := sorted(set(given) - known):
         raise HTTPException(
             400,
@@ -168,12 +170,47 @@ def check_template_kwargs(body: dict, processor: Any) -> None:
         )
 
 
-def _variables(processor: Any) -> frozenset[str]:
+def _named(processor: Any) -> frozenset[str]:
+    """The variables of a chat template."""
     template = getattr(processor, "chat_template", None)
     if template is None:
         template = getattr(getattr(processor, "tokenizer", processor), "chat_template", None)
     named = template.values() if isinstance(template, dict) else [template]
-    return frozenset[str]().union(*map(_get_template_variables, named)) - NO_VARIABLES
+    return frozenset[str]().union(*map(_get_template_variables, named))
+
+
+def check_tools(body: dict, processor: Any) -> None:
+    """Raises an `HTTPException` for tools that the chat template would leave out."""
+    if body.get("tools") and "tools" not in _named(processor):
+        raise HTTPException(400, "Expected no `tools`: the chat template of this model has no place for them.")
+
+
+def with_instructions(messages: list[dict], instructions: str | None) -> list[dict]:
+    """Puts instructions of the Responses API in front, before the text of a system message that is there already.
+
+    Transformers' server puts them in its place.
+    """
+    if not instructions:
+        return messages
+    if not messages or messages[0]["role"] != "system":
+        return [{"role": "system", "content": instructions}, *messages]
+    content = messages[0].get("content") or ""
+    if isinstance(content, str):
+        both: Any = f"{instructions}\n\n{content}"
+    else:
+        both = [{"type": "input_text", "text": f"{instructions}\n\n"}, *content]
+    return [{**messages[0], "content": both}, *messages[1:]]
+
+
+def read_whole(message: dict, read: Callable[[dict], dict]) -> dict:
+    """A message as a processor takes it, by `read` of transformers' server, which leaves out its content if there is
+    the key `tool_calls`, and its name and reasoning.
+    """
+    kept = {name: message[name] for name in ("name", "reasoning_content") if message.get(name)}
+    spoken = read({name: value for name, value in message.items() if name != "tool_calls"})
+    if not message.get("tool_calls"):
+        return spoken | kept
+    return read({"role": message["role"], "tool_calls": message["tool_calls"]}) | spoken | kept
 
 
 def check_images_are_read(messages: list[dict]) -> list[dict]:
@@ -298,8 +335,8 @@ def check_answer(body: dict, limits: AnswerLimits, model: Any) -> dict:
         body["logit_bias"] = {key: float(bias) for key, bias in body["logit_bias"].items()}
     if "generation_config" in body:
         given = _given_config(body["generation_config"], limits, model.generation_config)
-        if given.get("temperature") == 0:
-            given["do_sample"] = False
+        if given.get("do_sample") is False and given.get("temperature") != 0 and _samples(body):
+            raise HTTPException(400, "Expected no `temperature` or `top_p` with `do_sample` of false, got both.")
         body["generation_config"] = json.dumps(given)
         if given.get("num_beams", 1) > 1 and body.get("stream"):
             raise HTTPException(400, "Expected `num_beams` of 1 with `stream`: beams have no answer before the end.")
@@ -314,7 +351,7 @@ def _given_config(text: Any, limits: AnswerLimits, own: GenerationConfig) -> dic
         given = None
     if not isinstance(given, dict):
         raise HTTPException(400, f"Expected `generation_config` to be an object as JSON, got {short(text)}.")
-    theirs = own.to_dict()
+    theirs, greedy = own.to_dict(), given.get("do_sample") is False
     asked = {
         name: value
         for name, value in given.items()
@@ -332,7 +369,20 @@ def _given_config(text: Any, limits: AnswerLimits, own: GenerationConfig) -> dic
     for name, check in known.items():
         if name in asked and isinstance(check, _Number) and not check.whole:
             asked[name] = float(asked[name])
+    if given.get("max_new_tokens") is not None:  # also if it is the model's own: without one it would be 1024
+        asked.setdefault("max_new_tokens", min(given["max_new_tokens"], limits.max_new_tokens))
+    if asked.get("temperature") == 0 or greedy:
+        asked["do_sample"] = False
+    elif _samples(asked):
+        asked["do_sample"] = True
     return asked
+
+
+def _samples(given: dict) -> bool:
+    """Whether a request sets how to draw tokens. It asks for drawn ones then, also of a model that takes the likeliest
+    by itself.
+    """
+    return given.get("temperature") != 0 and any(given.get(name) is not None for name in SAMPLING)
 
 
 def _check(given: dict, known: dict[str, Check], where: str) -> None:
@@ -350,4 +400,18 @@ def check_config(config: GenerationConfig, body: dict, limits: AnswerLimits, own
         raise HTTPException(400, f"The request sets {', '.join(unknown)}, which this server does not allow.")
     if config.max_new_tokens is None:
         config.max_new_tokens = max(own.max_new_tokens or 0, 1024)  # as transformers' server by default
+    if _samples(body):
+        config.do_sample = True
     config.max_new_tokens = min(config.max_new_tokens, limits.max_new_tokens)
+
+
+def check_length(model: Any, length: int, config: GenerationConfig) -> None:
+    """Raises an `HTTPException` for a prompt that fills the model's context, and ends an answer where that ends."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is None:
+        return
+    if length >= longest:
+        raise HTTPException(
+            400, f"Expected a prompt of fewer than {longest} tokens, the limit of the model, got {length}."
+        )
+    config.max_new_tokens = min(config.max_new_tokens or longest, longest - length)

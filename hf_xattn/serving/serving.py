@@ -52,9 +52,13 @@ from .served_requests import (
     check_decision,
     check_images_are_read,
     check_instructions,
+    check_length,
     check_template_kwargs,
+    check_tools,
     image_parts,
     read_image,
+    read_whole,
+    with_instructions,
 )
 
 
@@ -65,8 +69,9 @@ logger = logging.get_logger(__name__)
 
 SERVED = ImageLimits(max_pixels=2**26, max_bytes=20 * 2**20, max_seconds=30.0, private_addresses=False)
 ANSWERS = AnswerLimits()
+SEED = "_seed_of_request"  # of a `GenerationConfig`, until the model answers: other requests may be in front
 FULL_IMAGES = 4  # of the largest size: room for these in a request by default
-# Fields that transformers' server ignores with a warning in its log, and the values that ask for nothing.
+# Fields that transformers' server ignores, at most with a warning in its log, and the values that ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "logprobs": (None, False),
@@ -78,6 +83,26 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
+    "tool_choice": (None, "auto"),
+    "parallel_tool_calls": (None, True),
+    "function_call": (None,),
+    "top_logprobs": (None, 0),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+IGNORED_COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {"logprobs": (None,), "logit_bias": (None, {})}
+IGNORED_RESPONSE_FIELDS: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "prompt": (None,),
+    "image": (None,),
+    "background": (None, False),
+    "include": (None, []),
+    "max_tool_calls": (None,),
+    "reasoning": (None, {}),
+    "text": (None, {}, {"format": {"type": "text"}}),
+    "truncation": (None, "disabled"),
 }
 
 
@@ -136,8 +161,10 @@ class _Worded(BaseHandler):
 class _Bounded(BaseHandler):
     """Refuses requests for what the server would ignore, and for more than its operator allows."""
 
+    ignored: dict[str, tuple[Any, ...]] = {}  # of the endpoint
+
     async def handle_request(self, body: dict, request_id: str) -> Any:
-        for name, values in IGNORED_FIELDS.items():
+        for name, values in (IGNORED_FIELDS | self.ignored).items():
             if body.get(name) not in values:
                 raise HTTPException(
                     400, f"Expected `{name}` to be {values[-1]!r}, the only supported value, got {body[name]!r}."
@@ -147,9 +174,10 @@ class _Bounded(BaseHandler):
         return await super().handle_request(body, request_id)  # type: ignore[misc]
 
     def _build_generation_config(self, body: dict, model_generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        config = super()._build_generation_config(body, model_generation_config, *args, **kwargs)
+        config = super()._build_generation_config({**body, "seed": None}, model_generation_config, *args, **kwargs)
         manager: Any = self.model_manager
         check_config(config, body, manager.answers, model_generation_config)
+        setattr(config, SEED, body.get("seed"))
         return config
 
 
@@ -160,6 +188,7 @@ class _Checked(BaseHandler):
         manager: Any = self.model_manager
         check_instructions(body)
         check_template_kwargs(body, manager.processor)
+        check_tools(body, manager.processor)
         field = "input" if isinstance(self, ResponseHandler) else "messages"
         parts = list(image_parts(body.get(field), field))
         if parts and manager.get_model_modality(manager.model, manager.processor) is Modality.LLM:
@@ -173,7 +202,10 @@ class _Checked(BaseHandler):
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict], modality: Modality) -> list[dict]:
-        return check_images_are_read(BaseHandler.get_processor_inputs_from_messages(messages, modality))
+        def read(message: dict) -> dict:
+            return BaseHandler.get_processor_inputs_from_messages([message], modality)[0]
+
+        return check_images_are_read([read_whole(message, read) for message in messages])
 
 
 def stops_of(*configs: Any) -> list[str]:
@@ -261,6 +293,7 @@ class _Generation(GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        check_length(model, inputs["input_ids"].shape[1], gen_config)
         stopping: Any = _Stopping(model, processor, gen_config, one_line=True)
         queue, streamer = super().generate_streaming(stopping, stopping.tokenizer, inputs, gen_config, *args, **kwargs)
         return UntilStop(queue, stopping.stops) if stopping.stops else queue, streamer
@@ -268,6 +301,7 @@ class _Generation(GenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        check_length(model, inputs["input_ids"].shape[1], gen_config)
         stopping: Any = _Stopping(model, processor, gen_config)
         tokenizer, stops = stopping.tokenizer, stopping.stops
         text, length, ids = await super().generate_non_streaming(
@@ -281,7 +315,8 @@ class _Generation(GenerateManager):
 
 
 class _Stopping:
-    """Wraps a model, so that it stops at texts, and puts its error messages on one line, escaped for a JSON string.
+    """Wraps a model, so that it stops at texts, draws from the seed of the request, and puts its error messages on one
+    line, escaped for a JSON string.
 
     Takes the stop strings out of the configuration: transformers would look for them too.
     """
@@ -290,8 +325,11 @@ class _Stopping:
         self.model, self.tokenizer, self.one_line = model, _tokenizer(processor), one_line
         self.stops = stops_of(config, model.generation_config)
         config.stop_strings = None
+        self.seed = vars(config).pop(SEED, None)
 
     def generate(self, **kwargs: Any) -> Any:
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
         if self.stops:
             length = kwargs["input_ids"].shape[1]
             kwargs["stopping_criteria"] = StoppingCriteriaList([StopAtText(self.tokenizer, self.stops, length)])
@@ -321,10 +359,17 @@ class _Chat(_Worded, _Bounded, _Checked, ChatCompletionHandler):
 
 
 class _Completion(_Worded, _Bounded, CompletionHandler):
-    pass
+    ignored = IGNORED_COMPLETION_FIELDS
 
 
 class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
+    ignored = IGNORED_RESPONSE_FIELDS
+
+    @staticmethod
+    def _normalize_input(body: dict) -> list[dict]:
+        messages = ResponseHandler._normalize_input({**body, "instructions": None})
+        return with_instructions(messages, body.get("instructions"))
+
     async def handle_request(self, body: dict, request_id: str) -> Any:
         stream = body.get("stream")  # the default of the OpenAI API is False
         return await super().handle_request({**body, "stream": False if stream is None else stream}, request_id)

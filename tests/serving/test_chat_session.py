@@ -124,6 +124,24 @@ def test_a_dropped_cache_changes_no_answer(session, model, processor):
     assert "".join(session.stream("and ?")) == answer(model, processor, messages)
 
 
+@pytest.mark.parametrize(
+    "options", [{"prompt_lookup_num_tokens": 3}, {"num_beams": 3}], ids=lambda given: next(iter(given))
+)
+def test_a_cache_that_holds_other_tokens(options, model, processor, monkeypatch):
+    """Tokens that were proposed and not taken, or those of another beam, which the next turn takes for the chat's."""
+    words = ("what is it ?", "and this ?", "and this colour ?", "which is red ?")
+    for end in ("in", "a", "dog", "is", "describe", None):
+        stop = None if end is None else processor.tokenizer.convert_tokens_to_ids(end)
+        monkeypatch.setattr(model.generation_config, "eos_token_id", stop)
+        session, messages = ChatSession(model, processor, max_new_tokens=8, do_sample=False, **options), []
+        for turn, text in enumerate(words):
+            images = [drawing(turn + 1)] if turn < 3 else []
+            messages.append(question(text, *images) if images else {"role": "user", "content": text})
+            said = session.ask(text, images)
+            assert said == answer(model, processor, messages, **options), (end, turn)
+            messages.append({"role": "assistant", "content": said})
+
+
 def test_maps_of_an_answer(session, model, processor):
     """Maps of another answer, or of the whole conversation where the first answer was asked for."""
     for text, seed in ((TEXT, 0), ("and this ?", 1)):
