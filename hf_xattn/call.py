@@ -31,6 +31,7 @@ from .configuration_xattn import XAttnConfig
 from .decoders.activation_wrappers import recomputes_layers
 from .decoders.decoder import may_skip_layers
 from .decoders.packed_rows import find_samples
+from .decoders.text_inputs import check_covered
 from .images.conversation import ImagesOfCall, PreparedImages, TextOfCall, read_images
 from .images.image_encoder import ImageEncoder
 from .images.image_inputs import NO_IMAGES, ImageInputs
@@ -104,7 +105,7 @@ def read_call(
     config, decoder = model.config, model._interface
     given = text["inputs_embeds"] if text.get("input_ids") is None else text["input_ids"]
     rows, length = given.shape[:2]
-    uncached = _why_uncached(model)
+    uncached = why_uncached(model)
     wants_cache = use_cache
     if use_cache is None:
         wants_cache = getattr(config.get_text_config(decoder=True), "use_cache", True)
@@ -122,9 +123,10 @@ def read_call(
         cache = _find_cache(config, past_key_values, images, rows)
     text_cache = past_key_values if cache is None else cache.self_attention_cache
     if cache is not None and uncached is not None:
-        text_cache = _to_read(cache, uncached)
+        text_cache = _to_read(cache, uncached, model.text_model.training)
     if text_cache is not None:
         decoder.check_continues(length, text_cache)
+        check_covered(text.get("attention_mask"), length, text_cache)
     if decoder.keeps_state:
         decoder.check_padding(text.get("attention_mask"), length, text_cache, by_one=length == 1)
     if output_attentions is not None or config.output_attentions:
@@ -152,7 +154,7 @@ def read_call(
     )
 
 
-def _why_uncached(model: Any) -> str | None:
+def why_uncached(model: Any) -> str | None:
     """Why a forward of the model must not write into a cache; None if it may."""
     learns = model.training or torch.is_grad_enabled()
     if learns and recomputes_layers(model, model._interface.receives_keywords):
@@ -181,14 +183,14 @@ def _find_cache(config: XAttnConfig, given: Any, images: ImageInputs | PreparedI
     return None
 
 
-def _to_read(cache: XAttnCache, uncached: str) -> Cache | None:
+def _to_read(cache: XAttnCache, uncached: str, training: bool) -> Cache | None:
     """The text half for a decoder that must not write into it: None if it holds nothing to read."""
     if not int(cache.get_seq_length()):
         return None
-    if uncached == SKIPS_LAYERS:
+    if training:  # a layer that is skipped, or runs twice, does not read it
         raise ValueError(
-            f"{SKIPS_LAYERS}, so no text can be added to `past_key_values`, which already holds text. Call "
-            "`model.eval()`, or set `layerdrop` of the decoder to 0."
+            f"{uncached}, so no text can be added to `past_key_values`, which already holds text. Call `model.eval()`, "
+            "or set `layerdrop` of the decoder to 0 and call `gradient_checkpointing_disable()`."
         )
     return cache.self_attention_cache
 

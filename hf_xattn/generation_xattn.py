@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
+from transformers.utils import logging
 
 from .cache.image_cache import ImageCache
 from .cache.xattn_cache import XAttnCache
+from .call import why_uncached
 from .configuration_xattn import XAttnConfig
 from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
 from .images.conversation import PreparedImages, TextOfCall, read_images
@@ -34,10 +36,12 @@ from .utils.keywords import suggestion
 from .utils.transformers_api import has, needs
 
 
-# Among the arguments that travel from step to step; `forward` never gets it.
-STEP_ATTENTIONS = "step_attentions"
+logger = logging.get_logger(__name__)
+
+# Among the arguments that travel from step to step; `forward` never gets them.
+STEP_ATTENTIONS, READ_BEFORE = "step_attentions", "read_before"
 # `forward` gets no tokenizer: `generate` hands it to every step, to stop at strings. Other models ignore it there.
-NOT_FOR_FORWARD = (STEP_ATTENTIONS, "tokenizer", "assistant_tokenizer")
+NOT_FOR_FORWARD = (STEP_ATTENTIONS, READ_BEFORE, "tokenizer", "assistant_tokenizer")
 # The argument of `forward` for images that `generate` has encoded.
 IMAGES = "image_inputs"
 
@@ -138,6 +142,22 @@ class _ImagesOfGenerate:
     inputs: ImageInputs
     text: TextOfCall
     attentions: StepAttentions
+    before: _ReadBefore | None  # None without text in the cache
+
+
+class _ReadBefore(NamedTuple):
+    """Text of a call of `generate` that the cache holds already. Assisted decoding knows nothing of it."""
+
+    length: int  # of `input_ids`
+    in_ids: int  # tokens of it that they hold
+    before_ids: int  # tokens of it in front of them
+    mask: Any  # the caller's `attention_mask`
+
+    def covered(self, mask: Any, length: int) -> Any:
+        """The mask for all text, where assisted decoding has cut it to the `length` of `input_ids`."""
+        if not self.before_ids or mask is None or mask.dim() != 2 or mask.shape[1] >= self.before_ids + length:
+            return mask
+        return torch.nn.functional.pad(self.mask, (0, self.before_ids + length - self.mask.shape[1]), value=1)
 
 
 class XAttnGenerationMixin:
@@ -189,7 +209,9 @@ class XAttnGenerationMixin:
             self._check_markers(input_ids, images, xattn_cache)
             length = _text_of_generate(text, kwargs.get("attention_mask"), xattn_cache)
             attentions = StepAttentions(length.new)
-            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions)
+            in_ids = text.shape[1] - length.new
+            before = _ReadBefore(text.shape[1], in_ids, length.cached - in_ids, mask) if length.cached else None
+            kwargs[IMAGES] = _ImagesOfGenerate(images, length, attentions, before)
         base: Any = super()
         try:
             output = base.generate(inputs, *args, **kwargs)
@@ -211,6 +233,13 @@ class XAttnGenerationMixin:
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
         given = model_kwargs.get("past_key_values")
+        if given is not None and generation_config.use_cache is False:  # each step would add the whole text to it
+            raise ValueError(f"Expected no `use_cache=False` with `past_key_values`, got a {type(given).__name__}.")
+        if (reason := why_uncached(self.model)) is not None and generation_config.use_cache is not False:
+            if given is not None:
+                raise ValueError(f"{reason}, so `past_key_values` cannot be used. Call `model.eval()`.")
+            logger.warning_once(f"{reason}, so `generate` works without a cache, slowly. Call `model.eval()`.")
+            generation_config.use_cache = model_kwargs["use_cache"] = False
         image_cache = given if isinstance(given, ImageCache) and given.text_rows is None else None
         if image_cache is not None:
             # Generate with a fork: the caller may use this cache again.
@@ -219,13 +248,13 @@ class XAttnGenerationMixin:
         result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)
         if request is not None:
+            model_kwargs |= {} if request.before is None else {READ_BEFORE: request.before}
             self._choose_chunk(generation_config, request, model_kwargs, given)
         if request is not None and generation_config.return_dict_in_generate and generation_config.output_attentions:
             model_kwargs[STEP_ATTENTIONS] = request.attentions
         cache = model_kwargs.get("past_key_values")
         if image_cache is not None:
-            if cache is None:
-                raise ValueError("`past_key_values` holds encoded images, but `use_cache=False` forbids a cache.")
+            assert cache is not None
             cache = image_cache.fork(cache)
         if cache is None:
             self._prepare_images(model_kwargs, request)
@@ -320,9 +349,17 @@ class XAttnGenerationMixin:
         is_first_iteration: bool | None = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """transformers' own. Decoders of state-space layers alone want the mask of the prompt and then none."""
+        """transformers' own. Decoders of state-space layers alone want the mask of the prompt and then none. Assisted
+        decoding would read a text again that the given cache holds.
+        """
+        before: _ReadBefore | None = kwargs.get(READ_BEFORE)
         for name in NOT_FOR_FORWARD:
             kwargs.pop(name, None)
+        if before is not None:
+            whole = is_first_iteration and next_sequence_length is None and input_ids.shape[1] >= before.length
+            if whole and before.in_ids:
+                next_sequence_length = input_ids.shape[1] - before.in_ids
+            attention_mask = before.covered(attention_mask, input_ids.shape[1])
         if isinstance(past_key_values, XAttnCache) and past_key_values.is_stateful() and not is_first_iteration:
             attention_mask = None
         base: Any = super()
@@ -355,7 +392,7 @@ class XAttnGenerationMixin:
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""
         given = kwargs.get("model_kwargs", {})
-        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name != STEP_ATTENTIONS}
+        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name not in NOT_FOR_FORWARD}
         base: Any = super()
         return base._get_candidate_generator(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import BlockMask
 
 from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, is_fake
@@ -132,6 +132,21 @@ def check_attention_mask(mask: Any, rows: int, length: int, starts: bool) -> Non
     if not fits:
         covered = f"text_len={length}" if starts else f"text so far + text_len={length}"
         raise ValueError(f"Expected `attention_mask` of shape (batch={rows}, {covered}), got {shape}.")
+
+
+def check_covered(mask: Any, length: int, cache: Cache) -> None:
+    """Raises a `ValueError` for a mask of new text alone: the earlier text would be hidden, or the new text."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or torch.compiler.is_compiling():
+        return
+    keys = next((layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)), None)
+    if keys is None:  # a decoder of states alone takes such a mask
+        return
+    past = keys.get_seq_length()
+    if isinstance(past, int) and mask.shape[1] < past + length:
+        raise ValueError(
+            f"Expected `attention_mask` of shape (batch, {past + length}), for the text in `past_key_values` too "
+            f"({past} tokens), got {tuple(mask.shape)}."
+        )
 
 
 def mask_of_new_text(mask: torch.Tensor, past: int, length: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ from ..cache.text_progress import CallersMask
 from ..configuration_xattn import XAttnConfig
 from ..layers.image_rows import check_image_rows
 from ..utils.architectures import vision_feature_size
-from ..utils.tensor_checks import check_bool, check_states, check_tensor, has_values
+from ..utils.tensor_checks import check_bool, check_no_bias, check_states, check_tensor, has_values
 from .vision import Tiles, check_features, check_pixels
 
 
@@ -323,6 +323,7 @@ def _checked_masks(
             raise ValueError(
                 f"Expected `image_attention_mask` of shape (batch, text_len, num_images), got {tuple(by_image.shape)}."
             )
+        check_no_bias("image_attention_mask", by_image)
         return None, (by_image != 0)[..., None], "image_attention_mask"  # images of one tile
     if mask is None:
         return None, None, "cross_attention_mask"
@@ -332,6 +333,7 @@ def _checked_masks(
             f"or (batch, text_len, num_images, max_num_tiles), got {tuple(mask.shape)}."
         )
     if mask.dim() == 4:
+        check_no_bias("cross_attention_mask", mask)
         return None, mask != 0, "cross_attention_mask"  # Mllama's processor returns integers
     check_bool("cross_attention_mask", mask)
     return (mask, None, "cross_attention_mask") if mask.dim() == 2 else (None, mask, "cross_attention_mask")

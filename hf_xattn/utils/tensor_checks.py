@@ -54,6 +54,15 @@ def check_bool(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_no_bias(name: str, tensor: torch.Tensor) -> None:
+    """Raises a `ValueError` for a mask that is to be added to scores: its zeros attend."""
+    if tensor.is_floating_point() and has_values(tensor) and not ((tensor == 0) | (tensor == 1)).all():
+        raise ValueError(
+            f"Expected `{name}` to be boolean, or 1 (attend) and 0 (do not), got {tensor.min().item():g} to "
+            f"{tensor.max().item():g}."
+        )
+
+
 def check_floating(name: str, tensor: torch.Tensor, remedy: str = "") -> None:
     """Raises a `TypeError` for integers and booleans."""
     if not tensor.is_floating_point():

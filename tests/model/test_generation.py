@@ -119,6 +119,21 @@ def test_prompt_lookup(name):
     assert torch.equal(tokens, expected) and calls.once()
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_prompt_lookup_in_a_conversation(name):
+    """A text in the cache that is read again behind itself, as transformers' own decoders do: other positions."""
+    model, images = make_model(name), pixels(1)
+    config = model.config.get_text_config()
+    cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache())
+    first = generate(model, token_ids(1, 4).repeat(1, 3), pixel_values=images, past_key_values=cache, do_sample=False)
+    ids = torch.cat([first, first[:, -5:-1]], 1)
+    expected = generate(model, ids, pixel_values=images, do_sample=False)
+    calls = Calls(model)
+    options = {"do_sample": False, "prompt_lookup_num_tokens": 3}
+    assert torch.equal(generate(model, ids, pixel_values=images, past_key_values=cache, **options), expected)
+    assert calls.count["tower"] <= 1 and cache.get_seq_length() < expected.shape[1] + 3  # and candidates
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_text_only_assistant(name):
     """Images that leak into the assistant, which has no place for them; candidates judged without the images."""

@@ -1,0 +1,104 @@
+"""Text in the cache of a caller: read once, and never passed over, whatever the call looks like."""
+
+import pytest
+import torch
+from tiny_models import make_model, pixels, token_ids
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+
+LOOKUP = {"do_sample": False, "prompt_lookup_num_tokens": 3}
+
+
+def empty(model):
+    return EncoderDecoderCache(DynamicCache(config=model.config.get_text_config()), DynamicCache())
+
+
+def generate(model, ids, **options):
+    return model.generate(ids, max_new_tokens=8, pad_token_id=0, **{"do_sample": False, **options})
+
+
+@pytest.mark.parametrize("options", [{}, LOOKUP], ids=["greedy", "lookup"])
+@pytest.mark.parametrize("given", ["whole", "new"])
+@pytest.mark.parametrize("new", [2, 9])
+def test_new_text_after_cached_text(given, new, options):
+    """New tokens that are left out because as many are cached, or cached ones that are read again; with padding."""
+    model, images = make_model(), pixels(1)
+    first, second = token_ids(1, 5), token_ids(1, new, seed=3).repeat(1, 2)[:, :new]
+    both = torch.cat([first, second], 1)
+    mask = torch.ones_like(both)
+    mask[:, :2] = 0
+    expected = generate(model, both, attention_mask=mask, pixel_values=images)[:, both.shape[1] :]
+    cache = empty(model)
+    with torch.no_grad():
+        model(first, attention_mask=mask[:, :5], pixel_values=images, past_key_values=cache)
+    ids = both if given == "whole" else second
+    found = generate(model, ids, attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(found[:, ids.shape[1] :], expected)
+    assert cache.get_seq_length() == both.shape[1] + 7  # the last token is read by the next call
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_cache_that_must_not_be_used(encoded):
+    """`use_cache=False` beside a cache: each step would add the whole text to it."""
+    model, images, ids = make_model(), pixels(), token_ids()
+    given = {"past_key_values": model.encode_images(images)}
+    if not encoded:
+        given = {"past_key_values": empty(model), "pixel_values": images}
+    with pytest.raises(ValueError, match="Expected no `use_cache=False` with `past_key_values`"):
+        generate(model, ids, use_cache=False, **given)
+    assert given["past_key_values"].get_seq_length() == 0
+
+
+def test_generate_while_training(monkeypatch):
+    """Checkpointed layers write nothing into the cache, so each step would see the last token alone."""
+    from hf_xattn import generation_xattn
+
+    told = []
+    monkeypatch.setattr(generation_xattn.logger, "warning_once", told.append)
+    model, images, ids = make_model(), pixels(), token_ids()
+    expected = generate(model, ids, pixel_values=images)
+    model.gradient_checkpointing_enable()
+    assert torch.equal(generate(model, ids, pixel_values=images), expected) and not told
+    model.train()
+    assert torch.equal(generate(model, ids, pixel_values=images), expected)
+    assert "Gradient checkpointing runs layers twice, so `generate` works without a cache" in told.pop()
+    with pytest.raises(ValueError, match="twice, so `past_key_values` cannot be used"):
+        generate(model, ids, pixel_values=images, past_key_values=empty(model))
+
+
+def test_cached_text_while_training():
+    """Text in the cache that checkpointed layers do not read."""
+    model, images, ids = make_model(), pixels(), token_ids()
+    cache = empty(model)
+    with torch.no_grad():
+        model(ids, pixel_values=images, past_key_values=cache)
+    model.train().gradient_checkpointing_enable()
+    for length in (1, 3):
+        with pytest.raises(ValueError, match="twice, so no text can be added to `past_key_values`"):
+            model(ids[:, :length], past_key_values=cache)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_mask_of_the_new_text_alone(length):
+    """A mask that transformers fills up with zeros, which hide the new text from itself."""
+    model, ids = make_model(), token_ids()
+    cache = empty(model)
+    with torch.no_grad():
+        model(ids, pixel_values=pixels(), past_key_values=cache)
+        with pytest.raises(ValueError, match=rf"\(batch, {ids.shape[1] + length}\).*got \(2, {length}\)"):
+            model(ids[:, :length], attention_mask=torch.ones(2, length), past_key_values=cache)
+        model(ids[:, :length], attention_mask=torch.ones(2, ids.shape[1] + length), past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["image_attention_mask", "cross_attention_mask"])
+def test_a_mask_to_add_to_scores(name):
+    """A mask whose zeros attend, read the other way round."""
+    model, ids = make_model(), token_ids()
+    allowed = torch.tensor([1.0, 0.0]).expand(2, ids.shape[1], 2)
+    bias = torch.zeros_like(allowed).masked_fill(allowed == 0, -1e9)
+    images = torch.cat([pixels(), pixels(seed=60)], 1)
+    of_tiles = (lambda mask: mask[..., None]) if name == "cross_attention_mask" else (lambda mask: mask)
+    with pytest.raises(ValueError, match=rf"`{name}` to be boolean, or 1 .* got -1e\+09 to 0"):
+        model(ids, pixel_values=images, **{name: of_tiles(bias)})
+    expected = model(ids, pixel_values=images, **{name: of_tiles(allowed.bool())}).logits
+    assert torch.equal(model(ids, pixel_values=images, **{name: of_tiles(allowed)}).logits, expected)
