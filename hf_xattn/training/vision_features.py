@@ -412,6 +412,8 @@ def _outputs(tower: Any, inputs: dict[str, torch.Tensor], config: Any) -> list[d
     output = run_tower(tower, inputs["pixel_values"], tiles, config.vision_feature_layer).last_hidden_state
     assert output is not None
     if tiles is None:
+        if output.dim() == 4:  # convolutional towers: (pictures, channels, height, width)
+            output = output.flatten(2).transpose(1, 2)
         return [{"": _owned(each)} for each in output]
     outputs = []
     for features, ids, mask in zip(output[:, 0], tiles.aspect_ratio_ids[:, 0], tiles.aspect_ratio_mask[:, 0]):

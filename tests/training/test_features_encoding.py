@@ -18,10 +18,11 @@ from encoded_features import encode, save_features
 from safetensors import safe_open
 from template_models import picture
 from tiny_mllama import make_mllama, make_mllama_processor
+from tiny_models import randomize
 from training_examples import CAPTIONS, CHAT, COLOURS, draw, write_examples
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ResNetConfig, ResNetModel
 
-from hf_xattn import VisionFeatures, XAttnDataCollator, XAttnProcessor, freeze
+from hf_xattn import VisionFeatures, XAttnDataCollator, XAttnProcessor, freeze, remove_blocks, retrofit
 from hf_xattn.commands.main import main
 from hf_xattn.data.loading import load_rows
 from hf_xattn.training.vision_features import SHARDS
@@ -423,3 +424,21 @@ def test_model_without_a_tower(model, data, tmp_path, capsys):
     whole.config.vision_config = whole.model.vision_tower = None
     with pytest.raises(ValueError, match="Expected `model` to have a vision tower"):
         VisionFeatures(tmp_path, whole)
+
+
+def test_a_convolutional_tower(model, data, tmp_path, capsys):
+    """Features by channel, row and column, which training takes for a damaged file."""
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8, 8], "depths": [1, 1, 1], "layer_type": "basic"}
+    torch.manual_seed(0)
+    text = remove_blocks(load(model))
+    seeing = randomize(retrofit(text, ResNetModel(ResNetConfig(**sizes)), every=2)).eval()
+    seeing.save_pretrained(tmp_path / "model")
+    processor = AutoProcessor.from_pretrained(model)
+    processor.save_pretrained(tmp_path / "model")
+    assert main(encode(tmp_path / "model", data, tmp_path / "features")) == 0
+    rows = load_rows(data)[:4]
+    features = VisionFeatures(tmp_path / "features", seeing)
+    pixels, encoded = (XAttnDataCollator(processor, features=each)(rows) for each in (None, features))
+    assert encoded["vision_features"].shape == (4, 1, 4, 8) and "pixel_values" not in encoded
+    with torch.no_grad():
+        assert torch.equal(seeing(**encoded).logits, seeing(**pixels).logits)
