@@ -6,6 +6,7 @@ be mistaken for a cached one. Images are compared row by row, in their order, wi
 - In every row, the images start with all cached images: these are known. The images after them are new, even if one of
   them has the same content as a cached one.
 - No image is among the cached images of its row: all images are new.
+- Images in a form that no cached image has (features, where pixels are cached) cannot be compared: all are new.
 - Anything else is an error, with the numbers in its message.
 - A padding image comes again if its content is the same, and `image_mask` names it again. It never becomes a real
   image: the same content as a real image is a new one.
