@@ -51,6 +51,7 @@ logger = logging.get_logger(__name__)
 # Reasons why a forward must not write into a cache.
 RECOMPUTES = "Gradient checkpointing runs layers twice"
 SKIPS_LAYERS = "LayerDrop skips layers in training"
+OF_TRANSFORMERS = "a cache of transformers, such as `EncoderDecoderCache(DynamicCache(), DynamicCache())`"
 # A value of `output_attentions` for the weights of blocks alone: those of a long text to itself take a lot of memory.
 OF_BLOCKS = "blocks"
 
@@ -102,6 +103,8 @@ def read_call(
         TypeError: if `past_key_values` is not a cache of transformers.
         ValueError: if the cache cannot be used for this call.
     """
+    if past_key_values is not None and not isinstance(past_key_values, Cache):
+        raise TypeError(f"Expected `past_key_values` to be {OF_TRANSFORMERS}, got {type_name(past_key_values)}.")
     config, decoder = model.config, model._interface
     given = text["inputs_embeds"] if text.get("input_ids") is None else text["input_ids"]
     rows, length = given.shape[:2]
@@ -170,11 +173,6 @@ def _find_cache(config: XAttnConfig, given: Any, images: ImageInputs | PreparedI
         return cache
     if given is None:
         return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)))
-    if not isinstance(given, Cache):
-        raise TypeError(
-            f"Expected `past_key_values` to be a cache of transformers, got {type_name(given)}. Pass "
-            "`EncoderDecoderCache(DynamicCache(), DynamicCache())`."
-        )
     if isinstance(images, PreparedImages) or images.images is not None:
         raise ValueError(
             f"Expected `past_key_values` to be a cache for text and images, got a {type(given).__name__}. Pass "

@@ -103,6 +103,11 @@ BAD_CALLS = {
     "labels_kept": ({"labels": token_ids(), "logits_to_keep": 2}, ValueError, r"labels.*\(2, 2\).*got \(2, 7\)"),
     "logits_to_keep": ({"logits_to_keep": "last"}, ValueError, "logits_to_keep.*integer.*'last'"),
     "cache_tuple": ({"past_key_values": ()}, TypeError, "past_key_values.*cache.*got tuple"),
+    "cache_list": (
+        {"past_key_values": [], "position_ids": torch.arange(7).repeat(2, 1)},
+        TypeError,
+        "past_key_values.*cache.*got list",
+    ),
     "pixels_numpy": ({"pixel_values": pixels().numpy()}, TypeError, "pixel_values.*torch.Tensor, got numpy.ndarray"),
     "pixels_list": ({"pixel_values": [pixels()]}, TypeError, "pixel_values.*torch.Tensor, got list"),
     "pixels_pil": ({"pixel_values": Image.new("RGB", (32, 32))}, TypeError, "pixel_values.*got PIL.Image.Image"),
