@@ -234,7 +234,10 @@ class XAttnGenerationMixin:
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
         given = model_kwargs.get("past_key_values")
         if given is not None and generation_config.use_cache is False:  # each step would add the whole text to it
-            raise ValueError(f"Expected no `use_cache=False` with `past_key_values`, got a {type(given).__name__}.")
+            raise ValueError(
+                f"Expected `use_cache=True` with `past_key_values`, a {type(given).__name__}, got False, given or in "
+                "the generation configuration. Pass `use_cache=True`, or no cache."
+            )
         if (reason := why_uncached(self.model)) is not None and generation_config.use_cache is not False:
             if given is not None:
                 raise ValueError(f"{reason}, so `past_key_values` cannot be used. Call `model.eval()`.")

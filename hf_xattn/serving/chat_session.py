@@ -191,9 +191,13 @@ class ChatSession:
         # If generation fails, the state of the cache is unknown.
         self._cache = None
         stopping = None if stop is None else StoppingCriteriaList([_StopWhenAsked(stop)])
-        sequences = self.model.generate(
-            **inputs, **self.options, past_key_values=cache, streamer=streamer, stopping_criteria=stopping
-        )
+        given: dict[str, Any] = {
+            "past_key_values": cache,
+            "streamer": streamer,
+            "stopping_criteria": stopping,
+            "use_cache": True,
+        }
+        sequences = self.model.generate(**inputs, **given, **self.options)
         self._keep(cache, sequences[0])
         return sequences[0, input_ids.shape[1] :]
 

@@ -44,7 +44,7 @@ def test_a_cache_that_must_not_be_used(encoded):
     given = {"past_key_values": model.encode_images(images)}
     if not encoded:
         given = {"past_key_values": empty(model), "pixel_values": images}
-    with pytest.raises(ValueError, match="Expected no `use_cache=False` with `past_key_values`"):
+    with pytest.raises(ValueError, match="Expected `use_cache=True` with `past_key_values`, a"):
         generate(model, ids, use_cache=False, **given)
     assert given["past_key_values"].get_seq_length() == 0
 

@@ -142,6 +142,14 @@ def test_a_cache_that_holds_other_tokens(options, model, processor, monkeypatch)
             messages.append({"role": "assistant", "content": said})
 
 
+def test_a_model_whose_configuration_uses_no_cache(session, model, processor, monkeypatch):
+    """A checkpoint that was saved in training: a chat with it fails, or reads its text again at each step."""
+    first = session.ask(TEXT, [drawing(0)])
+    monkeypatch.setattr(model.generation_config, "use_cache", False)
+    again = ChatSession(model, processor, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert again.ask(TEXT, [drawing(0)]) == first and again.ask("and this ?") == session.ask("and this ?")
+
+
 def test_maps_of_an_answer(session, model, processor):
     """Maps of another answer, or of the whole conversation where the first answer was asked for."""
     for text, seed in ((TEXT, 0), ("and this ?", 1)):
