@@ -235,8 +235,8 @@ class XAttnGenerationMixin:
         given = model_kwargs.get("past_key_values")
         if given is not None and generation_config.use_cache is False:  # each step would add the whole text to it
             raise ValueError(
-                f"Expected `use_cache=True` with `past_key_values`, a {type(given).__name__}, got False, given or in "
-                "the generation configuration. Pass `use_cache=True`, or no cache."
+                f"Expected `use_cache=True` with `past_key_values`, of type {type(given).__name__}, got "
+                "`use_cache=False`, given or in the generation configuration. Pass `use_cache=True`, or no cache."
             )
         if (reason := why_uncached(self.model)) is not None and generation_config.use_cache is not False:
             if given is not None:

@@ -44,7 +44,7 @@ def test_a_cache_that_must_not_be_used(encoded):
     given = {"past_key_values": model.encode_images(images)}
     if not encoded:
         given = {"past_key_values": empty(model), "pixel_values": images}
-    with pytest.raises(ValueError, match="Expected `use_cache=True` with `past_key_values`, a"):
+    with pytest.raises(ValueError, match="Expected `use_cache=True` with `past_key_values`, of type"):
         generate(model, ids, use_cache=False, **given)
     assert given["past_key_values"].get_seq_length() == 0
 
