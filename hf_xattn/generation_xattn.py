@@ -39,9 +39,9 @@ from .utils.transformers_api import has, needs
 logger = logging.get_logger(__name__)
 
 # Among the arguments that travel from step to step; `forward` never gets them.
-STEP_ATTENTIONS, READ_BEFORE = "step_attentions", "read_before"
+OF_STEPS = STEP_ATTENTIONS, READ_BEFORE = "step_attentions", "read_before"
 # `forward` gets no tokenizer: `generate` hands it to every step, to stop at strings. Other models ignore it there.
-NOT_FOR_FORWARD = (STEP_ATTENTIONS, READ_BEFORE, "tokenizer", "assistant_tokenizer")
+NOT_FOR_FORWARD = (*OF_STEPS, "tokenizer", "assistant_tokenizer")
 # The argument of `forward` for images that `generate` has encoded.
 IMAGES = "image_inputs"
 
@@ -395,7 +395,7 @@ class XAttnGenerationMixin:
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""
         given = kwargs.get("model_kwargs", {})
-        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name not in NOT_FOR_FORWARD}
+        kwargs["model_kwargs"] = {name: value for name, value in given.items() if name not in OF_STEPS}
         base: Any = super()
         return base._get_candidate_generator(*args, **kwargs)
 
