@@ -105,12 +105,7 @@ def train(options: TrainingOptions, resume: bool = False) -> None:
     _save(model, processor, trainer, options, dtypes, use_cache)
     if not is_first_process():
         return
-    facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
-    if options.distill_text is not None:
-        facts["weight of KL to the text model, for texts beside a picture"] = f"{options.distill_text:g}"
-    if options.started_rate != 1.0:
-        facts["share of the learning rate for weights that do not start at zero"] = f"{options.started_rate:g}"
-    write_model_card(model, options.output, trainer, training=facts)
+    write_model_card(model, options.output, trainer, training=_facts(options, data))
     _write_options(options.output, {**saved, "complete": True})
     say(f"saved to {options.output}")
     if bad := data.bad_rows().count():
@@ -230,6 +225,16 @@ def _last_loss(history: list[dict[str, Any]], before: int, steps: int) -> str:
         if end - start >= steps:
             break
     return f"training loss {total / (end - start):.4f} (mean of the steps {start + 1} to {end})"
+
+
+def _facts(options: TrainingOptions, data: RunData) -> dict[str, str]:
+    """What the model card says of the run, beside what `Trainer` knows."""
+    facts = {"examples": f"{len(data.rows):,} of {data.named()}", "prompt for captions": data.rows.prompt}
+    if options.distill_text is not None:
+        facts["weight of KL to the text model, for texts beside a picture"] = f"{options.distill_text:g}"
+    if options.started_rate != 1.0:
+        facts["share of the learning rate for weights that do not start at zero"] = f"{options.started_rate:g}"
+    return facts
 
 
 def _check_resumed(output: Path, saved: dict[str, Any]) -> None:
