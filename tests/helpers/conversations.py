@@ -234,7 +234,8 @@ def compare(bank: Bank, kind: str, rows: list[Row]) -> None:
         for step, logits in enumerate(row.logits):
             if logits is None or step < row.left:
                 continue
-            difference = (logits - expected[number, step]).abs().max().item()
+            wanted = expected[number, step]
+            difference = (logits - wanted).abs().max().item() / max(1.0, wanted.abs().max().item())
             if not difference <= TOLERANCE:
                 seen = {str(row.images[i]): "".join(str(int(t)) for t in s) for i, s in row.sees[step].items()}
                 wrong.append(
