@@ -4,7 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny_models import make_model, make_text, pixels, token_ids
+from tiny_models import SIZES, VOCAB_SIZE, make_model, make_text, pixels, token_ids
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.cross_cache import CrossCache
@@ -151,6 +155,28 @@ def test_text_only_assistant(name):
     assert torch.equal(tokens, expected) and calls.once()
     assert "input_ids" in seen and not seen & {"pixel_values", "image_mask", "cross_attention_states", "image_rows"}
     assert not isinstance(assistant, type(model))
+
+
+def test_assistant_of_another_vocabulary():
+    """Tokenizers of `generate` that do not reach the translation of the assistant's tokens, or that reach a forward."""
+
+    def tokenizer(words):
+        ids = {word: number for number, word in enumerate(words)}
+        words = Tokenizer(WordLevel(ids, unk_token="w0"))
+        words.pre_tokenizer = WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+
+    model, ids, images = make_model(), token_ids(1), pixels(1)
+    torch.manual_seed(4)
+    assistant = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "vocab_size": VOCAB_SIZE + 4})).eval()
+    words = [f"w{number}" for number in range(VOCAB_SIZE)]
+    others = [words[0], "x1", "x2", "x3", "x4", *reversed(words[1:])]
+    read = Counter()
+    assistant.register_forward_pre_hook(lambda *_: read.update(["assistant"]))
+    options = {"tokenizer": tokenizer(words), "assistant_tokenizer": tokenizer(others)}
+    expected = generate(model, ids, pixel_values=images, do_sample=False)
+    tokens = generate(model, ids, pixel_values=images, do_sample=False, assistant_model=assistant, **options)
+    assert torch.equal(tokens, expected) and read["assistant"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
