@@ -158,7 +158,7 @@ def test_text_only_assistant(name):
 
 
 def test_assistant_of_another_vocabulary():
-    """Tokenizers of `generate` that do not reach the translation of the assistant's tokens, or that reach a forward."""
+    """Tokenizers of `generate` that do not reach the translation of the assistant's tokens."""
 
     def tokenizer(words):
         ids = {word: number for number, word in enumerate(words)}
