@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from ..modeling_xattn import XAttnForConditionalGeneration
 
 
+# Options of one kind of state dict.
+OF_FLAMINGO = ("image_token_id", "head_dim")
+OF_KEMPNERFORGE = ("heads", "every", "hidden_act", "norm_type")
+
+
 def register_import(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("import", help="convert a vision-language checkpoint with cross-attention")
     parser.add_argument(
@@ -27,15 +32,18 @@ def register_import(commands: argparse._SubParsersAction) -> None:
     state.add_argument("--text", metavar="TEXT", help=text)
     state.add_argument("--vision", metavar="V", help="vision tower (OpenFlamingo)")
     add_number(state, "--image-token-id", None, "id of <image> (OpenFlamingo)", metavar="ID")
-    add_number(state, "--head-dim", 64, "width of a head (OpenFlamingo)")
+    add_number(state, "--head-dim", None, "width of a head (OpenFlamingo; default: 64)")
     add_number(state, "--heads", None, "query heads (KempnerForge)", metavar="H")
     add_number(state, "--every", None, "a block after every N-th layer (KempnerForge)")
+    state.add_argument("--hidden-act", metavar="NAME", help="`activation` (KempnerForge; SiLU needs no name)")
+    state.add_argument("--norm-type", metavar="NAME", help="`norm_type` (KempnerForge; default: rmsnorm)")
     parser.set_defaults(run=run_import)
 
 
 def run_import(arguments: argparse.Namespace) -> None:
     output = new_folder(arguments.output)
     if not Path(arguments.source).is_file():
+        _refuse(arguments, ("text", "vision", *OF_FLAMINGO, *OF_KEMPNERFORGE), "a whole checkpoint")
         from ..importers import convert_checkpoint
 
         convert_checkpoint(arguments.source, output)
@@ -50,6 +58,13 @@ def run_import(arguments: argparse.Namespace) -> None:
         if processor is not None:
             processor.save_pretrained(folder)
     print_report(model)
+
+
+def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], kind: str) -> None:
+    """Raises a `ValueError` for an option that this kind of source does not use."""
+    for name in names:
+        if (value := getattr(arguments, name)) is not None:
+            raise ValueError(f"Expected no --{name.replace('_', '-')}, because SOURCE is {kind}, got {value}.")
 
 
 def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditionalGeneration:
@@ -68,12 +83,15 @@ def _model_of_a_state_dict(arguments: argparse.Namespace) -> XAttnForConditional
         if getattr(arguments, option) is None:
             name = option.replace("_", "-")
             raise ValueError(f"{arguments.source} is read as a state dict of {kind}, which requires --{name}.")
+    _refuse(arguments, OF_KEMPNERFORGE if is_flamingo else ("vision", *OF_FLAMINGO), f"a state dict of {kind}")
     text = load_text(arguments.text, dtype="auto")
     if not is_flamingo:
-        return import_kempnerforge(state, text, num_attention_heads=arguments.heads, every=arguments.every)
+        named = {"norm_type": arguments.norm_type} if arguments.norm_type else {}
+        heads, every, act = arguments.heads, arguments.every, arguments.hidden_act
+        return import_kempnerforge(state, text, num_attention_heads=heads, every=every, hidden_act=act, **named)
     vision = None if arguments.vision is None else load_vision(arguments.vision, dtype=text.dtype)
     return import_open_flamingo(
-        state, text, vision, image_token_id=arguments.image_token_id, head_dim=arguments.head_dim
+        state, text, vision, image_token_id=arguments.image_token_id, head_dim=arguments.head_dim or 64
     )
 
 

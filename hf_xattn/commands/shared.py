@@ -208,7 +208,12 @@ def _with_images_at_markers(processor: Any, model: XAttnForConditionalGeneration
     from ..processing_xattn import XAttnProcessor
 
     marker = processor.tokenizer.convert_ids_to_tokens(model.config.image_token_id)
-    return XAttnProcessor(processor.image_processor, processor.tokenizer, image_token=marker)
+    template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
+    if template is None and marker is not None:
+        from ..importers.idefics import chat_template
+
+        template = chat_template(processor.tokenizer, marker)
+    return XAttnProcessor(processor.image_processor, processor.tokenizer, chat_template=template, image_token=marker)
 
 
 def new_folder(folder: Path) -> Path:

@@ -108,6 +108,7 @@ def language_weights(
         if name not in everything and re.fullmatch(OLD_BUFFERS, name) is None:
             raise ValueError(f"`state_dict` holds {name}, which `text` ({type(text).__name__}) does not have.")
         if name not in own:  # a buffer, or the second name of tied weights
+            _check_tied(name, tensor, {other: state[other] for other in own if other in state}, own, everything)
             continue
         grows = id(own[name]) in tables
         if not tensor.is_floating_point():
@@ -126,6 +127,26 @@ def language_weights(
     if sizes:
         config.vocab_size = sizes.pop()
     return taken, config
+
+
+def _check_tied(
+    name: str,
+    tensor: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    own: dict[str, torch.nn.Parameter],
+    everything: dict[str, torch.Tensor],
+) -> None:
+    """Raises a `ValueError` where `text` ties two weights that differ in the state dict: one of them would be lost."""
+    for other, first in state.items():
+        if (
+            name in everything
+            and own[other].data_ptr() == everything[name].data_ptr()
+            and not torch.equal(first, tensor)
+        ):
+            raise ValueError(
+                f"`state_dict` holds {name} with other values than {other}, but `text` ties "
+                "them. Load `text` with `tie_word_embeddings=False`."
+            )
 
 
 def block_tensors(text: PreTrainedModel, blocks: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

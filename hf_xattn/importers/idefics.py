@@ -24,10 +24,13 @@ import re
 from typing import Any
 
 from transformers import CLIPVisionConfig, IdeficsConfig, IdeficsPerceiverConfig, IdeficsVisionConfig, LlamaConfig
+from transformers.utils import logging
 
 from ..configuration_xattn import PerceiverConfig, XAttnConfig
 from .conversion import LLAMA_FIELDS, Recipe, Target, block_config, renamed
 
+
+logger = logging.get_logger(__name__)
 
 VISION_FIELDS = """
     image_size intermediate_size patch_size num_hidden_layers num_attention_heads num_channels hidden_act layer_norm_eps
@@ -67,12 +70,36 @@ ADDITIONAL_ROWS = {
 }
 
 
+FAKE_TOKEN, END_OF_UTTERANCE = "<fake_token_around_image>", "<end_of_utterance>"
+
+
+def chat_template(tokenizer: Any, image_token: str) -> str:
+    """The chat template of Idefics' instructed models, as text: transformers' processor has it in code.
+
+    Two images side by side share the token between them, as there. A tokenizer without `<end_of_utterance>`, that of
+    the base models, gets none.
+    """
+    known = tokenizer.get_vocab()
+    fake, end = (token if token in known else "" for token in (FAKE_TOKEN, END_OF_UTTERANCE))
+    return (
+        "{{ bos_token }}{% for message in messages %}{% set ns = namespace(after=false) %}"
+        "{{ 'User: ' if message.role == 'user' else message.role | capitalize + ': ' }}"
+        "{% for part in message.content %}{% if part.type == 'image' %}"
+        f"{{{{ ('' if ns.after else '{fake}') + '{image_token}{fake}' }}}}"
+        "{% set ns.after = true %}{% else %}{{ part.text }}{% set ns.after = false %}{% endif %}{% endfor %}"
+        f"{{{{ '{end}\n' }}}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    )
+
+
 def recipe(config: IdeficsConfig) -> Recipe:
     """Returns the recipe that converts an Idefics checkpoint."""
     vision = config.vision_config
     assert isinstance(vision, IdeficsVisionConfig)
     fields: dict[str, Any] = {name: getattr(config, name) for name in (*LLAMA_FIELDS, "num_hidden_layers")}
     tower = CLIPVisionConfig(hidden_size=vision.embed_dim, **{name: getattr(vision, name) for name in VISION_FIELDS})
+    if config.dropout:
+        logger.warning(f"Expected `dropout` of 0, got {config.dropout}: only the blocks have it after the import.")
     interval, has_marker = config.cross_layer_interval, config.additional_vocab_size > 1
     target = XAttnConfig(
         text_config=LlamaConfig(**fields, head_dim=config.hidden_size // config.num_attention_heads),

@@ -39,7 +39,7 @@ def import_kempnerforge(
     *,
     num_attention_heads: int,
     every: int,
-    hidden_act: str = "silu",
+    hidden_act: str | None = None,
     norm_type: str = "rmsnorm",
     norm_eps: float = NORM_EPS,
 ) -> XAttnForConditionalGeneration:
@@ -51,7 +51,9 @@ def import_kempnerforge(
         text (`PreTrainedModel`): the decoder as a causal language model of transformers; changed in place.
         num_attention_heads (`int`): number of query heads. The shapes give only its product with the head width.
         every (`int`): `cross_attention_every_n_layers` of KempnerForge's configuration.
-        hidden_act (`str`), norm_type (`str`): `activation` and `norm_type` of KempnerForge's configuration.
+        hidden_act (`str`, *optional*): `activation` of KempnerForge's configuration. Required for blocks without a
+            `gate_proj`, whose tensors do not tell it; blocks with one have SiLU.
+        norm_type (`str`): `norm_type` of KempnerForge's configuration.
         norm_eps (`float`, defaults to 1e-5): epsilon of the blocks' norms. Not `norm_eps` of KempnerForge's
             configuration, which its blocks do not read: change it only for blocks that were built with another one.
 
@@ -95,19 +97,25 @@ def kempnerforge_block_config(
     state_dict: dict[str, torch.Tensor],
     num_attention_heads: int,
     *,
-    hidden_act: str = "silu",
+    hidden_act: str | None = None,
     norm_type: str = "rmsnorm",
     norm_eps: float = NORM_EPS,
 ) -> CrossAttentionConfig:
     """Returns the configuration of a [`GatedCrossAttentionBlock`] that loads the state dict of one block unchanged."""
+    gated = "mlp.gate_proj.weight" in state_dict
+    if hidden_act is None and not gated:
+        raise ValueError(
+            "Expected `hidden_act` (`--hidden-act`), `activation` of KempnerForge's configuration: blocks without a "
+            "`gate_proj` have GELU or ReLU, and their tensors do not tell which. Got None."
+        )
     names = {"q": "attn.q_proj.weight", "k": "attn.k_proj.weight", "down": "mlp.down_proj.weight"}
     return block_options(
         state_dict,
         names,
         num_attention_heads,
         shape_of(state_dict, names["q"])[0] // num_attention_heads,
-        hidden_act=hidden_act,
-        mlp_type="gated" if "mlp.gate_proj.weight" in state_dict else "plain",
+        hidden_act=hidden_act or "silu",
+        mlp_type="gated" if gated else "plain",
         norm_type=norm_type,
         norm_eps=norm_eps,
         gate="none",

@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoProcessor,
     AutoTokenizer,
     LlamaConfig,
@@ -51,6 +50,7 @@ from transformers.utils import PROCESSOR_NAME, logging
 
 from ..configuration_xattn import XAttnConfig
 from ..modeling_xattn import XAttnForConditionalGeneration
+from ..utils.checkpoint_files import INTEGERS
 from ..utils.whole_folder import WholeFolder
 from .conversion import (
     LLAMA_FIELDS,
@@ -93,6 +93,8 @@ RULES = [
 EMBEDDING_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?embed_tokens\.weight"
 LAYER_OF_MLLAMA = r"(?:model\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)"
 
+# Of a saved configuration: `image_token_index` by its other name, and what transformers writes anew.
+RENAMED = ("model_type", "image_token_id", "image_token_index", "transformers_version")
 SHARD_BYTES = 5 * 10**9
 IMAGE_TOKEN = "<|image|>"  # Mllama's, where the tokenizer names no other
 # Of the source's processor; Mllama's writes its own.
@@ -136,7 +138,7 @@ def recipe(config: MllamaConfig) -> Recipe:
     fields["head_dim"] = text.hidden_size // text.num_attention_heads
     fields["tie_word_embeddings"] = False  # transformers' Mllama has a head of its own, whatever its configuration says
     target = XAttnConfig(
-        text_config=LlamaConfig(**fields, num_hidden_layers=num_layers),
+        text_config=LlamaConfig(**fields, num_hidden_layers=num_layers, attention_dropout=text.dropout),
         vision_config=vision,
         cross_attention_config=block_config(
             text, context_size=text.hidden_size, num_key_value_heads=text.num_key_value_heads, qk_norm=True
@@ -207,28 +209,30 @@ def export_checkpoint(source: str | Path | XAttnForConditionalGeneration, output
         state = source.state_dict()
         folder, changed, read, dtype = None, source.config, state.__getitem__, source.dtype
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        quantized = [name for name, tensor in state.items() if not tensor.is_floating_point()]
     else:
         folder = folder_of(source)
         headers = read_headers(folder)
         side_files(folder)
-        changed, read, dtype = (
-            config_of(folder, headers),
-            functools.partial(read_tensor, folder, headers),
-            torch.float32,
-        )
+        changed, read = config_of(folder, headers), functools.partial(read_tensor, folder, headers)
+        dtype = changed.dtype if isinstance(changed.dtype, torch.dtype) else torch.float32
         shapes = {name: header.shape for name, header in headers.items()}
-    if isinstance(changed.dtype, torch.dtype):
-        dtype = changed.dtype
+        quantized = [name for name, header in headers.items() if header.dtype in INTEGERS]
+    if quantized:
+        raise ValueError(
+            f"Expected `source` with floating-point weights, got {quantized[0]}, which is quantized ({len(quantized)} "
+            "are). Export the model before it is quantized, or `dequantize()` it."
+        )
     if not isinstance(changed, XAttnConfig):
         raise ValueError(f"`source` must be a model with cross-attention blocks, got a {changed.model_type!r} model.")
-    original = changed.source_config or {}
-    imported = original.get("model_type") == "mllama"
-    config: Any = AutoConfig.for_model(**original) if imported else _mllama_config(changed)
+    config: Any = _mllama_config(changed)
+    config.dtype = dtype
     made = made_recipe(recipe, config)
     with torch.device("meta"):
         expected = shapes_of(MllamaForConditionalGeneration._from_config(config))
     for name, shape in expected.items():
         _check_parts(name, shape, _parts_of(name, made, changed), shapes, _missing_rows(name, changed))
+    _check_all_used(shapes, {part for name in expected for part in _parts_of(name, made, changed)})
     with WholeFolder(output) as target_folder:
         writer = FolderWriter(target_folder)
         for number, names in enumerate(_shards(expected, dtype), start=1):
@@ -267,6 +271,12 @@ def _check_parts(
         )
 
 
+def _check_all_used(shapes: dict[str, tuple[int, ...]], used: set[str]) -> None:
+    """Raises a `ValueError` for tensors that the export would leave out, such as those of adapters."""
+    if left := sorted(set(shapes) - used - {HEAD}):  # a tied head has the rows of the embedding
+        raise ValueError(f"Expected `source` with Mllama's tensors only, got {left[0]} ({len(left)} have no place).")
+
+
 def _shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[list[str]]:
     """Splits names into files of at most `SHARD_BYTES`, in the given order."""
     shards: list[list[str]] = [[]]
@@ -282,7 +292,13 @@ def _shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[list
 
 
 def _mllama_config(config: XAttnConfig) -> MllamaConfig:
-    """The configuration of the Mllama that a model is equal to. A `ValueError` lists each difference of its shape."""
+    """The configuration of the Mllama that a model is equal to. A `ValueError` lists each difference of its shape.
+
+    Of an imported model the source's, with what has changed since.
+    """
+    imported = (config.source_config or {}).get("model_type") == "mllama"
+    original = {name: value for name, value in (config.source_config or {}).items() if name not in RENAMED}
+    of_text: dict[str, Any] = original.pop("text_config", None) or {} if imported else {}
     if differences := _differences(config):
         listed = "".join(f"\n- `{name}`: expected {expected}, found {found}" for name, expected, found in differences)
         raise ValueError(
@@ -293,19 +309,19 @@ def _mllama_config(config: XAttnConfig) -> MllamaConfig:
     cross = [place + number for number, place in enumerate(sorted(config.cross_attention_layers))]
     fields = {name: getattr(text, name) for name in (*LLAMA_FIELDS, "num_key_value_heads")}
     text_config = MllamaTextConfig(
-        **{**fields, "tie_word_embeddings": False},  # Mllama's embedding has more rows than its head
-        num_hidden_layers=text.num_hidden_layers + len(cross),
-        cross_attention_layers=cross,
-        dropout=config.cross_attention_config.attention_dropout,
+        **of_text
+        | fields
+        | {
+            "tie_word_embeddings": False,  # Mllama's embedding has more rows than its head
+            "num_hidden_layers": text.num_hidden_layers + len(cross),
+            "cross_attention_layers": cross,
+            "dropout": config.cross_attention_config.attention_dropout,
+        }
     )
     assert [places(text_config)[index] for index in cross] == sorted(config.cross_attention_layers)
     assert config.vision_config is not None and config.image_token_id is not None
-    return MllamaConfig(
-        text_config=text_config.to_dict(),
-        vision_config=config.vision_config.to_dict(),
-        image_token_index=config.image_token_id,
-        dtype=config.dtype,
-    )
+    parts = {"text_config": text_config.to_dict(), "vision_config": config.vision_config.to_dict()}
+    return MllamaConfig(**(original if imported else {}) | parts | {"image_token_index": config.image_token_id})
 
 
 def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
@@ -326,11 +342,16 @@ def _differences(config: XAttnConfig) -> list[tuple[str, Any, Any]]:
             ("text_config.attention_bias", False, text.attention_bias),
             ("text_config.mlp_bias", False, text.mlp_bias),
             ("text_config.head_dim", head_dim, text.head_dim or head_dim),
+            (
+                "text_config.attention_dropout",
+                config.cross_attention_config.attention_dropout,  # Mllama has one for both
+                text.attention_dropout,
+            ),
             ("text_config.quantization_config", None, getattr(text, "quantization_config", None)),
         ]
         wanted += _of_blocks(config, text)
     found = [(name, repr(expected), repr(value)) for name, expected, value in wanted if expected != value]
-    if 0 in config.cross_attention_layers:
+    if 0 in config.cross_attention_layers and config.source_config is None:
         # transformers' Mllama takes the length of the text from its first layer's cache, which would hold an image.
         found.append(("cross_attention_layers", "no block in front of layer 0", str(config.cross_attention_layers)))
     if config.image_token_id is None:
