@@ -20,7 +20,8 @@ from ..cache.image_cache import ImageCache
 from ..cache.xattn_cache import XAttnCache
 from ..call import OF_BLOCKS
 from ..configuration_xattn import XAttnConfig
-from ..images.tower import image_size_of
+from ..images.tower import image_size_of, only_image_size
+from ..images.vision import is_tiled
 from ..layers.image_rows import refuse_to_cache
 from ..modeling_xattn import XAttnForConditionalGeneration, XAttnModel
 from ..training.freezing import body_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 MEAN = "mean"
 Choice: TypeAlias = "int | str | None"
+OF_IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
 COLUMNS, SIDE = 4, 2.6  # panels in a line, width of a panel in inches
 
 
@@ -64,7 +66,7 @@ class AttentionMaps:
     _sizes: tuple[int, ...]
     _pixel_values: torch.Tensor | None
     _aspect_ratio_ids: torch.Tensor | None
-    _from_pixels: bool
+    _read_size: tuple[int, int] | None
 
     def __repr__(self) -> str:
         return f"AttentionMaps(layers={self.layers}, weights={len(self.weights)} x {tuple(self.weights[0].shape)})"
@@ -131,11 +133,9 @@ class AttentionMaps:
             _check_index(name, given, 0, count)
 
     def _patches(self, image: int, row: int) -> PatchGrid:
-        size, ratio = None, None
+        size, ratio = self._read_size, None
         if self._pixel_values is not None:
             size = (self._pixel_values.shape[-2], self._pixel_values.shape[-1])
-        elif self._config.vision_config is not None and self._from_pixels:
-            size = image_size_of(self._config.vision_config)
         if self._aspect_ratio_ids is not None:
             ratio = int(self._aspect_ratio_ids[row * len(self._aspect_ratio_ids) // len(self.tokens), image])
         return patch_grid(self._config, self._sizes[image], size, ratio)
@@ -180,8 +180,8 @@ class AttentionMaps:
             tokens (`list[int]`, *optional*): positions in the text. By default the generated tokens or, if there are
                 none, the given ones, without padding.
             processor (*optional*): a processor or a tokenizer, to write words. Without it the panels show ids.
-            picture (*optional*): a PIL image or an array to draw on, which fits if the image processor does not crop.
-                By default the pixels that the vision tower has read.
+            picture (*optional*): a PIL image or an array to draw on, which fits if the image processor neither crops
+                nor pads. By default the pixels that the vision tower has read.
             image, row (`int`), layer, head (`int` or `"mean"`): as in `grid`.
 
         Returns:
@@ -191,7 +191,7 @@ class AttentionMaps:
             ImportError: without matplotlib.
             TypeError: for a `processor` that cannot decode.
             ValueError: as `grid` and `pixels`; for `layer` or `head` None; for `tokens` that are not positions in the
-                text.
+                text; for a `picture` with a tower that reads tiles, which cover more than the picture.
         """
         for name, choice in (("layer", layer), ("head", head)):
             if choice is None:
@@ -204,9 +204,14 @@ class AttentionMaps:
         positions = self._positions(tokens, row)
         ids = [int(self.tokens[row, position]) for position in positions]
         words = [str(token) if processor is None else processor.decode([token]) for token in ids]
-        covered = (1.0, 1.0)
         if picture is None:
-            picture, covered = self.pixels(image, row), self.covered(image, row)
+            picture = self.pixels(image, row)
+        elif self._config.vision_config is not None and is_tiled(self._config.vision_config):
+            raise ValueError(
+                f"Expected `picture` to be None, because the vision tower reads tiles, with a border around the "
+                f"picture, got {type_name(picture)}. Pass `pixel_values` in `inputs`: they are drawn by themselves."
+            )
+        covered = self.covered(image, row)
         of_layers = f"mean of {len(self.layers)} layers" if layer == MEAN else f"layer {layer}"
         of_heads = f"mean of {self.weights[0].shape[1]} heads" if head == MEAN else f"head {head}"
         return _draw(grid, positions, words, picture, covered, f"attention of {of_layers}, {of_heads}")
@@ -288,7 +293,7 @@ def attention_maps(
         _sizes=_sizes_of(given, weights[0].shape[-1]),
         _pixel_values=given.get("pixel_values"),
         _aspect_ratio_ids=given.get("aspect_ratio_ids"),
-        _from_pixels="vision_features" in given or _holds_pixels(given.get("past_key_values")),
+        _read_size=_read_size(inner, given),
     )
 
 
@@ -319,6 +324,11 @@ def _given(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ImageCache | None
         raise ValueError(
             "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, got a "
             f"{type(cache).__name__}{' with text' if isinstance(cache, ImageCache) else ''}."
+        )
+    if cache is not None and (new := [name for name in OF_IMAGES if name in given]):
+        raise ValueError(
+            f"Expected `inputs` with images or with `past_key_values`, which holds encoded ones, got both: `{new[0]}` "
+            "too. Encode all images in one call of `encode_images`."
         )
     return given, cache
 
@@ -372,6 +382,8 @@ def _ends(model: XAttnForConditionalGeneration, generate_kwargs: dict[str, Any])
     """Ids that end a text, from the call or the model."""
     config = generate_kwargs.get("generation_config") or model.generation_config
     ends = generate_kwargs.get("eos_token_id", getattr(config, "eos_token_id", None))
+    if ends is None:  # `generate` takes the model's
+        ends = model.generation_config.eos_token_id
     if isinstance(ends, torch.Tensor):
         ends = ends.tolist()
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
@@ -387,6 +399,16 @@ def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
         if values is not None and values.dim() >= axes:
             images = values.shape[1]
     return (num_tokens // images,) * images
+
+
+def _read_size(model: XAttnModel | XAttnForConditionalGeneration, given: dict[str, Any]) -> tuple[int, int] | None:
+    """Height and width of pictures of which only tokens are there; None for features of other kinds, and for a tower
+    that reads pictures of several sizes.
+    """
+    tower = body_of(model).vision_tower
+    if tower is None or not ("vision_features" in given or _holds_pixels(given.get("past_key_values"))):
+        return None
+    return image_size_of(tower.config) if is_tiled(tower.config) else only_image_size(tower)
 
 
 def _holds_pixels(cache: XAttnCache | None) -> bool:
@@ -410,9 +432,10 @@ def _draw(
     """Draws one panel for each text position, with a word as its title. `grid`: `(text_len, patch rows, columns)`."""
     try:
         from matplotlib.figure import Figure
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError('`plot` needs matplotlib: pip install "matplotlib>=3.8"') from error
-    shown = np.asarray(picture)
+    shown = np.asarray(ImageOps.exif_transpose(picture) if isinstance(picture, Image.Image) else picture)
     if shown.ndim not in (2, 3):
         described = f"shape {tuple(picture.shape)}" if hasattr(picture, "shape") else repr(picture)
         raise ValueError(

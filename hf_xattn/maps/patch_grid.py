@@ -65,7 +65,9 @@ def patch_grid(
     remedy = "Use `weights`, which have one entry an image token."
     if tower is None or image_size is None:
         raise ValueError(
-            f"`grid` needs images that a vision tower has read, got features (`cross_attention_states`). {remedy}"
+            "`grid` needs the size of the picture that a vision tower has read, as `pixel_values` tell it. It is not "
+            "known of features (`cross_attention_states`), nor of encoded images (a cache, `vision_features`) where "
+            f"the tower reads pictures of several sizes. {remedy}"
         )
     if config.connector_type == "perceiver":
         raise ValueError(f"`grid` needs a connector that keeps positions, got `connector_type='perceiver'`. {remedy}")

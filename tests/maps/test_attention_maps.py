@@ -351,11 +351,11 @@ def test_grids_that_do_not_exist():
         attention_maps(perceiver, inputs()).grid()
     states = {"input_ids": token_ids(), "cross_attention_states": torch.randn(2, 16, 32)}
     for model in (make_model(), make_model(vision=False)):
-        with pytest.raises(ValueError, match="got features"):
+        with pytest.raises(ValueError, match="needs the size of the picture"):
             attention_maps(model, states).grid()
     with torch.no_grad():
         cache = make_model().encode_images(cross_attention_states=states["cross_attention_states"])
-    with pytest.raises(ValueError, match="got features"):
+    with pytest.raises(ValueError, match="needs the size of the picture"):
         attention_maps(make_model(), {"input_ids": token_ids(), "past_key_values": cache}).grid()
     maps = attention_maps(make_model(), inputs())
     for wrong, words in (

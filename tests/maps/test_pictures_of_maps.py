@@ -1,0 +1,96 @@
+"""Attention maps on pictures: where a map lies on a photo, and maps whose picture is not known."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_idefics import make_idefics_processor
+from tiny_mllama import make_mllama, make_mllama_processor
+from tiny_models import make_model, pixels, randomize, token_ids
+from tiny_towers import SMALL_TOWER, model_with
+from transformers import Dinov2Config, GenerationConfig, SiglipImageProcessorPil
+
+from hf_xattn import XAttnProcessor, attention_maps
+from hf_xattn.importers import import_checkpoint
+
+
+def turned_photo():
+    """A picture that is red at its left side, with an EXIF tag that turns it: red on top."""
+    values = np.zeros((40, 80, 3), np.uint8)
+    values[:, :20] = [255, 0, 0]
+    image, file = Image.fromarray(values), io.BytesIO()
+    exif = image.getexif()
+    exif[0x112] = 6
+    image.save(file, "PNG", exif=exif)
+    return Image.open(io.BytesIO(file.getvalue()))
+
+
+def test_a_photo_is_turned_as_the_processor_turns_it():
+    """A map of the upright picture over a photo that lies on its side."""
+    pytest.importorskip("matplotlib")
+    images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    processor = XAttnProcessor(images, make_idefics_processor().tokenizer)
+    photo = turned_photo()
+    maps = attention_maps(make_model(), processor(images=[photo], text=["w1 w2"]))
+    drawn = maps.plot([0], picture=photo).axes[0].images[0].get_array()
+    assert maps.pixels()[2, 16].argmax() == 0 and drawn.shape[:2] == (80, 40)
+    assert drawn[5, 20].tolist() == [255, 0, 0] and drawn[60, 20].tolist() == [0, 0, 0]
+
+
+def test_a_rest_without_a_patch_is_not_covered():
+    """A map that is stretched over pixels that no patch covers, if the picture is given."""
+    pytest.importorskip("matplotlib")
+    model = randomize(model_with(Dinov2Config(**{**SMALL_TOWER, "mlp_ratio": 2})))
+    patch = model.config.vision_config.patch_size
+    side = 2 * patch - 1
+    picture = torch.randn(1, 1, 3, side, side)
+    maps = attention_maps(model, {"input_ids": token_ids(1), "pixel_values": picture})
+    for given in (None, np.zeros((side, side, 3), np.uint8)):
+        extent = maps.plot([0], picture=given).axes[0].images[1].get_extent()
+        assert extent[1] == patch and extent[2] == patch
+
+
+def test_a_picture_of_tiles_is_refused():
+    """A map of the canvas with its border, stretched over the picture alone."""
+    pytest.importorskip("matplotlib")
+    processor, picture = make_mllama_processor(), Image.new("RGB", (40, 10))
+    made = processor(images=[picture], text="<|image|> w1 w2", return_tensors="pt")
+    maps = attention_maps(randomize(import_checkpoint(make_mllama())), dict(made))
+    with pytest.raises(ValueError, match="`picture` to be None, because the vision tower reads tiles"):
+        maps.plot([0], picture=picture)
+
+
+def test_images_beside_a_cache_are_refused():
+    """The picture of a later image under the map of the first one."""
+    model = make_model()
+    with torch.no_grad():
+        cache = model.encode_images(pixel_values=pixels(1, seed=4))
+    with pytest.raises(ValueError, match="got both: `pixel_values` too"):
+        attention_maps(model, {"input_ids": token_ids(1), "pixel_values": pixels(1), "past_key_values": cache})
+
+
+def test_a_grid_of_unknown_form_is_refused():
+    """A square grid for a wide picture, whose size a cache does not tell."""
+    model = randomize(model_with(Dinov2Config(**{**SMALL_TOWER, "mlp_ratio": 2})))
+    patch, ids = model.config.vision_config.patch_size, token_ids(1)
+    wide = torch.randn(1, 1, 3, 2 * patch, 8 * patch)
+    with torch.no_grad():
+        cache = model.encode_images(pixel_values=wide)
+    assert attention_maps(model, {"input_ids": ids, "pixel_values": wide}).grid().shape[-2:] == (2, 8)
+    with pytest.raises(ValueError, match="needs the size of the picture"):
+        attention_maps(model, {"input_ids": ids, "past_key_values": cache}).grid()
+
+
+def test_the_end_is_the_models_where_the_call_names_none():
+    """Padding after an answer that counts as text."""
+    model, ids = make_model(), token_ids(1)
+    given = {"input_ids": ids, "pixel_values": pixels(1)}
+    end = int(model.generate(**given, max_new_tokens=1, do_sample=False)[0, -1])
+    model.generation_config.eos_token_id = end
+    own = GenerationConfig(do_sample=False, min_new_tokens=None)
+    options = ({"do_sample": False}, {"generation_config": own})
+    wide = {"input_ids": token_ids(2), "pixel_values": pixels(2)}
+    plain, passed = (attention_maps(model, wide, 4, **each).text_mask for each in options)
+    assert torch.equal(plain, passed)
