@@ -30,7 +30,7 @@ LONGEST_WINDOW = 1024  # a longer text costs too much without a cache
 FLOAT8, FLOAT8_OF_EXPERTS = 0.25, 0.5  # share of the largest logit by which text in float8 may be off
 QUANTIZED = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
 KINDS: dict[str, dict[str, Any]] = {
-    "cache-dynamic": {},
+    "cache-dynamic": {"cache_implementation": "dynamic"},
     "cache-static": {"cache_implementation": "static"},
     "cache-quantized": QUANTIZED,
     "cache-offloaded": {"cache_implementation": "offloaded"},

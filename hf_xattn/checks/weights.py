@@ -84,7 +84,12 @@ def _compare(text: PreTrainedModel, base: PreTrainedModel) -> tuple[list[str], i
                 differing.append(name)
             else:
                 differing.append(f"{name} (by {number(largest_difference(mine, expected.to(mine.dtype)))})")
-    differing += [f"{name} (not in the base)" for name in ours if name not in theirs and name not in base.state_dict()]
+    again = base.state_dict()  # holds tied weights under each of their names
+    for name in (name for name in ours if name not in theirs):
+        if name not in again:
+            differing.append(f"{name} (not in the base)")
+        elif again[name].shape != ours[name].shape or not equal_bits(ours[name], again[name]):
+            differing.append(f"{name} (tied in the base)")
     adapted = (name for name, _ in adapter_layers(text) if not set(name.split(".")) & set(ADDED))
     differing += [f"{name} (LoRA or another adapter)" for name in adapted]
     return differing, scales, len(theirs)

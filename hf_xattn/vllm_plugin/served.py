@@ -63,6 +63,9 @@ def _text_config(config: Any) -> str | None:
     model_type = config.text_config.model_type
     if model_type not in DECODERS:
         return f"the decoder {model_type!r}: it was not compared with vLLM. Served are {', '.join(sorted(DECODERS))}"
+    if model_type == "gemma3_text" and config.additional_vocab_size:
+        # vLLM scales all rows of one table; transformers' embedding scales its own, and not the added ones.
+        return "`additional_vocab_size` with the decoder 'gemma3_text', whose embedding is scaled"
     return None
 
 

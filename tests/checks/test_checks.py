@@ -9,10 +9,16 @@ from quantized_bases import quantized_retrofit
 from tiny_architectures import EXPERTS
 from tiny_decoders import SERVED, make_tiny, retrofitted
 from tiny_models import make_model, make_text, needs_part, randomize, strengthen
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
-from hf_xattn import GatedCrossAttention, GatedCrossAttentionBlock, XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn import (
+    GatedCrossAttention,
+    GatedCrossAttentionBlock,
+    XAttnConfig,
+    XAttnForConditionalGeneration,
+    retrofit,
+)
 from hf_xattn.cache.cross_cache import CrossAttentionLayer
 from hf_xattn.checks import BROKEN, FRESH, HOLDS, NAMES, NOT_CHECKED, run_checks
 from hf_xattn.checks.weights import load_base
@@ -433,3 +439,33 @@ def test_unknown_names():
     """A check that someone wants to leave out and misspells, after an hour of others."""
     with pytest.raises(ValueError, match="Expected `--skip` to be one of base-weights, .*, got 'caches'"):
         run_checks(make_model(), reload, skip=["caches"])
+
+
+def test_a_head_that_is_no_longer_tied():
+    """A changed head that is passed over, because the base has its name for the embedding."""
+    text = make_text("llama_tied")
+    untied = AutoModelForCausalLM.from_config(
+        type(text.config)(**{**text.config.to_dict(), "tie_word_embeddings": False})
+    )
+    untied.load_state_dict(text.state_dict())
+    with torch.no_grad():
+        untied.lm_head.weight += 0.1
+    result = checked(retrofit(untied).eval(), "base-weights", base=text)["base-weights"]
+    assert result.status == BROKEN and "lm_head.weight" in result.line
+
+
+def test_the_dynamic_cache_is_one(monkeypatch):
+    """A dynamic cache that is said to hold, where the generation configuration makes a static one."""
+    model = make_model()
+    model.generation_config.cache_implementation = "static"
+    made = []
+    own = type(model)._prepare_cache_for_generation
+
+    def prepare(self, config, kwargs, *args, **more):
+        result = own(self, config, kwargs, *args, **more)
+        made.append(type(getattr(kwargs.get("past_key_values"), "self_attention_cache", None)))
+        return result
+
+    monkeypatch.setattr(type(model), "_prepare_cache_for_generation", prepare)
+    assert checked(model, "cache-dynamic")["cache-dynamic"].status == HOLDS
+    assert DynamicCache in made and StaticCache not in made

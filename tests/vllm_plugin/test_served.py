@@ -3,7 +3,7 @@
 import pytest
 import torch
 from own_parts import TURNING
-from tiny_models import make_text, vision_config
+from tiny_models import make_model, make_text, vision_config
 
 from hf_xattn import CrossAttentionConfig, XAttnConfig
 from hf_xattn.cache.text_progress import MarkerCounts
@@ -74,3 +74,12 @@ def test_last_seen(rule):
 def test_too_few_markers():
     with pytest.raises(ValueError, match="1 markers and 2 images"):
         last_seen("previous", [False, True], 2)
+
+
+def test_added_tokens_of_a_scaled_embedding():
+    """Added rows that the engine scales, and transformers does not."""
+    fields = {"image_token_id": 96, "image_visibility": "latest"}
+    model = make_model("gemma3", additional_vocab_size=2, **fields)
+    with pytest.raises(ValueError, match="`additional_vocab_size` with the decoder 'gemma3_text'"):
+        check_served(model.config)
+    check_served(make_model("llama", additional_vocab_size=2, **fields).config)
