@@ -110,9 +110,7 @@ def _blank() -> Image:
 
 def _inputs_without_pixels(processor: Any, prompt: str, num_images: int) -> Mapping[str, torch.Tensor]:
     """Tokenizes a prompt without pixels. The ids are those that the processor would make for `num_images` images."""
-    from ..processing_xattn import XAttnProcessor
-
-    if isinstance(processor, XAttnProcessor) or not hasattr(processor, "image_processor"):
+    if not hasattr(processor, "image_processor"):
         return getattr(processor, "tokenizer", processor)(prompt, return_tensors="pt")
     made = processor(text=prompt, images=[_blank()] * num_images or None, return_tensors="pt")
     return {name: made[name] for name in ("input_ids", "attention_mask")}
