@@ -51,6 +51,10 @@ logger = logging.get_logger(__name__)
 # Reasons why a forward must not write into a cache.
 RECOMPUTES = "Gradient checkpointing runs layers twice"
 SKIPS_LAYERS = "LayerDrop skips layers in training"
+NOTHING_LEARNS = (
+    "No row of this batch has an image, so it trains nothing: only weights that images pass require a gradient. This "
+    "is as it should be if other batches have images."
+)
 OF_TRANSFORMERS = "a cache of transformers, such as `EncoderDecoderCache(DynamicCache(), DynamicCache())`"
 # A value of `output_attentions` for the weights of blocks alone: those of a long text to itself take a lot of memory.
 OF_BLOCKS = "blocks"
@@ -123,7 +127,7 @@ def read_call(
     use_cache = bool(wants_cache) and uncached is None and samples is None and not shares_images
     cache = None
     if past_key_values is not None or use_cache:
-        cache = _find_cache(config, past_key_values, images, rows)
+        cache = _find_cache(config, past_key_values, images, rows, length)
     text_cache = past_key_values if cache is None else cache.self_attention_cache
     if cache is not None and uncached is not None:
         text_cache = _to_read(cache, uncached, model.text_model.training)
@@ -165,11 +169,13 @@ def why_uncached(model: Any) -> str | None:
     return SKIPS_LAYERS if model.text_model.training and may_skip_layers(model.text_model) else None
 
 
-def _find_cache(config: XAttnConfig, given: Any, images: ImageInputs | PreparedImages, rows: int) -> XAttnCache | None:
+def _find_cache(
+    config: XAttnConfig, given: Any, images: ImageInputs | PreparedImages, rows: int, length: int
+) -> XAttnCache | None:
     """The caller's cache for text and images, or a new one; None if the caller's is for text alone."""
     if isinstance(given, EncoderDecoderCache):
         cache = given if isinstance(given, XAttnCache) else XAttnCache.adopt(given)
-        cache.check_usable(rows)
+        cache.check_usable(rows, length)
         return cache
     if given is None:
         return XAttnCache(DynamicCache(config=config.get_text_config(decoder=True)))
@@ -233,6 +239,8 @@ def _stand_in(model: Any, encoder: ImageEncoder, call: Call) -> ImagesOfCall | N
     """An image that no text sees, where other processes wait for blocks, or a loss needs a gradient. None otherwise."""
     waited_for = is_distributed() and torch.is_grad_enabled()
     if waited_for or (call.trains and not _embeddings_learn(call) and only_images_learn(model)):
+        if not waited_for and not torch.compiler.is_compiling():
+            logger.warning_once(NOTHING_LEARNS)
         nobodys = stand_in_images(encoder, call.rows)
     else:
         run_beside(encoder, call.starts)
@@ -343,6 +351,7 @@ def commit(
             keys_values = context.recorder.collected()
             cross.fill(images.new.layout, keys_values)
             cross.read_by = mark
+            cache.note_images(call.length)
             if cache.offloads:
                 cross.offload_all()
             cache.mark_updated(len(keys_values))
@@ -428,6 +437,16 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
             f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image, because of "
             f"`image_visibility={config.image_visibility!r}`: {total.tolist()} images a row, got {found.tolist()} "
             "markers. If the rest of the text follows in another call, pass `use_cache=True`."
+        )
+    if config.image_visibility == "all" or real is None or rows is not None:
+        return
+    # A hidden image in front of a real one takes no marker: the markers after it would all show the next image.
+    hidden = rows_to((real.long().diff(dim=-1) > 0).any(dim=-1), call.rows).to(markers.device)
+    if bool((hidden & (found > total)).any()):
+        raise ValueError(
+            f"Expected one image marker (token {config.image_token_id}) in `input_ids` for each image that "
+            f"`image_mask` shows, because of `image_visibility={config.image_visibility!r}`: {total.tolist()} images a "
+            f"row, got {found.tolist()} markers, and a hidden image in front of others. Remove its marker."
         )
 
 

@@ -142,7 +142,8 @@ class XAttnImagesMixin(XAttnSetsMixin):
         Returns:
             [`~transformers.modeling_outputs.BaseModelOutputWithPooling`]: `pooler_output` holds the features that
             `cross_attention_states` takes, `(batch, num_images, tokens an image, context_size)`, or `(batch, tokens an
-            image, context_size)` where `pixel_values` have no axis of images. `last_hidden_state`, `hidden_states`
+            image, context_size)` where `pixel_values` have no axis of images. A tiled tower also makes features of
+            padding tiles: hide them with a `cross_attention_mask`. `last_hidden_state`, `hidden_states`
             and `attentions` are the vision tower's own, with one row an image: `(batch * num_images, tokens,
             hidden_size)`, or `(batch, num_images, max_num_tiles, tokens, hidden_size)` with a tiled tower.
             `vision_features` takes a `last_hidden_state` with the images on axis 1. With `vision_feature_layer`, it
@@ -306,6 +307,7 @@ class XAttnImagesMixin(XAttnSetsMixin):
             cross.show(images.layout)
         if images.new is not None or images.stored is not None:
             cross.read_by = self._mark
+            cache.note_images(0 if text.rows is not None else 1)
         return images
 
     def _read_store(self, identity: str | None) -> StoreReader | None:

@@ -362,6 +362,11 @@ def _filled(name: str, cache: Any) -> tuple[CrossCache, ImageLayout]:
         raise ValueError(
             f"Expected `{name}` to be a cache of `encode_images`, got {type_name(cache)} that holds no images."
         )
+    if cross.layout.mask_rows > cross.rows:
+        raise ValueError(
+            f"Expected `{name}` with masks of {cross.rows} image rows, got masks of {cross.layout.mask_rows} text "
+            "rows, which see different images. Encode the images again."
+        )
     return cross, cross.layout
 
 

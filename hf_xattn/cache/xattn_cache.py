@@ -28,6 +28,11 @@ from .pytrees import Note
 from .text_progress import History, TextProgress
 
 
+REMOVED = (
+    "Expected no new images, because `past_key_values` holds images of text that was removed (by `crop`, or a call "
+    "that failed): a marker would show them in place of the new ones. Go on with a copy of the cache that was made "
+    "before these images came, or pass all text and images to an empty cache."
+)
 BROKEN = (
     "An earlier call with `past_key_values` failed and may have left a part of its text there. Start from an empty "
     "cache (`past_key_values.reset()`)."
@@ -58,6 +63,7 @@ class XAttnCache(EncoderDecoderCache):
     def _begin(self) -> None:
         self.progress = TextProgress(history=History.empty())
         self._rows: Note[int | None] = Note(None)
+        self._images_at: Note[int] = Note(-1)
         self.text_length: torch.Tensor | None = None
         self.text_padding: torch.Tensor | None = None
         self.broken = False
@@ -105,10 +111,27 @@ class XAttnCache(EncoderDecoderCache):
     def text_rows(self, rows: int | None) -> None:
         self._rows = Note(rows)
 
-    def check_usable(self, batch_size: int) -> None:
+    def note_images(self, text_len: int) -> None:
+        """Notes that the last images came with the last `text_len` text tokens, or with the text that comes next (0).
+
+        Images of `encode_images`, without a text, came with the token before: removing the text leaves them.
+        """
+        if self.can_be_cropped and not torch.compiler.is_compiling():
+            self._images_at = Note(int(self.get_seq_length()) - text_len)
+
+    def check_images_read(self) -> None:
+        """Raises a `ValueError` if the text of the last images was removed: new images would come behind them."""
+        if not self.can_be_cropped or torch.compiler.is_compiling():
+            return
+        if int(self.get_seq_length()) <= getattr(self._images_at, "value", -1):
+            raise ValueError(REMOVED)
+
+    def check_usable(self, batch_size: int, text_len: int) -> None:
         """Raises a `ValueError` if an earlier call broke the cache, or its rows do not fit those of the new text."""
         if self.broken:
             raise ValueError(BROKEN)
+        if text_len > 1:
+            self._forget_removed_text()
         text_rows = self.text_rows
         if text_rows is not None and batch_size != text_rows:
             raise ValueError(
@@ -121,6 +144,14 @@ class XAttnCache(EncoderDecoderCache):
                 f"Expected a text batch that is a multiple of {image_rows}, the number of image rows in "
                 f"`past_key_values`, got {batch_size}."
             )
+
+    def _forget_removed_text(self) -> None:
+        """Forgets what earlier text has seen where the caller has emptied a text half that cannot be cropped."""
+        seen = self.progress.counts is not None or self.progress.held is not None
+        if not seen or self.can_be_cropped or self.is_stateful() or torch.compiler.is_compiling():
+            return
+        if int(self.get_seq_length()) == 0:
+            self.progress = TextProgress(coming=self.progress.coming)
 
     @property
     def offloads(self) -> bool:
@@ -259,11 +290,13 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
     images, length = cache.cross_attention_cache.state(), cache.get_seq_length()
     length = length.clone() if isinstance(length, torch.Tensor) else length  # a static layer counts in place
     text = (cache.progress, cache.text_rows, cache.text_length, cache.text_padding, dict(cache.is_updated))
+    images_at = cache._images_at
     try:
         yield
     except BaseException:
         cache.broken = True  # until all is restored
         cache.cross_attention_cache.restore(images)
+        cache._images_at = images_at
         cache.progress, cache.text_rows, cache.text_length, cache.text_padding, cache.is_updated = text
         cache.broken = not _crop_text(cache, int(length))
         raise

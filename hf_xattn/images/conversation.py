@@ -62,6 +62,8 @@ def read_images(
     if inputs.is_empty:
         return ImagesOfCall(None, cached, None)
     inputs.check_rows(text.rows, 0 if cross is None else cross.rows)
+    if cache is not None:
+        inputs = inputs.with_own_masks()
     rows = None
     if inputs.images is not None:
         inputs.check_device(inputs.images.device, "images")
@@ -71,6 +73,8 @@ def read_images(
             inputs = place_in_samples(encoder.config, inputs, text.packed, rows)
     new, axes = encoder.read(inputs, cached, record_content, store)
     layout = cached
+    if cache is not None and new is not None:
+        cache.check_images_read()
     if cached is not None and inputs.images is None:
         has_text = cache is not None and cache.text_rows is not None
         layout = _narrowed(encoder.config, cached, inputs, has_text)

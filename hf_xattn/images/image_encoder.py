@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -209,6 +209,9 @@ class ImageEncoder:
         images = place_in_row(self.config, inputs.each_image(placement.take), placement.real, cached)
         assert images.images is not None
         rows, num_images = images.images.shape[:2]
+        if store is not None and inputs.token_mask is not None and not images.pass_connector:
+            given = placement.of_new_images(inputs.token_mask, num_images * images.images.shape[2], cached)
+            images = replace(images, images=without_padding_tokens(images.images, given))
         grid = None if store is None else store.read(images, placement.real, self._dtype_of(images), self._features_of)
         if grid is None:
             features = self._features_of(images, placement)

@@ -23,7 +23,7 @@ decide nothing: that text has been read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,6 +147,11 @@ class ImageInputs:
             tiles=None if self.tiles is None else Tiles(*map(change, self.tiles)),
             positions=None if self.positions is None else change(self.positions),
         )
+
+    def with_own_masks(self) -> ImageInputs:
+        """The same with copies of the masks: a cache keeps them, and the caller may write into theirs again."""
+        masks = {name: getattr(self, name) for name in ("image_mask", "token_mask", "text_mask")}
+        return replace(self, **{name: mask.clone() for name, mask in masks.items() if mask is not None})
 
     def at(self, places: list[tuple[int, int]]) -> ImageInputs:
         """The images at `places` (row, image), one a row."""

@@ -1,0 +1,115 @@
+"""Caches whose text was removed, whose masks the caller writes into, or whose rows see different images."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import make_model, pixels, token_ids
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+from hf_xattn.cache.image_cache import combine_images, select_images
+
+
+MARKER = 5
+
+
+def marked(length, seed, *places):
+    ids = token_ids(1, length, seed)
+    ids[0, list(places)] = MARKER
+    return ids
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("visibility", ["all", "latest", "previous"])
+@pytest.mark.parametrize("call", ["forward", "generate"])
+def test_new_images_after_text_was_cropped(visibility, call):
+    """A marker of a new picture that shows the picture of the turn that was taken back."""
+    model = make_model(image_token_id=MARKER, image_visibility=visibility)
+    first, second, third = (marked(6, seed, 1) for seed in (1, 2, 3))
+    a, b, c = (pixels(1, 1, seed) for seed in (11, 12, 13))
+    cache = EncoderDecoderCache(DynamicCache(config=model.config.text_config), DynamicCache())
+    model(first, pixel_values=a, past_key_values=cache)
+    kept = copy.deepcopy(cache)
+    model(second, pixel_values=b, past_key_values=cache)
+    cache.crop(-6)
+    text, options = torch.cat([first, third], 1), {"max_new_tokens": 2, "do_sample": False}
+    with pytest.raises(ValueError, match="holds images of text that was removed"):
+        if call == "forward":
+            model(third, pixel_values=c, past_key_values=cache)
+        else:
+            model.generate(text, pixel_values=c, past_key_values=cache, **options)
+    got = model.generate(text, pixel_values=c, past_key_values=kept, **options)
+    both = torch.cat([a, c], 1)
+    assert torch.equal(got, model.generate(text, pixel_values=both, **options))
+
+
+@torch.no_grad()
+def test_images_encoded_without_a_text_stay():
+    """Images of `encode_images` refused as those of removed text."""
+    model = make_model()
+    a, b = pixels(1, 1, 11), pixels(1, 1, 12)
+    cache = model.encode_images(pixel_values=a)
+    model(token_ids(1), past_key_values=cache)
+    cache.crop(-7)
+    model.encode_images(pixel_values=b, past_key_values=cache)
+    expected = model(token_ids(1), pixel_values=torch.cat([a, b], 1)).logits
+    assert torch.allclose(model(token_ids(1), past_key_values=cache).logits, expected, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("visibility", ["latest", "previous"])
+def test_a_static_text_half_that_was_reset(visibility):
+    """Markers and masks of the last talk in a new one."""
+    model = make_model(image_token_id=MARKER, image_visibility=visibility)
+    ids = marked(8, 1, 1, 4)
+    text = StaticCache(config=model.config.text_config, max_cache_len=32)
+    cache = model.encode_images(pixel_values=pixels(1, 2)).fork(text)
+    expected = model(ids, past_key_values=cache).logits
+    text.reset()
+    assert torch.allclose(model(ids, past_key_values=cache).logits, expected, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["tokens", "text", "encode", "images"])
+def test_a_mask_that_the_caller_writes_into(form):
+    """Text in the cache that loses its images, because one buffer serves for all masks."""
+    model = make_model(vision=False, cross_attention_config={"context_size": 16})
+    states, later = torch.randn(2, 2, 5, 16), token_ids(2, 4, 8)
+    mask = torch.rand({"text": (2, 5, 10), "images": (2, 2)}.get(form, (2, 10))) < 0.5
+    mask[..., 0] = True
+    name = "image_mask" if form == "images" else "cross_attention_mask"
+    given = {"cross_attention_states": states, name: mask}
+    if form == "encode":
+        cache = model.encode_images(**given)
+        model(token_ids(2, 5), past_key_values=cache)
+    else:
+        cache = model(token_ids(2, 5), use_cache=True, **given).past_key_values
+    expected = model(later, past_key_values=copy.deepcopy(cache)).logits
+    mask.fill_(False)
+    assert torch.equal(model(later, past_key_values=cache).logits, expected)
+
+
+@torch.no_grad()
+def test_masks_of_text_rows_are_not_those_of_images():
+    """The mask of one row of images for another one."""
+    model = make_model()
+    one = model.encode_images(pixel_values=pixels(1, 2, 11))
+    other = model.encode_images(pixel_values=pixels(1, 2, 12), image_mask=torch.tensor([[False, True]]))
+    model(token_ids(2, 5), past_key_values=one, image_mask=torch.tensor([[True, True], [True, False]]))
+    for call in (lambda: combine_images([one, other]), lambda: select_images(one, [0])):
+        with pytest.raises(ValueError, match="masks of 1 image rows, got masks of 2 text rows"):
+            call()
+
+
+@torch.no_grad()
+def test_the_store_reads_no_padding():
+    """NaN in padding tokens, which a call without a store answers rightly."""
+    model = make_model(vision=False, cross_attention_config={"context_size": 16})
+    states, mask = torch.randn(2, 6, 16), torch.ones(2, 6, dtype=torch.bool)
+    states[1, 3:], mask[1, 3:] = float("nan"), False
+    given = {"cross_attention_states": states, "cross_attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(token_ids(), **given, **options).logits
+    model.enable_image_store()
+    for got, wanted in zip(model.generate(token_ids(), **given, **options).logits, expected):
+        assert torch.allclose(got, wanted, atol=1e-5)
