@@ -13,11 +13,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.import_utils import is_torch_greater_or_equal
@@ -111,7 +113,15 @@ def _interface(
             mask = mask.repeat_interleave(query.shape[2] // mask.shape[2], dim=2)
         mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
         mask = mask.expand(-1, -1, query.shape[2], -1)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), mask, name
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+    if name in ("sdpa", "flex_attention") or "flash" in name:
+        return interface, mask, name
+    if position_bias is not None and "position_bias" not in inspect.signature(interface).parameters:
+        logger.warning_once(f"`{name}` takes no `position_bias`. Calls with one use `sdpa`.")
+        return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention_forward), mask, "sdpa"
+    if mask is not None and ALL_MASK_ATTENTION_FUNCTIONS.get(name) is eager_mask:  # a user's kernel that adds its mask
+        mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+    return interface, mask, name
 
 
 def _flex_reads_masks(device: torch.device) -> bool:
