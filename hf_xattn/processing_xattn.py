@@ -358,8 +358,13 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
             for_tokenizer.setdefault("padding", True)
         for_tokenizer.setdefault("return_token_type_ids", False)  # decoders do not take token types
         bos = self.tokenizer.bos_token
-        if bos is not None and all(text.startswith(bos) for text in texts):
+        starts = [bos is not None and text.startswith(bos) for text in texts]
+        if all(starts):
             for_tokenizer.setdefault("add_special_tokens", False)
+        elif any(starts) and self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
+            texts = (
+                [text.removeprefix(bos) for text in texts] if for_tokenizer.get("add_special_tokens", True) else texts
+            )
         made = dict(self.tokenizer(texts, **for_tokenizer))
         if len(made["input_ids"]) != len(texts):
             raise ValueError(
@@ -383,6 +388,11 @@ class XAttnProcessor(NamesItsStub, ProcessorMixin):
         made = self.image_processor([[image] for image in flat] if tiled else flat, **kwargs, return_tensors="pt")
         if isinstance(made, torch.Tensor):  # Idefics' image processor
             made = {"pixel_values": made}
+        if (shown := made.get("pixel_mask")) is not None and not bool((torch.as_tensor(shown) != 0).all()):
+            raise ValueError(
+                "Expected the image processor to return images without padding, got a `pixel_mask`, which vision "
+                "towers here do not read. Set its `size` so that all images are equally large, or `do_pad=False`."
+            )
         pixels = made["pixel_values"]
         if not isinstance(pixels, torch.Tensor) or pixels.dim() != (6 if tiled else 4) or len(pixels) != len(flat):
             raise ValueError(

@@ -32,9 +32,12 @@ def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) ->
     if adapter is None or text is None or any(adapter.has(file) for file in FILES):
         return None
     hub = given((*HUB_KEYWORDS, "trust_remote_code"), load_kwargs)
+    own: dict[str, Any] = {name: load_kwargs[name] for name in ("chat_template", "image_token") if name in load_kwargs}
+    known = {*HUB_KEYWORDS, *own, "trust_remote_code", "code_revision", "subfolder"}
+    settings = {name: value for name, value in load_kwargs.items() if name not in known and not name.startswith("_")}
     vision = adapter.recorded_base("vision_base")
-    tokenizer = _load(AutoTokenizer, text, adapter.name, hub)
-    image_processor = None if vision is None else _load(AutoImageProcessor, vision, adapter.name, hub)
+    tokenizer = _load(AutoTokenizer, text, adapter.name, {**settings, **hub})
+    image_processor = None if vision is None else _load(AutoImageProcessor, vision, adapter.name, {**settings, **hub})
     token_id = XAttnConfig.from_pretrained(adapter.name, **adapter.hub).image_token_id
     if token_id is not None and token_id >= len(tokenizer):
         raise ValueError(
@@ -47,7 +50,7 @@ def parts_of_bases(name: str | os.PathLike[str], load_kwargs: dict[str, Any]) ->
         + " Save a processor with other settings, such as a chat template, into the folder."
     )
     token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
-    return {"tokenizer": tokenizer, "image_processor": image_processor, "image_token": token}
+    return {"tokenizer": tokenizer, "image_processor": image_processor, "image_token": token, **own}
 
 
 def _load(auto_class: Any, base: BaseSource, name: str, hub: dict[str, Any]) -> Any:

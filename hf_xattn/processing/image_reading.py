@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 # Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
+OVERSHOOT = 2.0  # values from 0 to 1 may go a little above 1, as resizing leaves them
 OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
 KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64, paths or the bytes of files"
 
@@ -101,12 +102,14 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
 
 
 def _check_unit_range(image: Any) -> None:
-    if is_array(image) and not str(image.dtype).removeprefix("torch.").startswith(("uint", "int", "bool")):
-        return
     got = f"an array of {image.dtype}" if is_array(image) else type_name(image)
+    if is_array(image) and not str(image.dtype).removeprefix("torch.").startswith(("uint", "int", "bool")):
+        if not math.prod(image.shape) or float(image.max()) <= OVERSHOOT:
+            return
+        got += f" with values up to {float(image.max()):g}"
     raise ValueError(
-        f"Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got {got}, whose values go up "
-        "to 255. Remove it."
+        f"Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got {got}. Remove it: values "
+        "up to 255 are rescaled."
     )
 
 
@@ -319,7 +322,13 @@ def _rgb(image: Image, name: str) -> Image:
     try:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
-            return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+            values = np.asarray(image)
+            if 0 < values.max(initial=0) < 4096:
+                logger.warning_once(
+                    f"`{name}` holds an image of 16 bits with values up to {values.max()}, which is almost black. "
+                    "Scale the values of fewer bits to 0..65535."
+                )
+            return Image.fromarray((values // 257).astype(np.uint8)).convert("RGB")
         if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -395,7 +404,7 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
             f"Expected `{name}` to be in 0..255, got values from {low:.3g} to {high:.3g}. Pass `do_rescale=False` for "
             "rescaled values. Pass normalised images to the model, as `pixel_values`."
         )
-    if rescale and 0 < high <= 1 and low != high:
+    if rescale and 0 < high <= OVERSHOOT and low != high:
         logger.warning_once(
             f"`{name}` holds values in 0..1. Divided by 255, the image becomes almost black. Pass `do_rescale=False` "
             "if the values are already rescaled."
