@@ -216,11 +216,15 @@ def _figures(config: XAttnConfig, model: Any) -> dict[str, Any]:
 def training_facts(trainer: Trainer) -> dict[str, Any]:
     args, state = trainer.args, trainer.state
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    groups = getattr(trainer.optimizer, "param_groups", None) or []
+    trained = {id(weight): weight.numel() for weight in model.parameters() if weight.requires_grad}
+    stepped = {id(weight): weight.numel() for group in groups for weight in group["params"]}
+    count = max(sum(trained.values()), sum(stepped.values()))  # what was trained may be merged, or frozen again
+    best = state.best_global_step if _has_best(trainer) else None
     of_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
     facts = {
-        "parameters trained": f"{trained:,} of {_num_parameters(model):,}",
-        "optimizer steps": f"{state.global_step:,}",
+        "parameters trained": f"{count:,} of {_num_parameters(model):,}",
+        "optimizer steps": f"{state.global_step:,}" if best is None else f"{best:,}, the best of {state.global_step:,}",
         "epochs": None if state.epoch is None else f"{state.epoch:.4g}",
         "examples a step": of_process * args.world_size * max(1, args.n_gpu),
         "learning rate": f"{args.learning_rate:g}, {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}",
@@ -228,7 +232,30 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "weight decay": args.weight_decay or None,
         "seed": args.seed,
     }
+    if groups:
+        facts |= _facts_of_optimizer(trainer, groups)
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def _facts_of_optimizer(trainer: Trainer, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the optimizer that took the steps, which may be the caller's own."""
+    args: Any = trainer.args
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's
+    rates = sorted({float(group.get("initial_lr", group["lr"])) for group in groups if group["params"]})
+    decays = sorted({float(group.get("weight_decay", 0)) for group in groups if group["params"]} - {0.0})
+    facts: dict[str, Any] = {"weight decay": ", ".join(f"{decay:g}" for decay in decays) or None}
+    if rates != [float(args.learning_rate)]:
+        kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        facts["learning rate"] = f"{', '.join(f'{rate:g}' for rate in rates)}, {kind}"
+    if type(optimizer) is not trainer.get_optimizer_cls_and_kwargs(args)[0]:
+        facts["optimizer"] = type(optimizer).__name__
+    return facts
+
+
+def _has_best(trainer: Trainer) -> bool:
+    """Whether the run has ended with the weights of its best checkpoint."""
+    best = trainer.state.best_model_checkpoint is not None and trainer.state.best_global_step is not None
+    return bool(trainer.args.load_best_model_at_end) and best
 
 
 def _losses(trainer: Trainer) -> dict[str, Any]:
@@ -237,7 +264,8 @@ def _losses(trainer: Trainer) -> dict[str, Any]:
     steps = f"the steps {before + 1} to {trainer.state.global_step}" if before else "all steps"
     for entry in trainer.state.log_history:
         for key, name in (("train_loss", f"training loss, mean of {steps}"), ("eval_loss", "evaluation loss")):
-            if key in entry:
+            other = _has_best(trainer) and entry.get("step") != trainer.state.best_global_step
+            if key in entry and not (key == "eval_loss" and other):
                 step = f" (step {entry['step']})" if key == "eval_loss" and "step" in entry else ""
                 found[name] = f"{entry[key]:.4f}{step}"
     return found
