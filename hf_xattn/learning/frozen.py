@@ -20,10 +20,11 @@ def keep_frozen_in_eval(module: nn.Module) -> None:
     """Sets the frozen modules inside a module to evaluation mode, so that dropout, router noise, LayerDrop rest.
 
     A module is frozen if it has weights and none of them trains. A module without weights, such as a dropout, goes with
-    the module around it. A decoder layer and the block inside it are looked at separately. Two kinds keep their mode:
+    the module around it. A decoder layer and the block inside it are looked at separately. Three kinds keep their mode:
 
     - A layer that checkpoints activations itself, which transformers does in training mode only.
     - Layers with quantized weights: some pack them for inference in evaluation mode, and then pass on no gradient.
+    - An embedding that gets noise (NEFTune), which transformers adds in training mode only.
     """
     trains: dict[nn.Module, bool | None] = {}
     roots = [module]
@@ -48,7 +49,7 @@ def _apply(module: nn.Module, trains: dict[nn.Module, bool | None], around: bool
     own = trains[module]
     learns = around if own is None else own
     quantized = is_packed(module) or any(w is not None and is_quantized(w) for w in module._parameters.values())
-    if not learns and not quantized and not _checkpoints(module):
+    if not learns and not quantized and not _checkpoints(module) and not hasattr(module, "neftune_noise_alpha"):
         module.training = False
     for name, child in module._modules.items():
         if child is not None and name in BLOCKS:

@@ -94,5 +94,7 @@ def loss_over_all_logits(text_model: PreTrainedModel, outputs: Any, inputs: Loss
     loss = text_model.loss_function(
         outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given}
     )
-    balance, weight = outputs.get("aux_loss"), getattr(text_model, "router_aux_loss_coef", None)
+    # JetMoE has a name of its own.
+    weights = (getattr(text_model, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    balance, weight = outputs.get("aux_loss"), next((each for each in weights if each is not None), None)
     return loss if balance is None or weight is None else loss + weight * balance.to(loss.device)

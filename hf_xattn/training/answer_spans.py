@@ -54,14 +54,15 @@ def find_answers(
             raise ValueError(f"Message {index}, an assistant message, is empty: there is nothing to learn from it.")
     text = render(messages)
     spans = [_find(render, messages, index, text, image_token) for index in answers]
-    stop = end_of_turn(render, messages, answers[-1], special_tokens)
+    pictures = rf"(?:\s|{re.escape(image_token)})*" if image_token else r"\s*"  # behind the last text of an answer
+    stop = end_of_turn(render, messages, answers[-1], special_tokens, pictures)
     if stop is None:
         logger.warning_once(
             "The chat template writes no special token after the assistant's turn: the model does not learn where an "
             "answer ends."
         )
     else:
-        after = re.compile(r"\s*" + re.escape(stop))
+        after = re.compile(pictures + re.escape(stop))
         spans = [
             span._replace(end=found.end()) if (found := after.match(text, span.end)) is not None else span
             for span in spans
@@ -69,10 +70,13 @@ def find_answers(
     return text, spans
 
 
-def end_of_turn(render: Render, messages: Messages, answer: int, special_tokens: Sequence[str]) -> str | None:
+def end_of_turn(
+    render: Render, messages: Messages, answer: int, special_tokens: Sequence[str], before: str = r"\s*"
+) -> str | None:
+    """The special token that ends an answer; None without one. `before`: a pattern of what may stand in between."""
     # The answer is rendered as the last message: a token that comes only with the next message belongs to that one.
     probe = render([*messages[:answer], with_text(messages[answer], PLACEHOLDER)])
-    rest = probe.rpartition(PLACEHOLDER)[2].lstrip()
+    rest = re.sub(rf"\A{before}", "", probe.rpartition(PLACEHOLDER)[2])
     return max((token for token in special_tokens if token and rest.startswith(token)), key=len, default=None)
 
 

@@ -255,6 +255,8 @@ class XAttnDataCollator:
             left = (self.padding_side or tokenizer.padding_side) == "left"
             place = slice(length - len(row.ids), None) if left else slice(len(row.ids))
             ids[index, place], mask[index, place], labels[index, place] = row.ids, 1, row.labels
+            if left:  # the token before the first one is padding
+                labels[index, place.start] = IGNORED
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 

@@ -40,6 +40,11 @@ class StartedRateTrainer(Trainer):
         super().__init__(**given)
         self._started_rate = started_rate
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """`Trainer`'s, without gates: one that decays closes its block."""
+        small = {name for name, weight in model.named_parameters() if weight.dim() < 2}
+        return [name for name in super().get_decay_parameter_names(model) if name not in small]
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
             return self.optimizer
