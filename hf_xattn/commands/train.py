@@ -89,7 +89,7 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
     )
     add_number(parser, "--started-rate", 1.0, started, float, "X")
     add_number(parser, "--warmup", 0.05, "share of the steps in which the learning rate rises", float, "X")
-    add_number(parser, "--weight-decay", 0.0, "of AdamW", float, "X")
+    add_number(parser, "--weight-decay", 0.0, "of AdamW, on matrices", float, "X")
     add_number(parser, "--max-length", None, "cut texts to N tokens")
     add_number(evaluation, "--eval-share", None, "share of the examples to evaluate on, such as 0.1", float, "X")
     evaluation.add_argument("--eval-data", metavar="SOURCE", help="examples to evaluate on, as of --data")

@@ -71,12 +71,12 @@ def test_a_quantized_folder_is_not_exported(tmp_path):
         export_checkpoint(tmp_path / "model", tmp_path / "out")
 
 
-def test_a_tensor_without_a_place_is_not_lost():
+def test_a_tensor_without_a_place_is_not_lost(tmp_path):
     """Weights of an adapter that an export leaves out."""
     model = import_checkpoint(make_mllama())
     model.blocks[0].attn.q_proj.register_parameter("lora_A", torch.nn.Parameter(torch.ones(2, 2)))
     with pytest.raises(ValueError, match="with Mllama's tensors only, got .*lora_A"):
-        export_checkpoint(model, "out")
+        export_checkpoint(model, tmp_path / "out")
 
 
 def test_what_has_changed_since_the_import(tmp_path):
