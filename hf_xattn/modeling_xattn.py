@@ -21,7 +21,7 @@ from transformers.modeling_outputs import (
 from .cache.xattn_cache import whole_or_not_at_all
 from .call import SKIPS_LAYERS, Call, commit, decide, find_images, make_context, read_call
 from .checkpoints.model_identity import ModelIdentity
-from .checkpoints.pretrained import XAttnPreTrainedModel, keep_weights
+from .checkpoints.pretrained import XAttnPreTrainedModel, forget_untied, keep_weights
 from .checkpoints.removal import leave_out_added, recorded
 from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
@@ -73,6 +73,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         with recorded(text_model, given) as insertion:
             if given:
                 keep_weights(text_model)
+                forget_untied(text_model)
             self._put_together(config, text_model, vision_tower)
             self._inserted = insertion.mark
 

@@ -96,18 +96,19 @@ def retrofit(
     _refuse_fields(load_kwargs)
     check_load_kwargs(retrofit, load_kwargs, text, vision)
     cross_attention_layers = _one_of(cross_attention_layers, layers)
+    of_vision = {name: value for name, value in load_kwargs.items() if name != "gguf_file"}
     text, load_kwargs = split_gguf("text", text, load_kwargs)
     text_source = text
     attn_implementation = load_kwargs.get("attn_implementation")
     if isinstance(attn_implementation, dict):
         check_parts("attn_implementation", attn_implementation, XAttnConfig.sub_configs)
-        del load_kwargs["attn_implementation"]
+        del load_kwargs["attn_implementation"], of_vision["attn_implementation"]
     if isinstance(text, PreTrainedModel):
         text = _half_of(text, load_kwargs)
     text_config = text_config_of(text, load_kwargs)
     if cross_attention_layers is None:
         cross_attention_layers = every_nth_layer(every, text_num_hidden_layers(text_config))
-    vision_config = None if vision is None else vision_config_of(vision, load_kwargs)
+    vision_config = None if vision is None else vision_config_of(vision, of_vision)
     if vision_config is not None and connector_type in ("identity", "perceiver"):
         joined = len(vision_feature_layer) if isinstance(vision_feature_layer, (list, tuple)) else 1
         cross_attention = _with_context_size(cross_attention, joined * vision_hidden_size(vision_config))
@@ -134,11 +135,11 @@ def retrofit(
         text = load_text(text, **load_kwargs)
     tower: Any = vision
     if vision is not None and not isinstance(vision, PreTrainedModel):
-        tower = _load_tower(vision, text, load_kwargs)
+        tower = _load_tower(vision, text, of_vision)
     with recorded(text):
         note_base(text.config, text_source, load_kwargs)
         if vision is not None:
-            note_base(tower.config, vision, {**load_kwargs, "gguf_file": None})
+            note_base(tower.config, vision, of_vision)
         vision_config = None if tower is None else tower.config
         config = XAttnConfig(text_config=text.config, vision_config=vision_config, **options, dtype=text.dtype)
         model = XAttnForConditionalGeneration(config, text_model=text, vision_tower=tower)
@@ -231,8 +232,8 @@ def _half_of(text: PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedMo
 
 
 def _load_tower(vision: str | Path, text: PreTrainedModel, load_kwargs: dict[str, Any]) -> PreTrainedModel:
-    of_text = ("gguf_file", "quantization_config")
-    own = {name: value for name, value in load_kwargs.items() if name not in of_text}
+    own = {name: value for name, value in load_kwargs.items() if name != "quantization_config"}
+    own |= {name: text.dtype for name in ("dtype", "torch_dtype") if own.get(name) == "auto"}  # as the text model
     tower: Any = load_vision(vision, **{"dtype": text.dtype, **own})
     if "quantization_config" in load_kwargs and "device_map" not in load_kwargs:
         tower = tower.to(text.device)  # a quantizer may have put the text model on the accelerator

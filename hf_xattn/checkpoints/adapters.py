@@ -24,7 +24,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from ..configuration_xattn import XAttnConfig
-from ..decoders.block_stack import Blocks, make_blocks
+from ..decoders.block_stack import Blocks, make_blocks, weight_of
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..images.connector import XAttnConnector, new_connector
@@ -266,7 +266,7 @@ def load_set(
     for place in sorted(set(config.cross_attention_layers)):
         index = min(place, len(layers) - 1)
         part = BLOCKS[place - index]
-        made: Any = make_blocks(config, place, next(layers[index].parameters()), model.text_model.dtype)
+        made: Any = make_blocks(config, place, weight_of(layers[index]), model.text_model.dtype)
         _load(made, added, f"text_model.{paths[id(layers[index])]}.{part}.")
         blocks[index, part] = made.train(model.training)
     connector = tower = None

@@ -204,6 +204,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
             if kwargs.get("state_dict") != {}:  # which asks for a new model
                 check_complete(model, "`state_dict`" if source is None else source, allow_missing_weights)
             finish_quantized(model)
+            if (inner := getattr(model, "model", None)) is not None:  # for who generates with the text model alone
+                inner.text_model.generation_config = model.generation_config
             if peft is not None and peft.base != peft.name:
                 info = model.load_adapter(peft.name, peft_name, adapter_kwargs=peft.hub).to_dict()
         return (model, info) if info_wanted else model
@@ -274,6 +276,14 @@ def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
     for child in module.children():
         _initialize(child, child if isinstance(child, PreTrainedModel) else owner)
     owner._initialize_weights(module, owner.is_custom_code())
+
+
+def forget_untied(model: Any) -> None:
+    """Takes weights that are no longer tied out of a given model's list: `post_init` would tie them, and lose one."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if untied := [name for name, other in tied.items() if weights.get(name) is not weights.get(other)]:
+        model.all_tied_weights_keys = {name: other for name, other in tied.items() if name not in untied}
 
 
 def keep_weights(model: nn.Module) -> None:

@@ -48,6 +48,12 @@ Blocks: TypeAlias = "GatedCrossAttentionBlock | BlockStack"
 
 
 @torch.no_grad()
+def weight_of(layer: nn.Module) -> torch.Tensor:
+    """A weight that has the device and the dtype of a layer: a matrix, because vectors may stay in float32."""
+    weights = list(layer.parameters())
+    return next((weight for weight in weights if weight.dim() > 1), weights[0])
+
+
 def make_blocks(config: XAttnConfig, place: int, like: torch.Tensor, computes_in: torch.dtype) -> Blocks | None:
     """Makes the blocks in front of layer `place`, on the device and in the dtype of a layer; None if it has none.
 

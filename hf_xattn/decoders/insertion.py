@@ -18,7 +18,7 @@ from ..configuration_xattn import XAttnConfig
 from ..layers.context import KEYWORD, CrossAttentionContext
 from ..utils import memoized
 from ..utils.architectures import architecture
-from .block_stack import make_blocks
+from .block_stack import make_blocks, weight_of
 from .channel import carried_context
 from .checkpointing import FUNCTION, checkpointing_function
 from .decoder import find_cache_argument, find_decoder, layers_receive_keywords
@@ -153,7 +153,7 @@ def insert_blocks(language_model: PreTrainedModel, config: XAttnConfig) -> list[
     receives_keywords = layers_receive_keywords(language_model)
     names = {type(layer).__name__ for layer in layers}
     for index, layer in enumerate(layers):
-        parameter = next(layer.parameters())
+        parameter = weight_of(layer)
         places = [index] if index < len(layers) - 1 else [index, index + 1]
         for name, place in zip(BLOCKS, places):
             blocks = make_blocks(config, place, parameter, language_model.dtype)

@@ -72,7 +72,7 @@ def text_half(model: PreTrainedModel) -> PreTrainedModel:
         return whole.train(model.training)
     with torch.device("meta"):
         text = text_class._from_config(text_config)
-    body = next((module for module in model.modules() if type(module) is type(text.base_model)), None)
+    body: Any = next((module for module in model.modules() if type(module) is type(text.base_model)), None)
     head = model.get_output_embeddings()
     if body is None or head is None:
         missing = type(text.base_model).__name__ if body is None else "head"
@@ -83,6 +83,11 @@ def text_half(model: PreTrainedModel) -> PreTrainedModel:
     setattr(text, text.base_model_prefix, body)
     text.set_output_embeddings(head)
     text.config = body.config
+    # The larger model decides by its own configuration whether the head is tied.
+    tied = getattr(head, "weight", None) is getattr(body.get_input_embeddings(), "weight", head)
+    if bool(getattr(text.config, "tie_word_embeddings", tied)) != tied:
+        text.config.tie_word_embeddings = tied
+        text.all_tied_weights_keys = text.get_expanded_tied_weights_keys(all_submodels=True)
     left = [name for name, parameter in text.named_parameters() if parameter.is_meta]
     if left:
         raise ValueError(f"{type(model).__name__} holds no weights for {left} of {type(text).__name__}.")
