@@ -211,7 +211,9 @@ class ImageEncoder:
         rows, num_images = images.images.shape[:2]
         if store is not None and inputs.token_mask is not None and not images.pass_connector:
             given = placement.of_new_images(inputs.token_mask, num_images * images.images.shape[2], cached)
-            images = replace(images, images=without_padding_tokens(images.images, given))
+            shown = without_padding_tokens(images.images, given)
+            # Finite padding stays: the same features are found again beside another mask.
+            images = replace(images, images=torch.where(images.images.isfinite(), images.images, shown))
         grid = None if store is None else store.read(images, placement.real, self._dtype_of(images), self._features_of)
         if grid is None:
             features = self._features_of(images, placement)
