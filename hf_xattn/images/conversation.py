@@ -73,8 +73,9 @@ def read_images(
             inputs = place_in_samples(encoder.config, inputs, text.packed, rows)
     new, axes = encoder.read(inputs, cached, record_content, store)
     layout = cached
-    if cache is not None and new is not None:
-        cache.check_images_read()
+    if cache is not None and new is not None and inputs.images is not None:
+        if new.layout.num_images == inputs.images.shape[1]:  # otherwise the call gives all cached images again
+            cache.check_images_read()
     if cached is not None and inputs.images is None:
         has_text = cache is not None and cache.text_rows is not None
         layout = _narrowed(encoder.config, cached, inputs, has_text)
