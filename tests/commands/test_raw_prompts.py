@@ -43,12 +43,6 @@ def answers(folder, capsys, prompt):
     return found
 
 
-def test_a_start_token_in_the_prompt(saved, capsys):
-    """Two start tokens with a cache, one with the image."""
-    with_image, with_cache = answers(saved(), capsys, "<s> w1 w2")
-    assert with_image[:2] == with_cache[:2] and with_image[0] == 0
-
-
 def test_a_prompt_without_its_marker(saved, capsys):
     """An answer that has not seen the image."""
     folder = saved("w46", image_token_id=50, image_visibility="latest")

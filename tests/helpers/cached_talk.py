@@ -289,17 +289,15 @@ class Talk:
         except ValueError as error:
             # What a layer overwrites in place cannot be taken back. A `generate` that failed has read its prompt, or
             # the first chunks of it, so that a mask has other rows than there is new text.
-            if str(error) == BROKEN and any(
-                type(layer) is not DynamicLayer for layer in self.cache.self_attention_cache.layers
-            ):
-                raise Over from error
             refused = ("Expected `input_ids` with the text in `past_key_values`", "Expected `cross_attention_mask`")
-            if not str(error).startswith(refused) or self._cached_text() == before:
-                raise
-            raise Over from error
+            over = str(error).startswith(refused) and self._cached_text() != before
+            if str(error) == BROKEN:
+                over = any(type(layer) is not DynamicLayer for layer in self.cache.self_attention_cache.layers)
+            if over:
+                raise Over from error
+            raise
 
     def _cached_text(self) -> int:
-        """The text tokens in the cache of this talk."""
         return 0 if self.cache is None else int(self.cache.get_seq_length())
 
     def must_raise(self, what: str, function: Callable[[], Any]) -> None:
