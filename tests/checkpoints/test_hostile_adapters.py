@@ -198,7 +198,7 @@ def test_state_dicts_are_refused(tmp_path):
     weights = {"attn.q_proj.weight": torch.zeros(32, 32, dtype=torch.int32), "attn.k_proj.weight": torch.zeros(32, 32)}
     state = {f"cross_attention_layers.0.{name}": tensor for name, tensor in weights.items()}
     with pytest.raises(ValueError, match="`state_dict`"):
-        import_kempnerforge(state, make_text(), num_attention_heads=4, every=4)
+        import_kempnerforge(state, make_text(), num_attention_heads=4, every=4, hidden_act="gelu")
 
 
 def test_adapters_of_peft_are_refused(tmp_path):
