@@ -1,7 +1,8 @@
 """Refuses to save parts for which a saved folder has no names: a user's own, and layers of adapters (PEFT).
 
-It would load with the parts of this package or of transformers, and answer otherwise. The layers of an adapter rename
-the weights below them, so what is saved with them loads into no other model.
+It would load with the parts of this package or of transformers, and answer otherwise. So would a part that was built
+with other settings than the configuration has by now. The layers of an adapter rename the weights below them, so what
+is saved with them loads into no other model.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from ..utils.stub import PACKAGE
 
 logger = logging.get_logger(__name__)
 
+# What a block keeps of its configuration, and does not read there again.
+SETTINGS = ("attention_dropout", "quiet_softmax", "head_dim", "eps")
+# Of a configuration: no setting of what a part computes.
+NOTES = {"_name_or_path", "architectures", "dtype", "transformers_version", "quantization_config"}
 # FSDP and activation checkpointing wrap modules, and leave the names of weights as they are. `torch.compile` does not.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 COMPILED = "_orig_mod"
@@ -58,12 +63,19 @@ def refuse_own_parts(model: Any) -> None:
             "your own may have names: see `register_connector`, `register_gate` and `register_position`. Or make the "
             "part in `__init__` of a subclass of the model, which then loads what it saves."
         )
+    if (found := next(_wrong_settings(body), None)) is not None:
+        raise ValueError(
+            f"`save_pretrained` cannot save {found}. A part is built once: a later change of the configuration does "
+            "not reach it, and the folder would load as another model. Give both the same value."
+        )
 
 
 def warn_of_own_parts(model: Any) -> None:
-    """Warns once where training begins. Looks at whole parts alone, because it is called at each step."""
+    """Warns once where training begins. Does not look into each part, because it is called at each step."""
     if _is_built_by_us(model) and (found := next(_wrong_parts(model), None)) is not None:
         logger.warning_once(f"`save_pretrained` will refuse this model, because of a part of your own: {found}.")
+    elif (found := next(_wrong_settings(model.base_model), None)) is not None:
+        logger.warning_once(f"`save_pretrained` will refuse this model: it cannot save {found}.")
 
 
 def _class_of(module: nn.Module | None) -> type:
@@ -131,6 +143,34 @@ def _wrong_modules(body: Any) -> Iterator[str]:
             yield _words(path, found.get(path, type(None)), expected.get(path, type(None)).__name__)
 
 
+def _wrong_settings(body: Any) -> Iterator[str]:
+    """Settings with which a part was built, and which the configuration has otherwise."""
+    for name, kept in (("text_model", "text_config"), ("vision_tower", "vision_config")):
+        built, saved = getattr(getattr(body, name), "config", None), getattr(body.config, kept)
+        if built is not None and saved is not None and built is not saved:
+            now = saved.to_dict()
+            for key, value in built.to_dict().items():
+                if key not in NOTES and now.get(key) != value:
+                    yield f"`{name}`: it was built with {key}={value!r}, which is {now.get(key)!r} in `config.{kept}`"
+    for name, block in body.named_modules():
+        if isinstance(block, GatedCrossAttentionBlock):
+            for difference in _of_block(name, block, body.config.cross_attention_config):
+                yield f"{difference} in `config.cross_attention_config`"
+
+
+def _of_block(name: str, block: Any, config: Any) -> Iterator[str]:
+    for path, module in block.named_modules(prefix=name):
+        for attribute in SETTINGS if _is_ours(_class_of(module)) else ():
+            of_heads = path.endswith(("q_norm", "k_norm"))
+            key = {"eps": "qk_norm_eps" if of_heads else "norm_eps"}.get(attribute, attribute)
+            saved = getattr(config, key)
+            if (value := vars(module).get(attribute, saved)) != saved:
+                yield f"`{path}`: it was built with {key}={value!r}, which is {saved!r}"
+    if (block.attn_gate is None) != (config.gate == "none"):
+        built = "without a gate" if block.attn_gate is None else "with a gate"
+        yield f"`{name}`: it was built {built}, which is gate={config.gate!r}"
+
+
 def _classes(path: str, module: nn.Module | None) -> dict[str, type]:
     """The class of each module in a part, by its path without wrappers."""
     inside = () if module is None else module.named_modules(prefix=path, remove_duplicate=False)
@@ -155,6 +195,28 @@ def adapter_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, part in module.named_modules():
         if isinstance(getattr(part, "_disable_adapters", None), bool):  # which both have, and no `PreTrainedModel`
             yield name, part
+
+
+def warn_of_weights_left_out(model: Any) -> None:
+    """Warns once of weights that train beside an adapter of `add_adapter`, which is saved without them."""
+    saved = {
+        id(weight)
+        for _, layer in adapter_layers(model)
+        for name, weight in layer.named_parameters()
+        if not name.startswith(("base_layer.", "original_module."))
+    }
+    with_bias = any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values())
+    left = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and id(weight) not in saved and not (with_bias and name.endswith("bias"))
+    ]
+    if left:
+        logger.warning_once(
+            f"{len(left)} weights train outside of the adapter, such as {left[0]}. With an adapter, `save_pretrained` "
+            "saves the adapter alone, so what they learn is lost. To keep blocks and connector, name them in its "
+            "configuration: `LoraConfig(..., modules_to_save=hf_xattn.added_modules(model))`."
+        )
 
 
 def warn_of_tower(model: Any) -> None:

@@ -35,7 +35,7 @@ from .folders import (
     refuse_other_files,
     refuse_pickles,
 )
-from .own_parts import warn_of_own_parts, warn_of_tower
+from .own_parts import warn_of_own_parts, warn_of_tower, warn_of_weights_left_out
 from .saved_names import named_as_in_memory
 from .saving import XAttnSavingMixin
 
@@ -91,6 +91,8 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         super().train(mode)
         if mode:
             warn_of_tower(self)
+            if getattr(self, "_hf_peft_config_loaded", False):
+                warn_of_weights_left_out(self)
         if mode and self.base_model is self:
             warn_of_half_precision(self)
             warn_of_own_parts(self)

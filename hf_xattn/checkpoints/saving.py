@@ -27,7 +27,7 @@ from ..utils.tensor_checks import check_flags
 from ..utils.transformers_api import is_blank_card
 from ..utils.whole_folder import WholeFolder
 from .folders import MANIFEST, check_target, weight_files_of
-from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts
+from .own_parts import SAVE_OR_MERGE, refuse_adapter_layers, refuse_own_parts, warn_of_weights_left_out
 from .saved_names import rules_of_parts
 
 
@@ -84,8 +84,8 @@ class XAttnSavingMixin(Model):
         The code of a custom decoder or vision tower is saved beside them, and the model loads with
         `trust_remote_code=True`. A model card is written too, unless a person wrote or changed the one in the folder.
 
-        A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers. Where several
-        processes hold parts of the weights (FSDP2), all of them must call this.
+        A model with an adapter (`add_adapter`) saves that adapter alone, as any model of transformers, and warns of
+        other weights that train. Where several processes hold parts of the weights (FSDP2), all of them must call this.
 
         Args:
             adapter_only (`bool`, defaults to `False`): save only what the bases do not hold: blocks, connector, added
@@ -99,8 +99,8 @@ class XAttnSavingMixin(Model):
         Raises:
             TypeError: for `adapter_only` or `with_code` of another type, or misspelt.
             ValueError: before anything is written: for a folder that is a file, or holds something that would be loaded
-                instead; for a model with layers of a `PeftModel` or with a part of the caller's own class; and with
-                `adapter_only` for a base without a name or a checkpoint.
+                instead; for a model with layers of a `PeftModel`, with a part of the caller's own class, or with
+                settings changed since it was built; and with `adapter_only` for a base without a name or a checkpoint.
         """
         check_flags(adapter_only=adapter_only, with_code=with_code)
         for name in kwargs:  # transformers takes any name
@@ -192,6 +192,7 @@ class XAttnSavingMixin(Model):
     def _save_whole(self, target: Path, is_main_process: bool, with_code: bool, options: dict[str, Any]) -> None:
         given = options.get("state_dict")
         if self._saves_peft_adapter():
+            warn_of_weights_left_out(self)
             if with_code:
                 raise ValueError(
                     "`with_code=True`: an adapter (PEFT) is saved alone. Save the code with the model below it."

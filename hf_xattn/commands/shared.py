@@ -244,13 +244,13 @@ def read_processor(
     load_kwargs.pop("gguf_file", None)
     tokenizer = _read(AutoTokenizer, source, "tokenizer", text, text_kwargs)
     if tokenizer is None:
-        print(f"No processor saved: {text} has no tokenizer.")
+        print("No processor saved.")
         return None
     if vision is None:
         return tokenizer
     image_processor = _read(AutoImageProcessor, vision, "image processor", vision, load_kwargs)
     if image_processor is None:
-        print(f"Processor saved without images: {vision} has no image processor.")
+        print("Processor saved without images.")
         return tokenizer
     image_token: Any = None
     if image_token_id is not None and image_token_id < len(tokenizer):
@@ -269,7 +269,9 @@ def _read(auto_class: Any, source: str, what: str, where: str, load_kwargs: dict
             return auto_class.from_pretrained(source, **load_kwargs)
     except DamagedError:
         raise
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        print(f"{where} gives no {what}: {reason[:300]}")
         return None
 
 

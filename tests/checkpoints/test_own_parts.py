@@ -2,7 +2,9 @@
 otherwise.
 """
 
+import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from transformers import (
     LlamaForCausalLM,
     SiglipVisionModel,
 )
+from transformers.utils.logging import warning_once
 
 from hf_xattn import (
     CrossAttentionConfig,
@@ -147,6 +150,53 @@ def test_parts_put_in_by_hand(change, tmp_path):
     ):
         with pytest.raises(ValueError, match=CASES[change]):
             save()
+    assert not (tmp_path / "model").exists()
+
+
+def put_other_tower(model):
+    config = vision_config()
+    config.hidden_act = "relu"
+    model.model.vision_tower = AutoModel.from_config(config)
+
+
+def put_other_text(model):
+    model.config.text_config = copy.deepcopy(model.config.text_config)
+    model.config.text_config.rope_parameters["rope_theta"] = 500.0
+
+
+def setting(name, value):
+    def change(model):
+        setattr(model.config.cross_attention_config, name, value)
+
+    change.__name__ = name
+    return change
+
+
+OF_BLOCK = "which is {} in `config.cross_attention_config`"
+SETTINGS = {
+    put_other_tower: "`vision_tower`: it was built with hidden_act='relu', which is 'gelu.* in `config.vision_config`",
+    put_other_text: "`text_model`: it was built with rope_parameters=.*10000.0.*500.0.* in `config.text_config`",
+    setting("quiet_softmax", True): "`.*attn`: it was built with quiet_softmax=False, " + OF_BLOCK.format(True),
+    setting("attention_dropout", 0.1): "`.*attn`: it was built with attention_dropout=0.0, " + OF_BLOCK.format(0.1),
+    setting("norm_eps", 1e-3): "`.*attn_norm`: it was built with norm_eps=1e-06, " + OF_BLOCK.format(0.001),
+    setting("qk_norm_eps", 1e-3): "`.*q_norm`: it was built with qk_norm_eps=1e-06, " + OF_BLOCK.format(0.001),
+    setting("gate", "none"): "`.*cross_attention_block`: it was built with a gate, " + OF_BLOCK.format("gate='none'"),
+}
+
+
+@pytest.mark.parametrize("change", SETTINGS, ids=lambda change: change.__name__)
+def test_settings_that_do_not_reach_a_built_part(change, tmp_path, caplog):
+    """A tower put in by hand, or a setting changed after the model was built, that loads as another model."""
+    warning_once.cache_clear()
+    model = make_model(cross_attention_config={"qk_norm": True})
+    model.train()
+    assert "will refuse this model" not in caplog.text
+    change(model)
+    model.train()
+    assert re.search("will refuse this model: it cannot save " + SETTINGS[change], caplog.text)
+    for options in ({}, {"adapter_only": True}):
+        with pytest.raises(ValueError, match="`save_pretrained` cannot save " + SETTINGS[change]):
+            model.save_pretrained(tmp_path / "model", **options)
     assert not (tmp_path / "model").exists()
 
 

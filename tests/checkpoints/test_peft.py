@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -368,3 +369,29 @@ def test_an_adapter_that_trains_the_tower_too_is_told_of(way, base, caplog, monk
     assert train_with(lora_targets) == []
     assert train_with(lambda model: lora_targets(model, "vision")) == []
     assert train_with(r".*(text_model|vision_tower).*\.q_proj") == []
+
+
+def test_blocks_that_train_beside_an_adapter_are_told_of(base, tmp_path, caplog, monkeypatch):
+    """`add_adapter`, then `requires_grad_` of the blocks: `save_pretrained` leaves the blocks out, without a word."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+
+    def told(act):
+        warning_once.cache_clear()
+        caplog.clear()
+        act()
+        return [record.message for record in caplog.records if "outside of the adapter" in record.message]
+
+    for options in ({"modules_to_save": added_modules(load(base))}, {"bias": "all"}):
+        model = load(base)
+        model.add_adapter(peft.LoraConfig(target_modules=lora_targets(model), **options), adapter_name="whole")
+        assert told(model.train) == [] and told(partial(model.save_pretrained, tmp_path / "whole")) == []
+    model = load(base)
+    model.add_adapter(peft.LoraConfig(target_modules=lora_targets(model)))
+    assert told(model.train) == []
+    for block in model.blocks:
+        block.requires_grad_()
+    count = sum(1 for block in model.blocks for _ in block.parameters())
+    for act in (model.train, partial(model.save_pretrained, tmp_path / "adapter")):
+        (message,) = told(act)
+        assert message.startswith(f"{count} weights train outside of the adapter, such as model.text_model")
+        assert "modules_to_save=hf_xattn.added_modules(model)" in message
