@@ -25,6 +25,14 @@ def _no_grad_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _warnings_come_again():
+    """transformers' `warning_once` is silent about what an earlier test was warned of."""
+    from transformers.utils.logging import warning_once
+
+    warning_once.cache_clear()
+
+
 @pytest.fixture
 def vision(tmp_path):
     """A saved vision tower."""
