@@ -15,7 +15,7 @@ from typing import Any
 from ..processing.chat_messages import IMAGES
 from ..utils.keywords import suggestion
 from .rows import IMAGE_SOURCES, read_row
-from .tar_shards import ENDINGS, OWN_PICTURES
+from .tar_shards import OWN_PICTURES, endings
 
 
 CAPTION_PROMPT = "Describe the image."
@@ -106,7 +106,7 @@ def _check_no_pictures(others: Mapping[str, Any]) -> None:
     """Raises a `ValueError` for a field of a row without a picture that names the file of one."""
     for name, value in others.items():
         each = value if isinstance(value, list) else [value]
-        if any(isinstance(one, str) and one.lower().endswith(ENDINGS) for one in each):
+        if any(isinstance(one, str) and one.lower().endswith(endings()) for one in each):
             raise ValueError(
                 f"expected the name of a picture in one of {list(PICTURES)}, got it in {name!r}, which is not read: "
                 f"{value!r:.100}. Rename or remove the field"
@@ -131,7 +131,8 @@ def _pictures(example: Mapping[str, Any]) -> list[Any]:
 
 def _in_order(own: list[dict[str, Any]], names: list[Any]) -> list[Any]:
     """The pictures of a sample, in the order in which its fields name them, if they do so by the names in the shard."""
-    given = [os.path.basename(name) for name in names if isinstance(name, str)]
+    paths = [name.get("path") if isinstance(name, Mapping) else name for name in names]
+    given = [os.path.basename(path) for path in paths if isinstance(path, str)]
     named = {os.path.basename(picture["path"]): picture for picture in own}
     known = [name for name in given if name in named]
     if not known:  # of files that the pictures were before
@@ -249,7 +250,9 @@ def _with_files(message: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _file(part: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    source = next(part[name] for name in IMAGE_SOURCES if name in part)
+    source, *others = [part[name] for name in IMAGE_SOURCES if name in part]
+    if others:
+        raise ValueError(f"expected one picture in a part, got {1 + len(others)}: {dict(part)!r:.200}")
     if isinstance(source, bytes):
         return {"type": "image", "image": source}
     if isinstance(source, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}

@@ -66,7 +66,7 @@ def _lines(path: str) -> Iterator[_Piece]:
     position = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.removeprefix(BOM).strip():
+            if (line if position else line.removeprefix(BOM)).strip():
                 yield _Piece(position, line, number)
             position += len(line)
 
@@ -95,6 +95,11 @@ def _objects(path: str) -> Iterator[_Piece]:
                 start += 1
                 position += 1
             if start < len(text) and text[start] == "]":
+                left = text[start + 1 :].encode()
+                while left or (left := file.read(CHUNK)):
+                    if left.strip():
+                        raise ValueError(f"{path} holds more than one array: it goes on behind byte {position + 1}.")
+                    left = b""
                 return
             try:
                 value, end = decoder.raw_decode(text, start)
@@ -136,7 +141,8 @@ def _parsed(text: str) -> Mapping[str, Any]:
 
 class _OpenLines:
     def __init__(self, path: str, unit: Unit):
-        lines = _read(path, unit).removeprefix(BOM).split(b"\n")
+        content = _read(path, unit)
+        lines = (content if unit.start else content.removeprefix(BOM)).split(b"\n")
         self._lines = [(number, line) for number, line in enumerate(lines, start=unit.first) if line.strip()]
 
     def example(self, place: int) -> Mapping[str, Any]:

@@ -78,6 +78,8 @@ class Shuffled:
         return self.length
 
     def __getitem__(self, place: int) -> dict[str, Any]:
+        if not 0 <= place < self.length:  # what ends a loop over the rows
+            raise IndexError(f"Expected a place from 0 to {self.length - 1}, got {place}.")
         return self.rows[self.index(place)]
 
     def index(self, place: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from ..processing.chat_messages import IMAGES, SOURCES, TEXTS
+from ..processing.chat_messages import IMAGES, SOURCES, TEXTS, check_one_kind
 from ..processing.image_reading import is_array, is_pil
 from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
@@ -162,6 +162,7 @@ def _checked_part(where: str, part: Any) -> dict[str, Any]:
     part = {key: value for key, value in part.items() if value is not None}
     if part["type"] in TEXTS and not isinstance(part.get("text"), str):
         raise TypeError(f"Expected the `text` of a part of {where} to be a str, got {type_name(part.get('text'))}.")
+    check_one_kind(part, where)
     if isinstance(part.get("image"), Mapping):
         part["image"] = _decoded(part["image"])
     return part

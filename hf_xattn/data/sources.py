@@ -126,7 +126,9 @@ def _expanded(name: str) -> list[str]:
         if missing:
             raise ValueError(f"Expected {len(paths)} files {name}, got {len(missing)} that do not exist: {missing[0]}.")
         return paths
-    return sorted(glob.glob(name)) if any(mark in name for mark in "*?[") else []
+    if any("**" in part and part != "**" for part in Path(name).parts):
+        raise ValueError(f"Expected `**` to be the whole name of a folder, as in `data/**/*.jsonl`, got {name}.")
+    return sorted(glob.glob(name, recursive=True)) if any(mark in name for mark in "*?[") else []
 
 
 def _choices(piece: str) -> list[str]:

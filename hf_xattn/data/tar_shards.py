@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import mimetypes
 import mmap
 import os
 import re
@@ -17,15 +18,24 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from .units import DataFile, Unit
 
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 BLOCK = 512
 REGULAR = (b"0", b"\0")
 LINKS = (b"1", b"2")
 LONG_NAME, PAX = b"L", b"x"
 PAX_PATH = re.compile(rb"\d+ path=([^\n]*)\n")
+
+
+@functools.cache
+def endings() -> tuple[str, ...]:
+    """The endings of pictures that Pillow reads."""
+    Image.init()
+    read = {kind for kind, mime in Image.MIME.items() if kind in Image.OPEN and mime.startswith("image/")}
+    return tuple(ending for ending, kind in Image.registered_extensions().items() if kind in read)
 
 
 class Member(NamedTuple):
@@ -89,6 +99,11 @@ def _members(path: str) -> Iterator[tuple[bytes, int, int, bool]]:
                     "elsewhere. Pack the shard with `tar --dereference --hard-dereference`."
                 )
             other = _long_name(content[start : start + size], kind) or other if kind in (LONG_NAME, PAX) else None
+        if content[position:].strip(b"\0"):
+            raise ValueError(
+                f"{path} goes on behind its end, byte {position}: it holds a second archive, whose samples would be "
+                "left out. Give each archive as a file of its own."
+            )
 
 
 def _check_first(path: str, header: bytes) -> None:
@@ -142,7 +157,7 @@ class _OpenShard:
         with open(self._path, "rb") as file:
             members = sorted(self._members(file.fileno(), place), key=lambda each: _in_numbers(each[0]))
             for extension, member in members:
-                if extension.endswith(ENDINGS):
+                if extension.endswith(endings()):
                     content = os.pread(file.fileno(), member.size, member.start)
                     pictures.append({"bytes": content, "path": member.name})
                 elif extension.endswith((".json", ".txt")):
@@ -150,6 +165,8 @@ class _OpenShard:
                     if again := sorted(found.keys() & fields.keys()):
                         raise ValueError(f"expected a field once in a sample, got {again} again in {member.name}")
                     found |= fields
+                elif (mimetypes.guess_type(member.name)[0] or "").startswith("image/"):
+                    raise ValueError(f"expected pictures of a kind that Pillow reads, got {member.name}")
         return {**found, OWN_PICTURES: pictures}
 
     def name(self, place: int) -> str:
@@ -174,7 +191,7 @@ def _in_numbers(extension: str) -> list[tuple[int, str]]:
 def _fields(extension: str, name: str, content: bytes) -> dict[str, Any]:
     """What the text files of a sample say."""
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
         fields = {"text": text.strip()} if extension.endswith(".txt") else json.loads(text)
     except ValueError as error:  # of its encoding, too
         raise ValueError(f"{name} cannot be read: {error}") from None

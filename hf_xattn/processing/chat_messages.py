@@ -160,7 +160,9 @@ def _read_part(part: Any, where: str, conversation: Conversation, sampling: dict
         if not isinstance(text, str):
             others = _names(_unknown(given, ("text",)))
             raise TypeError(f"Expected `text` of a part of {where} to be a str, got {type_name(text)}.{others}")
-        return [text]
+    check_one_kind(given, where)
+    if kind in TEXTS:
+        return [given["text"]]
     if kind in IMAGES:
         image = _source(given, IMAGES, where)
         if image is None:
@@ -181,6 +183,21 @@ def _read_part(part: Any, where: str, conversation: Conversation, sampling: dict
     raise ValueError(
         f"Expected the type of each part of {where} to be one of text, image, image_url, video, got {kind!r}{keys}."
     )
+
+
+def check_one_kind(part: Mapping[str, Any], where: str) -> None:
+    """Raises a `ValueError` for a text part with a picture, or the reverse: one of the two would be lost."""
+    others = (*IMAGES, *VIDEOS, *SOURCES) if part.get("type") in TEXTS else ("text",)
+    found = [name for name in others if part.get(name) is not None and not _is_empty_text(part[name])]
+    if part.get("type") in (*TEXTS, *IMAGES, *VIDEOS) and found:
+        raise ValueError(
+            f"Expected a text or an image in each part of {where}, got a part of type {part['type']!r} with "
+            f"`{found[0]}` in it. Make two parts of it."
+        )
+
+
+def _is_empty_text(value: Any) -> bool:
+    return isinstance(value, str) and not value
 
 
 def _source(part: dict[str, Any], names: tuple[str, ...], where: str) -> Any:

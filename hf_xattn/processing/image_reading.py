@@ -13,7 +13,7 @@ import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
 import numpy as np
@@ -86,7 +86,7 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
     kwargs.pop("return_tensors", None)
     if kwargs.get("do_convert_rgb", getattr(image_processor, "do_convert_rgb", None)) is False:
         # The caller passes images in the form that the vision tower reads.
-        return [read_image(image) if isinstance(image, (str, Path, bytes)) else image for image in images]
+        return [_upright(image) if is_pil(image) or is_array(image) else read_image(image) for image in images]
     rescale = kwargs.get("do_rescale", getattr(image_processor, "do_rescale", True)) is not False
     layout = kwargs.pop("input_data_format", None)
     pictures = [read_image(image, input_data_format=layout, rescale=rescale) for image in images]
@@ -99,6 +99,13 @@ def read_images(images: list[Any], image_processor: Any, kwargs: dict[str, Any])
     if pictures and all(is_array(picture) for picture in pictures):
         kwargs["input_data_format"] = "channels_first"  # do not guess: a height of 3 pixels looks like 3 channels
     return pictures
+
+
+def _upright(image: Any) -> Any:
+    """The image, turned as its EXIF says, with the channels that it has."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image) if is_pil(image) else image
 
 
 def _check_unit_range(image: Any) -> None:
@@ -227,7 +234,8 @@ def _open(source: str | Path | bytes, name: str, limits: ImageLimits) -> Image:
             return _decoder(BytesIO(_download(text, name, limits)))
         if isinstance(source, str) and text.startswith("data:"):
             _check_length(text, name, limits)
-            return _decoder(BytesIO(base64.b64decode(text.partition(",")[2], validate=False)))
+            content = "".join(unquote(text.partition(",")[2]).split())
+            return _decoder(BytesIO(base64.b64decode(content, validate=True)))
         if isinstance(source, str) and text.startswith("file://"):
             source = Path(url2pathname(urlsplit(text).path))
         if isinstance(source, Path) or _is_file(text):
@@ -322,7 +330,9 @@ def _rgb(image: Image, name: str) -> Image:
     try:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # `convert` would clip the values at 255
-            values = np.asarray(image)
+            values = np.array(image)
+            if isinstance(clear := image.info.get("transparency"), int):
+                values[values == clear] = 65535
             if 0 < values.max(initial=0) < 4096:
                 logger.warning_once(
                     f"`{name}` holds an image of 16 bits with values up to {values.max()}, which is almost black. "
@@ -369,6 +379,11 @@ def _rgb_array(image: Any, name: str, input_data_format: Any, rescale: bool) -> 
             )
     if 0 in tensor.shape:
         raise ValueError(f"Expected each of `{name}` to have pixels, got shape {tuple(image.shape)}.")
+    if tensor.shape[0] == 4 and float(tensor[:3].max()) > OVERSHOOT and 0 < float(tensor[3].max()) <= 1:
+        raise ValueError(
+            f"Expected the opacity (fourth channel) of `{name}` in 0..255, as its colours, got values up to "
+            f"{float(tensor[3].max()):g}. Multiply it by 255."
+        )
     tensor = _bytes_or_floats(tensor, name, rescale)
     if tensor.shape[0] == 1:
         tensor = tensor.expand(3, -1, -1)
@@ -420,7 +435,7 @@ def _over_white(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
         picture = Image.fromarray(tensor.permute(1, 2, 0).cpu().contiguous().numpy())
         return torch.from_numpy(np.array(_rgb(picture, name))).permute(2, 0, 1)
-    white = 1.0 if float(tensor.max()) <= 1 else 255.0
-    alpha = tensor[3:] / white
+    white = 1.0 if float(tensor.max()) <= OVERSHOOT else 255.0
+    alpha = (tensor[3:] / white).clamp(0, 1)
     laid = tensor[:3] * alpha + (1 - alpha) * white
     return laid if white == 1 else laid.round()

@@ -1,0 +1,136 @@
+"""Files of data of which a part would be left out, doubled or read as another, without a word."""
+
+import io
+import json
+import tarfile
+
+import pytest
+from PIL import Image
+from template_models import make_processor
+
+import hf_xattn
+from hf_xattn.data.order import Shuffled
+
+
+def picture(colour, kind="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(file, kind)
+    return file.getvalue()
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def asked(question="what colour ?", **fields):
+    return json.dumps({"question": question, "answer": "red", **fields}).encode()
+
+
+def pictures_of(row):
+    return [part["image"] for part in row["messages"][0]["content"] if part["type"] == "image"]
+
+
+@pytest.mark.parametrize("ending, kind", [("avif", "AVIF"), ("jp2", "JPEG2000"), ("jfif", "JPEG"), ("ppm", "PPM")])
+def test_pictures_of_other_endings(ending, kind, tmp_path):
+    """A row of a shard that is trained as a text, because its picture has an ending that few have."""
+    content = picture("red", kind)
+    (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {f"0.{ending}": content, "0.json": asked()}))
+    assert pictures_of(row) == [content]
+    (tmp_path / "metadata.jsonl").write_bytes(asked(path=f"a.{ending}"))
+    with pytest.raises(ValueError, match="the name of a picture in one of .* got it in 'path'"):
+        hf_xattn.load_rows(tmp_path / "metadata.jsonl")[0]
+
+
+def test_pictures_that_nothing_reads(tmp_path):
+    """The same for a kind that Pillow does not read."""
+    rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {"0.svg": b"<svg/>", "0.json": asked()}))
+    with pytest.raises(ValueError, match="expected pictures of a kind that Pillow reads, got 0.svg"):
+        rows[0]
+    (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {"0.cls": b"3", "0.json": asked()}))
+    assert row["messages"][0]["content"] == "what colour ?"
+
+
+def test_files_that_go_on_behind_their_end(tmp_path):
+    """A second array or archive of a file, which is left out."""
+    rows = b"[%s, %s]" % (asked(), asked())
+    for more in (rows, b', {"question": "lost"}]', b"]"):
+        (tmp_path / "a.json").write_bytes(rows + b"\n" + more)
+        with pytest.raises(ValueError, match="holds more than one array: it goes on behind byte"):
+            hf_xattn.load_rows(tmp_path / "a.json")
+    (tmp_path / "a.json").write_bytes(rows + b"\n \r\n" * 10)
+    assert len(hf_xattn.load_rows(tmp_path / "a.json")) == 2
+    first, second = (write_tar(tmp_path / f"{name}.tar", {f"{name}.json": asked()}).read_bytes() for name in "ab")
+    (tmp_path / "both.tar").write_bytes(first + second)
+    with pytest.raises(ValueError, match="goes on behind its end, byte .*: it holds a second archive"):
+        hf_xattn.load_rows(tmp_path / "both.tar")
+
+
+def test_patterns_of_all_folders(tmp_path):
+    """`**` that is read as `*`, so that files of deeper folders are left out."""
+    for depth, folder in enumerate((tmp_path, tmp_path / "x", tmp_path / "x" / "y")):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{depth}.jsonl").write_bytes(asked())
+    assert len(hf_xattn.load_rows(f"{tmp_path}/**/*.jsonl")) == 3
+    with pytest.raises(ValueError, match=r"Expected `\*\*` to be the whole name of a folder"):
+        hf_xattn.load_rows(f"{tmp_path}/**.jsonl")
+
+
+def test_the_order_of_pictures_in_dicts(tmp_path):
+    """Pictures in the order of their numbers, although the example names another."""
+    members = {"0.0.png": picture("red"), "0.1.png": picture("blue")}
+    names = [{"path": "0.1.png"}, {"path": "0.0.png"}]
+    (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {**members, "0.json": asked(images=names)}))
+    assert pictures_of(row) == [picture("blue"), picture("red")]
+
+
+def test_byte_order_marks(tmp_path):
+    """A mark that is trained as the first token of an answer, and one in the middle that hides the last row."""
+    shard = {"0.png": picture("red"), "0.txt": b"\xef\xbb\xbfa red square\r\n"}
+    (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", shard))
+    assert row["messages"][1]["content"] == "a red square"
+    lines = [b"\xef\xbb\xbf" + asked("one ?"), b"\xef\xbb\xbf", asked("two ?"), asked("three ?")]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    rows = hf_xattn.load_rows(tmp_path / "a.jsonl")
+    assert [rows[index]["messages"][0]["content"] for index in (0, 2, 3)] == ["one ?", "two ?", "three ?"]
+    with pytest.raises(ValueError, match="line 2: broken JSON"):
+        rows[1]
+
+
+@pytest.mark.parametrize("kind, key", [("text", "image"), ("text", "path"), ("text", "image_url"), ("image", "text")])
+def test_a_part_with_a_text_and_a_picture(kind, key, tmp_path):
+    """A part of a message that loses its picture, or its question."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    part = {"type": kind, "text": "what ?", "image": str(tmp_path / "a.png")}
+    if kind == "text":
+        part[key] = part.pop("image")
+    messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]
+    processor = make_processor()
+    for read in (
+        lambda: hf_xattn.XAttnDataCollator(processor)([{"messages": messages}]),
+        lambda: processor.apply_chat_template(messages, tokenize=True, return_dict=True),
+    ):
+        with pytest.raises(ValueError, match=f"a part of type '{kind}' with `{key}` in it. Make two parts of it"):
+            read()
+
+
+def test_a_part_with_two_pictures(tmp_path):
+    """The second of two names of a picture in a part, which is dropped."""
+    part = {"type": "image", "image": "a.png", "path": "b.png"}
+    messages = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "red"}]
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(ValueError, match="expected one picture in a part, got 2"):
+        hf_xattn.load_rows(tmp_path / "metadata.jsonl")[0]
+
+
+def test_a_loop_over_shuffled_rows_ends(tmp_path):
+    """A loop that goes on with rows of a next epoch, for ever."""
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(asked(str(number)) for number in range(3)))
+    rows = Shuffled(hf_xattn.load_rows(tmp_path / "a.jsonl"), length=5)
+    assert len([row for row, _ in zip(rows, range(100))]) == 5
+    with pytest.raises(IndexError, match="Expected a place from 0 to 4, got 5"):
+        rows[5]
