@@ -73,7 +73,10 @@ def run_eval(arguments: argparse.Namespace) -> None:
     if arguments.card:
         from ..evaluation.card import write_results
 
-        write_results(folder, found, Path(arguments.data).resolve().name)
+        data = Path(arguments.data).resolve()
+        name = f"{data.parent.name}/{data.name}" if data.is_file() else data.name
+        first = "" if arguments.limit is None else f", first {len(questions)} questions"
+        write_results(folder, found, f"{name}{first}")
 
 
 def _questions(arguments: argparse.Namespace) -> list[Question]:

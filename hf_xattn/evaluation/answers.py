@@ -47,7 +47,7 @@ def _words(answer: str) -> list[str]:
     for mark in PUNCTUATION:
         beside_space = f"{mark} " in text or f" {mark}" in text
         text = text.replace(mark, "" if beside_space or grouped else " ")
-    text = re.sub(r"(?<!\d)\.|\.(?!\d)", "", text).replace("'", "")
+    text = re.sub(r"\.(?!\d)", "", text).replace("'", "")
     return [NUMBERS.get(word, word) for word in text.split()]
 
 

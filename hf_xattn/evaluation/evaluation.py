@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
 from ..data.pictures import digest_of
+from ..data.rows import IMAGE_SOURCES
 from ..modeling_xattn import XAttnForConditionalGeneration
 from .answers import Scores, Share, normalised
 from .questions import Messages, Question, other_pictures
@@ -171,7 +174,7 @@ class Asker:
         for start in tqdm(range(0, len(questions), self.batch_size), title, leave=False):
             chats = [each.messages for each in questions[start : start + self.batch_size]]
             inputs = inputs_of(self.processor, chats).to(self.model.device)
-            rows = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False)
+            rows = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1)
             for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
                 end = next((place for place, token in enumerate(row) if token in ends), None)
                 self.cut[title] += bool(ends) and end is None and len(row) == self.max_new_tokens
@@ -215,5 +218,13 @@ def _expected(answers: Sequence[Answered]) -> list[str]:
 
 
 def _content(part: dict[str, Any]) -> Any:
-    image = part.get("path", part.get("image"))
-    return digest_of(image) if isinstance(image, (str, Path, bytes)) else id(image)
+    """What tells two pictures apart: the content of a file, the pixels of an image in memory, an address."""
+    image = next(part[name] for name in IMAGE_SOURCES if part.get(name) is not None)
+    if isinstance(image, Mapping):  # {"url": ...}
+        image = image.get("url")
+    if isinstance(image, bytes) or (isinstance(image, (str, Path)) and os.path.isfile(image)):
+        return digest_of(image)
+    if isinstance(image, (str, Path)):
+        return str(image)
+    pixels = np.asarray(image)
+    return pixels.shape, digest_of(pixels.tobytes())

@@ -187,6 +187,8 @@ class ChatSession:
         self, inputs: dict[str, Any], streamer: TextStreamer | None, stop: Callable[[], bool] | None
     ) -> torch.Tensor:
         input_ids = inputs["input_ids"]
+        if self.model.config.image_visibility == "all" and self._has_new_images(inputs.get("pixel_values")):
+            self._cache = None  # all text sees all images, and the cached text has not seen these
         cache = self._cache_for(input_ids[0])
         # If generation fails, the state of the cache is unknown.
         self._cache = None
@@ -200,6 +202,11 @@ class ChatSession:
         sequences = self.model.generate(**inputs, **given, **self.options)
         self._keep(cache, sequences[0])
         return sequences[0, input_ids.shape[1] :]
+
+    def _has_new_images(self, pixel_values: torch.Tensor | None) -> bool:
+        cache = self._cache
+        layout = None if cache is None else cache.cross_attention_cache.layout
+        return pixel_values is not None and pixel_values.shape[1] > (0 if layout is None else layout.num_images)
 
     def _keep(self, cache: XAttnCache, ids: torch.Tensor) -> None:
         """Keeps the cache for the next turn, if it holds these tokens, but the last one, which nothing has read."""

@@ -36,6 +36,8 @@ IMAGE_ADDRESSES = ("http://", "https://", "data:image/")
 MESSAGE_FIELDS = frozenset(
     "role content name refusal tool_calls tool_call_id function_call annotations audio".split()
 ) | {"reasoning", "reasoning_content"}
+ITEM_FIELDS = {"type", "id", "status"}  # of a message that is an item of the Responses API
+UNREAD = ("function_call", "audio", "refusal")  # what an earlier answer may have, and no template writes
 OF_NOTHING = ("transformers_version", "_from_model_config")  # in the JSON of a `GenerationConfig`, without an effect
 # Fields that say how tokens are drawn.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -68,7 +70,8 @@ def image_parts(messages: Any, field: str) -> Iterator[tuple[str, dict]]:
     for index, message in enumerate(messages):
         if "role" not in message and not items:
             raise HTTPException(400, f"Expected each of `{field}` to have a `role`, got message {index} without one.")
-        if not items and (unknown := sorted(set(message) - MESSAGE_FIELDS)):
+        unknown = sorted(set(message) - MESSAGE_FIELDS - (ITEM_FIELDS if items else set()))
+        if unknown and "role" in message:
             raise HTTPException(
                 400, f"Message {index} has unknown fields {unknown}. Images are parts of its `content`: `image_url`."
             )
@@ -118,6 +121,9 @@ def _check_message(index: int, message: dict) -> None:
             raise HTTPException(
                 400, f"Expected the `role` of message {index} to be one of {known}, got {short(message['role'])}."
             )
+        for name in UNREAD:
+            if message.get(name):
+                raise HTTPException(400, f"Expected message {index} without `{name}`, which is not read. Remove it.")
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise HTTPException(

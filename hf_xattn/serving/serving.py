@@ -91,7 +91,11 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-IGNORED_COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {"logprobs": (None,), "logit_bias": (None, {})}
+IGNORED_COMPLETION_FIELDS: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None,),
+    "logit_bias": (None, {}),
+    "suffix": (None, ""),  # transformers puts it behind the answer, and the model never reads it
+}
 IGNORED_RESPONSE_FIELDS: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,),
     "conversation": (None,),
@@ -328,8 +332,14 @@ class _Stopping:
         self.seed = vars(config).pop(SEED, None)
 
     def generate(self, **kwargs: Any) -> Any:
-        if self.seed is not None:
+        if self.seed is None:
+            return self._generated(kwargs)
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # later requests draw on as before
             torch.manual_seed(self.seed)
+            return self._generated(kwargs)
+
+    def _generated(self, kwargs: dict[str, Any]) -> Any:
         if self.stops:
             length = kwargs["input_ids"].shape[1]
             kwargs["stopping_criteria"] = StoppingCriteriaList([StopAtText(self.tokenizer, self.stops, length)])

@@ -25,7 +25,9 @@ def test_equal_for_vqa(one, other):
     assert normalised(one) == normalised(other)
 
 
-@pytest.mark.parametrize("one, other", [("3.5", "35"), ("cat", "cats"), ("1", "11"), ("left", "right"), ("no", "none")])
+@pytest.mark.parametrize(
+    "one, other", [("3.5", "35"), (".5", "5"), ("cat", "cats"), ("1", "11"), ("left", "right"), ("no", "none")]
+)
 def test_not_equal(one, other):
     """Normalisation that takes away what an answer says."""
     assert normalised(one) != normalised(other)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from chat_models import data_url
 from huggingface_hub import ModelCard
 from template_models import make_chat_model, make_processor, picture
 
@@ -69,6 +70,42 @@ def test_shares(saved):
         assert found.ways[way].exact.count == right < 2
     assert found.ways[FREQUENT].exact.count == 2
     assert found.text is None and found.as_base is None
+
+
+def test_answers_are_greedy(saved):
+    """Beams of the model's own settings, where the guide says greedy."""
+    _, model, processor = saved
+    rows_at_once = []
+    hook = model.lm_head.register_forward_hook(lambda _, inputs, __: rows_at_once.append(inputs[0].shape[0]) and None)
+    before, model.generation_config.num_beams = model.generation_config.num_beams, 3
+    try:
+        Asker(model, processor, 2, NEW_TOKENS).tokens("", questions_of(rows(model, processor, [[]] * 4))[2:])
+    finally:
+        hook.remove()
+        model.generation_config.num_beams = before
+    assert rows_at_once[-1] == 2
+
+
+@pytest.mark.parametrize("kind", ["image_url", "url"])
+def test_another_picture_by_its_address(kind, saved):
+    """Pictures behind addresses that count as one, so that none is another."""
+    _, model, processor = saved
+    questions = questions_of(rows(model, processor, [[picture(1)], [picture(2)], [picture(3)], [picture(4)]]))
+    for number, each in enumerate(questions):
+        url = data_url(picture(number))
+        part = (
+            {"type": "image_url", "image_url": {"url": url}} if kind == "image_url" else {"type": "image", "url": url}
+        )
+        each.messages[0]["content"][0] = part
+    found = evaluate(model, processor, questions, max_new_tokens=NEW_TOKENS)
+    assert found.ways[ANOTHER].exact.of == 4
+
+
+def test_copies_of_a_picture_are_one(saved):
+    """The same picture, shown as another one."""
+    _, model, processor = saved
+    questions = questions_of(rows(model, processor, [[picture(1)], [picture(1)], [picture(1)], [picture(1)]]))
+    assert ANOTHER not in evaluate(model, processor, questions, max_new_tokens=NEW_TOKENS).ways
 
 
 def test_groups(saved):
@@ -300,6 +337,11 @@ def test_card(saved, data, tmp_path, capsys):
     assert main([*command[:3], str(tmp_path / "others"), *command[4:]]) == 0
     results = ModelCard.load(tmp_path / "model" / "README.md").data.eval_results
     assert [each.dataset_name for each in results] == ["held_out"] * 6 + ["others"] * 6
+    capsys.readouterr()
+    lines = str(tmp_path / "others" / "metadata.jsonl")
+    assert main([*command[:3], lines, *command[4:], "--limit", "2"]) == 0
+    named = {each.dataset_name for each in ModelCard.load(tmp_path / "model" / "README.md").data.eval_results}
+    assert named == {"held_out", "others", "others/metadata.jsonl, first 2 questions"}
     capsys.readouterr()
     assert main([*command[:3], str(tmp_path / "others"), *command[4:-1], "--json"]) == 0
     beside = json.loads(capsys.readouterr().out)["text_beside_picture"]

@@ -1,11 +1,13 @@
 """A conversation that is streamed, stopped and looked at: what a page needs of a chat."""
 
+import copy
 import threading
 import time
 
 import pytest
 import torch
 from chat_models import NEW_TOKENS, answer, drawing, question
+from tiny_models import strengthen
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import attention_maps
@@ -40,6 +42,29 @@ def test_streamed_answers_are_those_of_generate(session, model, processor):
     assert second == answer(model, processor, messages)
     assert [each.text for each in session.answers] == [first, second]
     assert [each.num_images for each in session.answers] == [1, 2]
+
+
+@pytest.mark.parametrize("first", [[], [drawing(0)]], ids=["text", "picture"])
+def test_a_new_picture_is_seen_by_the_text_before(first, model, processor):
+    """`image_visibility="all"`: a cached text that never saw the new picture, so that the logits are others."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():  # a decoder whose tokens depend on those before
+        strengthen(model)
+    assert model.config.image_visibility == "all"
+    session = ChatSession(model, processor, max_new_tokens=NEW_TOKENS, do_sample=False)
+    said = "".join(session.stream(TEXT, first))
+    messages = [question(TEXT, *first) if first else {"role": "user", "content": TEXT}]
+    messages += [{"role": "assistant", "content": said}, question("and this ?", drawing(1))]
+    logits = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, output: logits.append(output[0, -1].clone()) and None)
+    try:
+        list(session.stream("and this ?", [drawing(1)]))
+        mine, logits[:] = list(logits), []
+        answer(model, processor, messages)
+    finally:
+        hook.remove()
+    for one, other in zip(mine, logits, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def answering():

@@ -8,6 +8,7 @@ import json
 import random
 
 import pytest
+import torch
 from chat_models import NEW_TOKENS, drawing
 from transformers import GenerationConfig
 
@@ -201,6 +202,9 @@ WRONG = {
             [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}],
             [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": 3}}]}],
             [USER, {"role": "tool", "content": None, "tool_call_id": "1"}],
+            [USER, {"role": "assistant", "content": "a", "refusal": "no"}],
+            [USER, {"role": "assistant", "content": "a", "audio": {"id": "1"}}],
+            [USER, {"role": "assistant", "content": "a", "function_call": {"name": "look", "arguments": "{}"}}],
         ],
     },
     COMPLETIONS: {
@@ -213,6 +217,7 @@ WRONG = {
         "best_of": [3],
         "echo": [True],
         "logprobs": [3],
+        "suffix": ["a"],
     },
     RESPONSES: {
         **SAMPLING,
@@ -225,6 +230,8 @@ WRONG = {
             [3],
             [{"role": "user", "content": None}],
             [{"role": "user", "content": []}],
+            [{"role": "user", "content": "a", "images": ["b"]}],
+            [{"role": "user", "content": "a", "image_url": "data:image/png;base64,AAAA"}],
             [{"role": "wizard", "content": "a"}],
             [{"type": "function_call", "name": "look"}, USER],
             [USER, {"type": "function_call", "call_id": "1", "name": "look"}],
@@ -246,6 +253,18 @@ def test_a_table_of_wrong_values(served, path, field):
     assert post(served, path, body_of(path)).status_code == 200
 
 
+def test_a_seed_is_of_one_request(served):
+    """A request that decides what later requests, without a seed, are answered."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, again = (
+        post(served, CHAT, body_of(CHAT, seed=7, temperature=1.5, max_tokens=20)).json()["choices"][0] for _ in range(2)
+    )
+    assert first == again and torch.equal(torch.get_rng_state(), before)
+    post(served, CHAT, body_of(CHAT, temperature=1.5))
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_stays_allowed(served):
     """A conversation of a real client, refused with the rest: calls of tools, defaults that are written out, null for
     what is not set.
@@ -265,6 +284,8 @@ def test_what_stays_allowed(served):
         answer = post(served, CHAT, body_of(CHAT, messages=turns, **fields))
         assert answer.status_code == 200, (fields, answer.text)
     items = [
+        {"type": "message", "role": "user", "content": TEXT},
+        {"type": "message", "role": "assistant", "content": "a", "id": "m1", "status": "completed"},
         {"role": "user", "content": TEXT},
         {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": "a dog"},
