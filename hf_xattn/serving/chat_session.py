@@ -68,7 +68,9 @@ class ChatSession:
 
     Every turn renders the whole conversation with the chat template and passes it to `generate` with the cache of
     earlier turns. The model reads only tokens, and encodes only images, that are not yet in the cache. If the template
-    renders earlier turns differently than before, the cache is cropped to the tokens that are still the same.
+    renders earlier turns differently than before, the cache is cropped to the tokens that are still the same. With
+    `image_visibility="all"` all text sees all images, so a new image makes the model read the conversation again; an
+    image store keeps the images that it has encoded.
 
     Args:
         processor: an [`XAttnProcessor`], or a tokenizer for a model without images.

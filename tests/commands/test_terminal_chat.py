@@ -105,7 +105,8 @@ def test_pictures_decide_the_answer(model, processor):
 
 
 def test_picture_in_a_later_turn(model, processor):
-    """A second picture that the tower does not see, or a first one that it sees again."""
+    """A second picture that the tower does not see, or a first one that it sees again: the store of `chat` has it."""
+    model.enable_image_store()
     session = ChatSession(model, processor, max_new_tokens=4, do_sample=False)
     session.ask("describe it", [make_picture(0)])
     towers = count_calls(model.model.vision_tower)
