@@ -241,7 +241,7 @@ def test_pictures_are_of_the_next_row_that_has_one(model, tmp_path):
     processor = AutoProcessor.from_pretrained(model)
     rows = rows_of(tmp_path / "data", MIXED)
     order = Shuffled(rows, 14, seed=1)
-    pictures = [picture_parts(order[place]) for place in range(40)]
+    pictures = [picture_parts(rows[order.index(place)]) for place in range(40)]
     reader = reader_of(processor)
     for place in range(14):
         batch, alone = (each([Place(order, place)]) for each in (reader, reader_of(processor)))
@@ -260,16 +260,16 @@ def test_a_picture_that_cannot_be_read(model, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     rows = rows_of(folder, [*TEXTS, *CAPTIONS[:2]])
     order = Shuffled(rows, 5, seed=0)
-    places = [bool(picture_parts(order[place])) for place in range(30)]
+    places = [bool(picture_parts(rows[order.index(place)])) for place in range(30)]
     start = next(place for place in range(20) if not places[place] and places[place + 1])
     bad = order.index(start + 1)
-    (folder / order[start + 1]["messages"][0]["content"][0]["path"]).write_bytes(b"no picture")
+    (folder / rows[bad]["messages"][0]["content"][0]["path"]).write_bytes(b"no picture")
     with pytest.raises(ValueError, match=rf"{rows.place_of(bad)[1]}: the picture .* cannot be read"):
         reader_of(processor)([Place(order, start)])
     reader = reader_of(processor, tmp_path)
     batch = reader([Place(order, start)])
     other = next(place for place in range(start + 2, 30) if places[place] and order.index(place) != bad)
-    shown = order[other]["messages"][0]["content"][0]["path"]
+    shown = rows[order.index(other)]["messages"][0]["content"][0]["path"]
     pixels = processor.image_processor(draw(os.path.basename(shown)[:-4]), return_tensors="pt")["pixel_values"]
     assert torch.equal(batch["pixel_values"].flatten(), pixels.flatten()) and reader.file.count() == 0
     monkeypatch.setattr(distillation, "SEARCHED", other - start - 1)
