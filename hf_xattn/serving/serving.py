@@ -1,10 +1,10 @@
 """Transformers' OpenAI-compatible server with one model, which is loaded before the server starts.
 
-The server is transformers' own (`transformers.cli.serving`), with five changes, because the original answers some
-requests wrongly or not at all. A message that it would read only in part is refused, and so is a request that is too
-large (413), or that asks for more than the operator allows (`serving/served_requests.py`). Images are read in a thread,
-and a broken image is the client's error (400). An answer ends in front of a stop string. The model is never unloaded,
-and `/v1/models` lists it.
+The server is transformers' own (`transformers.cli.serving`), with changes where the original answers a request wrongly
+or not at all. A message that it would read only in part is refused, and so is a request that is too large (413), or
+that asks for more than the operator allows (`serving/served_requests.py`). Images are read in a thread, and a broken
+image is the client's error (400). An answer ends in front of a stop string, and `/v1/responses` says if it is cut.
+Reasoning and tool calls are told apart as for the text model. The model is never unloaded, and `/v1/models` lists it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import asyncio
 import json
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as AnyHTTPException
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -44,6 +44,7 @@ from transformers.utils import logging
 from ..processing.chat_templates import check_template
 from ..processing.image_limits import ImageLimits
 from ..utils.tensor_checks import type_name
+from .cut_answers import with_cut_answer, with_cut_stream
 from .request_limits import RequestLimits
 from .served_requests import (
     AnswerLimits,
@@ -60,6 +61,7 @@ from .served_requests import (
     read_whole,
     with_instructions,
 )
+from .stop_strings import StopAtText, UntilStop, place_of_stop, stops_of
 
 
 if TYPE_CHECKING:
@@ -125,6 +127,7 @@ class OneModel(ModelManager):
         self.limits, self.answers = limits, answers
         self.force_model = name  # the server refuses requests for another model
         self.model, self.processor = model, processor
+        set_response_template(_tokenizer(processor), model)
         self.created = int(time.time())
 
     @staticmethod
@@ -210,85 +213,6 @@ class _Checked(BaseHandler):
             return BaseHandler.get_processor_inputs_from_messages([message], modality)[0]
 
         return check_images_are_read([read_whole(message, read) for message in messages])
-
-
-def stops_of(*configs: Any) -> list[str]:
-    """The stop strings of generation configurations."""
-    found: list[str] = []
-    for config in configs:
-        given = config.stop_strings or []
-        found += [given] if isinstance(given, str) else given
-    return found
-
-
-def place_of_stop(text: str, stops: list[str]) -> int | None:
-    """Where the first stop string of a text begins; None without one."""
-    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
-
-
-class StopAtText(StoppingCriteria):
-    """Ends a row whose answer has a stop string in its last token, special tokens included.
-
-    Transformers' own criterion compares every stop string with every token of the vocabulary first, which takes seconds
-    for strings that a client chooses. And it leaves the string in the answer.
-    """
-
-    def __init__(self, tokenizer: Any, stops: list[str], prompt_length: int):
-        self.tokenizer, self.stops, self.prompt_length = tokenizer, stops, prompt_length
-        self.window = 4 * max(map(len, stops)) + 4  # a token holds a byte or more, a character up to four
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        start = max(self.prompt_length, input_ids.shape[1] - self.window)
-        texts = self.tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=False)
-        done = [place_of_stop(text, self.stops) is not None for text in texts]
-        return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
-
-
-class UntilStop:
-    """The queue of a streamed answer, as transformers' server reads it, up to a stop string.
-
-    Text that may begin a stop string is held back. The queue has pieces of text, each an `str` or a class of its own;
-    other things, such as tool calls; and None at the end.
-    """
-
-    def __init__(self, queue: asyncio.Queue, stops: list[str]):
-        self.queue, self.stops = queue, stops
-        self.held, self.kind = "", str
-        self.ready: deque[Any] = deque()
-
-    async def get(self) -> Any:
-        while not self.ready:
-            self._take(await self.queue.get())
-        return self.ready.popleft()
-
-    def get_nowait(self) -> Any:
-        """Raises `asyncio.QueueEmpty` if nothing is ready."""
-        while not self.ready:
-            self._take(self.queue.get_nowait())
-        return self.ready.popleft()
-
-    def _take(self, item: Any) -> None:
-        if type(item) is not self.kind:  # reasoning and answer are texts of their own
-            self._give(self.held)
-            self.held = ""
-            if not isinstance(item, str):
-                self.ready.append(item)
-                return
-            self.kind = type(item)
-        text = self.held + item
-        place = place_of_stop(text, self.stops)
-        if place is not None:
-            self._give(text[:place])
-            self.ready.append(None)
-            return
-        lengths = range(min(len(text), max(map(len, self.stops)) - 1), 0, -1)
-        held = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
-        self._give(text[: len(text) - held])
-        self.held = text[len(text) - held :]
-
-    def _give(self, text: str) -> None:
-        if text:
-            self.ready.append(self.kind(text))
 
 
 class _Generation(GenerateManager):
@@ -384,6 +308,16 @@ class _Responses(_Worded, _Bounded, _Checked, ResponseHandler):
         stream = body.get("stream")  # the default of the OpenAI API is False
         return await super().handle_request({**body, "stream": False if stream is None else stream}, request_id)
 
+    def _streaming(self, *args: Any, **kwargs: Any) -> Any:
+        return with_cut_stream(super()._streaming(*args, **kwargs), _limit_of(args, kwargs))
+
+    async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
+        return with_cut_answer(await super()._non_streaming(*args, **kwargs), _limit_of(args, kwargs))
+
+
+def _limit_of(args: Any, kwargs: Any) -> int:
+    return next(each for each in (*args, *kwargs.values()) if isinstance(each, GenerationConfig)).max_new_tokens
+
 
 def _newer_handlers(manager: OneModel, state: GenerationState) -> dict[str, Any]:
     """The handler of an endpoint that came with transformers 5.20."""
@@ -459,6 +393,22 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 def _tokenizer(processor: Any) -> Any:
     return getattr(processor, "tokenizer", processor)
+
+
+def set_response_template(tokenizer: Any, model: XAttnForConditionalGeneration) -> None:
+    """Gives a tokenizer the form of reasoning and tool calls that transformers knows for the text model.
+
+    Transformers' server looks it up by the `model_type`, here "xattn", and would send both as text of the answer. A
+    tokenizer of another family, without the token that begins an answer, keeps its answers as they are.
+    """
+    text_model: Any = SimpleNamespace(config=model.config.get_text_config())
+    template: Any = get_response_template(tokenizer, text_model)
+    if template is None or getattr(tokenizer, "response_template", None) is not None:
+        return
+    anchors = template["start_anchor"]
+    anchor = anchors if isinstance(anchors, str) else anchors[0]
+    if anchor.partition(">")[0] + ">" in tokenizer.get_vocab():
+        tokenizer.response_template = template
 
 
 def check_answers(name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:

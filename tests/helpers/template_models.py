@@ -109,13 +109,13 @@ def make_processor(template: str = CHATML, marker: str | None = "<image>", **kwa
 
 
 def make_chat_model(
-    processor: XAttnProcessor, seed: int = 0, random: bool = True, **config
+    processor: XAttnProcessor, seed: int = 0, random: bool = True, text_class: type = LlamaConfig, **config
 ) -> XAttnForConditionalGeneration:
-    """A tiny Llama with blocks in front of both layers."""
+    """A tiny Llama, or another decoder, with blocks in front of both layers."""
     torch.manual_seed(seed)
     tokenizer = processor.tokenizer
     text = AutoModelForCausalLM.from_config(
-        LlamaConfig(
+        text_class(
             vocab_size=len(tokenizer),
             hidden_size=32,
             intermediate_size=64,

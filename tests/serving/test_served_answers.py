@@ -23,7 +23,7 @@ from model_server import TEXT, Served, asked
 
 from hf_xattn.serving import served_requests
 from hf_xattn.serving.served_requests import AnswerLimits, check_config
-from hf_xattn.serving.serving import UntilStop, place_of_stop
+from hf_xattn.serving.stop_strings import UntilStop, place_of_stop
 
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
