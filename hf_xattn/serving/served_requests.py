@@ -186,9 +186,19 @@ def _named(processor: Any) -> frozenset[str]:
 
 
 def check_tools(body: dict, processor: Any) -> None:
-    """Raises an `HTTPException` for tools that the chat template would leave out."""
-    if body.get("tools") and "tools" not in _named(processor):
+    """Raises an `HTTPException` for tools that the chat template would leave out, or that are no functions."""
+    tools = body.get("tools")
+    if tools and "tools" not in _named(processor):
         raise HTTPException(400, "Expected no `tools`: the chat template of this model has no place for them.")
+    if tools and not (isinstance(tools, list) and all(map(_is_tool, tools))):
+        raise HTTPException(400, f"Expected `tools` to be a list of functions with a `name`, got {short(tools)}.")
+
+
+def _is_tool(tool: Any) -> bool:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return False
+    function = tool.get("function", tool)  # the Responses API has the name beside the type
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def with_instructions(messages: list[dict], instructions: str | None) -> list[dict]:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LogitsProcessor, Qwen3Config
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
+from huggingface_hub.utils import httpx
 from model_server import TEXT, Served
 
 from hf_xattn.serving.serving import set_response_template
@@ -94,6 +95,15 @@ def test_a_cut_response_says_so(served, says):
         for made in (served.client.responses.create(**asked), events[-1].response):
             assert made.status == status and made.output[-1].status == status
             assert getattr(made.incomplete_details, "reason", None) == reason
+
+
+def test_tools_that_are_no_functions(served):
+    """A tool of OpenAI's own servers, which nothing here runs: the model reads of it and calls it."""
+    for tools in ([{"type": "web_search"}], [{"type": "function"}], [{"type": "function", "function": {}}], "look", 3):
+        for path, words in (("chat/completions", {"messages": [USER]}), ("responses", {"input": TEXT})):
+            body = {"max_tokens": 3, "tools": tools, **words}
+            answer = httpx.post(f"{served.address}/v1/{path}", json=body, timeout=60)
+            assert answer.status_code == 400 and "functions with a `name`" in answer.json()["error"]["message"]
 
 
 def test_only_of_the_family():
