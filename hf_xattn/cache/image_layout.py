@@ -55,6 +55,13 @@ class ImageLayout:
         return len(self.sizes)
 
     @property
+    def counts(self) -> torch.Tensor:
+        """`(R,)` or `(1,)`, number of real images in each row."""
+        if self.image_mask is None:
+            return self.image_of_token.new_tensor([self.num_images])
+        return self.image_mask.sum(dim=-1)
+
+    @property
     def num_tokens(self) -> int:
         return self.image_of_token.shape[0]
 

@@ -49,6 +49,35 @@ def test_images_that_come_again(kind):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("rule", ["previous", "latest"])
+def test_a_cached_image_that_is_sent_again_with_its_marker(rule):
+    """Two new images, the first of them sent before: the second was shown at the marker of the first."""
+    model, ids = marked(rule), token_ids(2, 12)
+    a, b, _ = images_cases()
+    ids[:, 1] = ids[:, 5] = ids[:, 7] = MARKER
+
+    def turns(second, **given):
+        cache = model(ids[:, :4], pixel_values=a).past_key_values
+        return model(ids[:, 4 : 4 + second], past_key_values=cache, **given).logits
+
+    with pytest.raises(ValueError, match="Row 0: expected one image marker for each of 1 images without one, got 2"):
+        turns(8, pixel_values=joined(a, b))
+    with pytest.raises(ValueError, match="Row 1: expected one image marker for each of 1 images without one, got 2"):
+        other = model(ids[:, :4], pixel_values=torch.cat([pixels(1, 1, seed=9), a[1:]])).past_key_values
+        ids_now, given = ids[:, 4:].clone(), torch.cat([joined(pixels(1, 1, seed=9), b[:1]), joined(a, b)[1:]])
+        ids_now[0, 3] = 7
+        model(ids_now, past_key_values=other, pixel_values=given)
+    whole = model(ids, pixel_values=joined(a, a, b)).logits[:, 4:]
+    close(turns(8, pixel_values=joined(a, a, b)), whole)  # all images of the conversation, and then the new ones
+    close(turns(3, pixel_values=joined(a, b)), model(ids[:, :7], pixel_values=joined(a, b)).logits[:, 4:])
+    encoded = model.encode_images(pixel_values=a)  # which wait for their markers
+    close(model(ids[:, :7], past_key_values=encoded, pixel_values=joined(a, b)).logits[:, 4:], turns(3, pixel_values=b))
+    encoded = model.encode_images(pixel_values=a)
+    later = model(ids[:, :1], past_key_values=encoded).past_key_values
+    close(model(ids[:, 1:7], past_key_values=later, pixel_values=joined(a, b)).logits[:, 3:], turns(3, pixel_values=b))
+
+
+@torch.no_grad()
 def test_images_that_come_again_row_by_row():
     """Rows with different numbers of images: a new image of one row that takes the place of another row's padding."""
     model, ids = marked("previous"), token_ids(2, 9)

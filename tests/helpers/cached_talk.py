@@ -34,6 +34,7 @@ from conversations import (
     mask_inputs,
     raising,
 )
+from talk_rows import TakesAway
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 
 from hf_xattn.cache.image_cache import select_images
@@ -44,7 +45,7 @@ from hf_xattn.utils.transformers_api import has
 Slots = list[list[Image]]  # the images of each image row; all rows have as many
 
 
-class Talk:
+class Talk(TakesAway):
     """One conversation.
 
     Args:
@@ -77,6 +78,7 @@ class Talk:
         self.aligned = True  # images lie in the cache in the slots in which they were given
         self.own_masks = False  # the text rows of an image row have different padding
         self.croppable = 0
+        self.images_at = -1  # tokens in front of the last images: after a crop to these, new images are refused
         self.log = [
             f"{decoder}, image_visibility={rule!r}, {kind}, {cache_kind} cache, {image_rows} image rows x {repeats} "
             "text rows"
@@ -152,13 +154,14 @@ class Talk:
             inputs["cross_attention_mask"] = torch.tensor(tokens)
         return inputs
 
-    def place_images(self, given: Slots) -> None:
-        """Notes what the cache must hold after these images were given."""
+    def place_images(self, given: Slots, before: int = 0) -> None:
+        """Notes what the cache must hold after these images were given. `before`: tokens that they came with."""
         real = [[(image.picture, image.size) for image in images if image.real] for images in given]
         known = beside_a_cache([row.real for row in self.image_rows], real)
         assert known is not None, "this conversation gives images that must be refused"
         slots = self.num_slots
         same_slots = self.comes_again(given)
+        self.images_at = self.length - before
         for number, images in enumerate(given):
             for row in self.rows[number * self.repeats : (number + 1) * self.repeats]:
                 if same_slots:
@@ -179,7 +182,7 @@ class Talk:
         inputs = self.image_inputs(given)
         self.log.append(f"encode_images{describe(given, inputs)}, {'append' if self.cache is not None else 'new'}")
         self.cache = self.call(lambda: self.model.encode_images(past_key_values=self.cache, **inputs), faulty)
-        self.place_images(given)
+        self.place_images(given, before=1)
         if self.original is None and self.cache_kind == "encoded" and not self.length:
             if not self.stateful and self.rng.random() < 0.3:  # `select_images` knows no decoder, so makes no states
                 self._select_image_rows()
@@ -458,47 +461,3 @@ class Talk:
         """Lets windows keep what a crop may bring back, where transformers can read on without a crop."""
         if self.windowed and has("activate_past_recording"):
             cache.activate_past_recording()
-
-    # --- rows and text taken away
-
-    def crop(self, count: int) -> None:
-        self.log.append(f"crop {count}")
-        try:
-            self.cache.crop(-count)
-        except RuntimeError as error:  # transformers' word for a sliding window that has dropped text
-            raise Over from error
-        for row in self.rows:
-            row.crop(count)
-        self.pending = [[] for _ in self.rows]
-        self.croppable = 0 if self.windowed else self.croppable - count
-
-    def select(self) -> None:
-        indices = [self.rng.randrange(len(self.rows)) for _ in range(self.rng.randint(1, 3))]
-        self.log.append(f"batch_select_indices {indices}")
-        self.cache.batch_select_indices(torch.tensor(indices))
-        self._take(indices, 1)
-
-    def reorder(self) -> None:
-        """Within the text rows of an image row, as beams do."""
-        count = self.repeats
-        indices = [index // count * count + self.rng.randrange(count) for index in range(len(self.rows))]
-        self.log.append(f"reorder_cache {indices}")
-        self.cache.reorder_cache(torch.tensor(indices))
-        self._take(indices, count)
-
-    def repeat(self) -> None:
-        self.log.append("batch_repeat_interleave 2")
-        self.cache.batch_repeat_interleave(2)
-        self._take([index for index in range(len(self.rows)) for _ in range(2)], self.repeats * 2)
-
-    def reset(self) -> None:
-        self.log.append("reset")
-        self.cache.reset()
-        self.rows = [Row(self.rule) for _ in self.image_rows]
-        self.pending = [[] for _ in self.rows]
-        self.repeats, self.aligned, self.own_masks, self.croppable = 1, True, False, 0
-
-    def _take(self, indices: list[int], repeats: int) -> None:
-        self.rows = [self.rows[index].copy() for index in indices]
-        self.pending = [list(self.pending[index]) for index in indices]
-        self.repeats = repeats

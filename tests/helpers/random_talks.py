@@ -194,7 +194,7 @@ def draw_given(talk: Talk, plan: Plan, padding: str) -> tuple[Slots | None, list
             return None, nothing
         given = talk.draw_images(rng.randint(1, 3), padding, hidden=hidden)
         return given, [sum(image.real for image in images) for images in given]
-    if talk.own_masks or talk.num_slots > 5 or rng.random() < 0.25:
+    if talk.own_masks or talk.num_slots > 5 or rng.random() < 0.25 or talk.length <= talk.images_at:
         return None, nothing
     there = cached(talk)
     if talk.kind == "states3":
