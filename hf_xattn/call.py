@@ -426,7 +426,7 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
         or is_fake(markers)
     ):
         return
-    of_images, real = _counts_of(call.images), call.images.real_images
+    of_images, real = call.images.counts, call.images.real_images
     total = rows_to(of_images, call.rows) if rows is None else rows.counts_of_text(of_images)
     total, found = total.to(markers.device), markers.sum(dim=-1)
     if call.samples is not None:
@@ -451,13 +451,6 @@ def _check_markers_of_images(config: XAttnConfig, call: Call, markers: torch.Ten
         )
 
 
-def _counts_of(given: ImageInputs) -> torch.Tensor:
-    """`(R,)`, the number of real images in each row of a call's images."""
-    images, real = given.images, given.real_images
-    assert images is not None
-    return images.new_full(images.shape[:1], images.shape[1], dtype=torch.long) if real is None else real.sum(-1)
-
-
 def _check_markers_of_known_images(
     call: Call, markers: torch.Tensor, layout: ImageLayout, new: ImageLayout, progress: TextProgress
 ) -> None:
@@ -472,7 +465,7 @@ def _check_markers_of_known_images(
     if call.starts or not isinstance(call.images, ImageInputs) or torch.compiler.is_compiling() or is_fake(markers):
         return
     given, total, fresh = (
-        rows_to(each.to(markers.device), call.rows) for each in (_counts_of(call.images), layout.counts, new.counts)
+        rows_to(each.to(markers.device), call.rows) for each in (call.images.counts, layout.counts, new.counts)
     )
     waiting = total if progress.counts is None else total - progress.counts.rows_to(call.rows).state[:, 0]
     wrong = (markers.sum(dim=-1) == given) & (waiting != given) & (fresh > 0) & (fresh != given)

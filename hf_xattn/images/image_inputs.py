@@ -180,6 +180,13 @@ class ImageInputs:
             return self.tiles.aspect_ratio_ids > 0
         return self.image_mask
 
+    @property
+    def counts(self) -> torch.Tensor:
+        """`(R,)`, the number of real images in each row of a call with images."""
+        images, real = self.images, self.real_images
+        assert images is not None
+        return images.new_full(images.shape[:1], images.shape[1], dtype=torch.long) if real is None else real.sum(-1)
+
     def check_device(self, device: torch.device, place: str) -> None:
         """Raises a `ValueError` if images or masks are on another device than `place`, the text or the images."""
         for name, value in (
