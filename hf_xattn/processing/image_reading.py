@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
 OVERSHOOT = 2.0  # values from 0 to 1 may go a little above 1, as resizing leaves them
+# Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
 OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
 KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64, paths or the bytes of files"
 

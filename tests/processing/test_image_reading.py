@@ -140,6 +140,50 @@ def test_photographs_stand_upright(processor, tmp_path, orientation):
     assert torch.equal(processor(images=lying)["pixel_values"], processor(images=upright)["pixel_values"])
 
 
+def test_opacity_of_arrays(processor):
+    """Colours up to 255 with an opacity of 0 or 1, which is read as almost transparent; RGBA that goes a little above
+    1, as resizing leaves it, which is read as up to 255.
+    """
+    rgba = np.full((24, 40, 4), 90.0)
+    rgba[..., 3] = 1
+    with pytest.raises(ValueError, match="opacity .* in 0..255, as its colours, got values up to 1"):
+        processor(images=rgba)
+    unit = torch.rand(4, 24, 40, generator=torch.Generator().manual_seed(0))
+    unit[3] = 1
+    made = read_image(unit, rescale=False)
+    assert torch.allclose(made, unit[:3])
+    unit[:, 0, 0] = 1.04
+    assert torch.allclose(read_image(unit, rescale=False)[:, 1:], unit[:3, 1:])
+
+
+def test_pixels_as_they_are_stand_upright(processor):
+    """`do_convert_rgb=False`, with which a photograph stays on its side."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying = Image.open(io.BytesIO(as_file(picture(), exif=exif)))
+    made = processor(images=lying, do_convert_rgb=False)["pixel_values"]
+    upright = picture().transpose(Image.Transpose.ROTATE_270)
+    assert torch.equal(made, processor(images=upright, do_convert_rgb=False)["pixel_values"])
+
+
+def test_a_transparent_value_of_16_bits():
+    """A value that the file names as transparent, drawn in its grey."""
+    values = np.full((24, 40), 30_000, dtype=np.uint16)
+    values[:, :20] = 10_000
+    image = Image.open(io.BytesIO(as_file(Image.fromarray(values), transparency=10_000)))
+    assert image.mode == "I;16" and image.info["transparency"] == 10_000
+    read = read_image(image)
+    assert read.getpixel((0, 0)) == (255, 255, 255) and read.getpixel((39, 0)) == (30_000 // 257,) * 3
+
+
+def test_data_url_with_percent_signs(processor):
+    """`+`, `/` and `=` as a browser writes them into an address."""
+    encoded = base64.b64encode(as_file(picture())).decode()
+    address = "data:image/png;base64," + encoded.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D")
+    assert "%2B" in address and "%2F" in address
+    assert torch.equal(processor(images=address)["pixel_values"], processor(images=picture())["pixel_values"])
+
+
 def test_base64_longer_than_a_file_name(processor):
     """Base64 that is taken for a path, for which the system has no room."""
     image = Image.new("RGB", (24, 40), (10, 20, 30))
