@@ -25,6 +25,8 @@ NUMBERS = {
 }
 ARTICLES = ("a", "an", "the")
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+# What VQA leaves in a word: Markdown's emphasis, marks of one character, a colon that is not between two digits.
+MARKS = re.compile(r"[*…“”«»]|(?<!\d):|:(?!\d)")
 # Of a normal distribution: 95 % of it lie between its negative and it.
 QUANTILE = 1.959964
 
@@ -84,7 +86,7 @@ class Share:
 class Scores(NamedTuple):
     exact: Share  # the same characters, but for white space around them
     normalised: Share  # the same by [`normalised`], or by another form
-    contained: Share  # the same, or the words of that form stand in the answer, as `paris` in `it is paris`
+    contained: Share  # the same, or the words of that form stand in the answer, as `paris` in `it is **paris**`
 
     @classmethod
     def of(cls, said: Sequence[str], expected: Sequence[str], form: Callable[[str], str] | None = None) -> Scores:
@@ -97,7 +99,7 @@ class Scores(NamedTuple):
         formed = [(form(one), form(other)) for one, other in pairs]
         contained = [contains(*each) for each in formed]
         if form is normalised:
-            contained = [found or _contains_article(*each) for found, each in zip(contained, pairs)]
+            contained = [found or _contains_words(*each) for found, each in zip(contained, pairs)]
         return cls(
             Share(sum(one.strip() == other.strip() for one, other in pairs), len(pairs)),
             Share(sum(one == other for one, other in formed), len(pairs)),
@@ -113,8 +115,12 @@ def contains(said: str, expected: str) -> bool:
     return said == expected or (bool(expected) and f" {expected} " in f" {said} ")
 
 
-def _contains_article(said: str, expected: str) -> bool:
-    """The same for an answer of articles alone: the choice "A" stands in "it is A", and not in "it is a cat"."""
+def _contains_words(said: str, expected: str) -> bool:
+    """The same for answers as they were given: without [`MARKS`], and for the choice "A", which stands in "it is A"."""
+    said, expected = (MARKS.sub(" ", each.replace("’", "'")) for each in (said, expected))
     words = _words(expected)
-    articles = bool(words) and all(word.lower() in ARTICLES for word in words)
-    return articles and contains(" ".join(_words(said)), " ".join(words))
+    if not words:
+        return False
+    if all(word.lower() in ARTICLES for word in words):
+        return contains(" ".join(_words(said)), " ".join(words))
+    return contains(normalised(said), normalised(expected))

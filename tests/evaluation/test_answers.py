@@ -58,6 +58,16 @@ def test_scores():
         Scores.of(["a"], ["a", "b"])
 
 
+def test_marks_around_the_words():
+    """A right answer that is missed for the Markdown, the colon or the quotes that a chat model writes around it."""
+    said = ["It is **Paris**.", "Paris: the capital", "It is “Paris”…", "*Paris*", "**Par**is", "Comparison: none"]
+    assert [Scores.of([each], ["Paris"]).contained.count for each in said] == [1, 1, 1, 1, 0, 0]
+    others = {("**Three** dogs", "3"): 1, ("at 3:45", "3:45"): 1, ("at 3:45", "3"): 0, ("it is **A**", "A"): 1}
+    others |= {("I don’t know", "I don't know"): 1, (":", "*"): 0, ("*", "*"): 1}
+    assert {pair: Scores.of([pair[0]], [pair[1]]).contained.count for pair in others} == others
+    assert Scores.of(["**Paris**"], ["Paris"]).normalised.count == 0  # as VQA compares
+
+
 @pytest.mark.parametrize("choice", ["A", "B"])
 def test_choices_are_scored_alike(choice):
     """The choice "A" taken for an article: equal to no answer at all, and found in none."""
