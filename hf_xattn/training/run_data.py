@@ -65,22 +65,15 @@ class RunData:
         ]
 
     def check(self, collate: Collate, with_pixels: Collate) -> None:
-        """Checks all rows, or, of streamed ones, whether one of some has a picture. Leaves out those that are bad.
+        """Checks all rows, or, of streamed ones, those to evaluate on and whether one of some has a picture. Leaves out
+        those that are bad.
 
         Raises:
             ValueError: for rows that cannot be trained on. The message lists them, in all sources.
         """
-        if not self.streams:
-            trained = self._as_trained(collate)
-            found = [
-                find_problems(rows, trained if rows is self.rows else collate, with_pixels) for rows in self._sources()
-            ]
-            self.longest = max(longest for _, longest in found)
-            if self.options.bad_rows == SKIP:
-                self._leave_out([problems for problems, _ in found])
-            elif any(problems for problems, _ in found):
-                told = [list_problems(rows, problems) for rows, (problems, _) in zip(self._sources(), found)]
-                raise ValueError("\n".join(filter(None, told)))
+        if self.streams and self.options.eval_share is not None:
+            self._hold_out(self.options.eval_share)
+        self._check_rows(collate, with_pixels)
         if not self.options.train_text and not any(self._has_picture(index) for index in self._probed(self.rows)):
             few = f"{PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
             raise ValueError(
@@ -88,7 +81,7 @@ class RunData:
                 "pictures alone, and the text model is frozen. Add pictures, or train the text model with "
                 "`--train-text`."
             )
-        if self.options.eval_share is not None:
+        if not self.streams and self.options.eval_share is not None:
             self._hold_out(self.options.eval_share)
         if self.options.distill_text is not None and not any(self._is_text(index) for index in self._probed(self.rows)):
             few = f"{PROBED} rows of " if self.streams and len(self.rows) > PROBED else ""
@@ -186,17 +179,35 @@ class RunData:
             return collate
         return lambda rows: distilling(rows, [None if picture_parts(row) else some for row in rows])
 
-    def _leave_out(self, found: list[list[Problem]]) -> None:
-        bad = sum(len({problem.row for problem in problems}) for problems in found)
+    def _check_rows(self, collate: Collate, with_pixels: Collate) -> None:
+        trained, longest = collate if self.streams else self._as_trained(collate), 0
+        for rows in self._sources():
+            # An evaluation reads all its rows anyway. One that skips some by the way would read others twice.
+            if self.streams and (rows is self.rows or len(rows) > STREAM_ROWS):
+                continue
+            problems, tokens = find_problems(rows, trained if rows is self.rows else collate, with_pixels)
+            self._found.append((rows, problems))
+            longest = max(longest, tokens)
+        self.longest = None if self.streams else longest
+        if self.options.bad_rows == SKIP:
+            self._leave_out()
+        elif any(problems for _, problems in self._found):
+            raise ValueError("\n".join(list_problems(rows, problems) for rows, problems in self._found if problems))
+
+    def _leave_out(self) -> None:
+        bad = sum(len({problem.row for problem in problems}) for _, problems in self._found)
         if bad > self.options.bad_rows_limit * self.total:
-            told = [list_problems(rows, problems) for rows, problems in zip(self._sources(), found) if problems]
+            told = [list_problems(rows, problems) for rows, problems in self._found if problems]
             raise ValueError(
                 f"Expected at most {self.options.bad_rows_limit:.2%} of {self.total} rows to be bad "
                 f"(`--bad-rows-limit`), got {bad}.\n" + "\n".join(told)
             )
-        self._found = list(zip(self._sources(), found))
-        left = [rows.split([problem.row for problem in problems])[0] for rows, problems in self._found]
-        self.rows, self.others = left[0], left[1] if len(left) > 1 else None
+        for rows, problems in self._found:
+            left, _ = rows.split([problem.row for problem in problems])
+            if rows is self.rows:
+                self.rows = left
+            else:
+                self.others = left
 
     def write_bad_rows(self) -> None:
         """Names the rows that [`check`] has left out in the folder of the run."""

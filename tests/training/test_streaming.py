@@ -166,6 +166,27 @@ def test_held_out_rows_of_a_stream(model, sources, tmp_path, capsys):
     assert status == 0 and "18 examples to train on, 6 to evaluate on" in out and "evaluation loss" in out, error
 
 
+def test_bad_rows_of_an_evaluation(model, tmp_path, capsys):
+    """A row that counts twice in the evaluation loss, in place of a bad one; a run that ends at its first evaluation,
+    after the training.
+    """
+    data = write_examples(tmp_path / "data", lines(8, {}))
+    another = {2: {"file_name": "red.png", "question": "how many ?", "answer": "There are 7 of them."}}
+    others = write_examples(tmp_path / "others", lines(4, another | {1: BROKEN[3]}))
+    good = write_examples(tmp_path / "good", [each for index, each in enumerate(lines(4, another)) if index != 1])
+    options = ["--data", data, "--stream", "--steps", "2", "--batch-size", "1", *FAST[:4]]
+    losses = []
+    for name, folder, more in (("good", good, []), ("skip", others, ["--bad-rows", "skip", "--bad-rows-limit", "0.2"])):
+        output = tmp_path / f"out_{name}"
+        status, out, error = run_training(capsys, model, *options, *more, "--eval-data", folder, "--output", output)
+        assert status == 0, error
+        losses.append(re.search(r"evaluation loss (\S+)", out)[1])
+    assert losses[0] == losses[1] and "1 bad row(s) were left out" in out
+    assert len((output / BAD_ROWS_FILE).read_text().splitlines()) == 1
+    status, out, error = run_training(capsys, model, *options, "--eval-data", others, "--output", tmp_path / "stop")
+    assert status == 2 and "line 2: " in error and "does not exist" in error and not (tmp_path / "stop").exists()
+
+
 def test_what_the_log_says(model, tmp_path, capsys):
     """A run that waits for its data, and nobody sees it; an epoch that is counted wrongly."""
     data = write_examples(tmp_path / "data", CAPTIONS)
