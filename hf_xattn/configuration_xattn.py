@@ -19,7 +19,7 @@ from .utils.config_checks import (
     check_choice,
     check_count,
     check_dict,
-    check_feature_layer,
+    check_features,
     check_layers,
     check_names,
     check_not_negative,
@@ -407,7 +407,7 @@ class XAttnConfig(CheckedConfig):
         if _is_left_out(self.cross_attention_layers):
             self.cross_attention_layers = every_nth_layer(4, num_layers)
         self.cross_attention_layers = check_layers(self.cross_attention_layers, num_layers)
-        check_feature_layer(self.vision_feature_layer, self.vision_config)
+        check_features(self.vision_feature_layer, self.vision_feature_select_strategy, self.vision_config)
         width = text_hidden_size(self.text_config)
         if self.cross_attention_config.hidden_size != width:
             raise ValueError(

@@ -33,6 +33,7 @@ from .layers.image_rows import refuse_to_cache
 from .learning.stand_in import run_beside
 from .utils.distributed import fsdp_forward
 from .utils.keywords import suggestion
+from .utils.tensor_checks import type_name
 from .utils.transformers_api import has, needs
 
 
@@ -174,12 +175,18 @@ class XAttnGenerationMixin:
         transformers' outputs with `cross_attentions`, which `output_attentions=True` fills.
 
         Raises:
-            TypeError: for text or an `attention_mask` that is no tensor, or text of a wrong dtype.
-            ValueError: for text of a wrong rank, if the text has image markers but there are no images, if the numbers
-                of markers and images differ (with `image_visibility` other than `"all"`), or if batches or lengths of
-                text, images, masks and cache do not fit together.
+            TypeError: for text or an `attention_mask` that is no tensor, text of a wrong dtype, or `image_inputs`.
+            ValueError: for images without text, `token_healing` beside images, text of a wrong rank, if the text has
+                image markers but there are no images, if the numbers of markers and images differ (with
+                `image_visibility` other than `"all"`), or if batches or lengths of text, images, masks and cache do
+                not fit together.
         """
+        given = kwargs.pop(IMAGES, None)
         images = ImageInputs.take_from(self.config, kwargs)
+        if isinstance(given, _ImagesOfGenerate) and images.is_empty:  # from the code of a `custom_generate`
+            images = given.inputs
+        elif given is not None:
+            raise TypeError(f"Expected no `image_inputs` in `generate`, got {type_name(given)}. Pass `pixel_values`.")
         if images.image_rows is not None:
             refuse_to_cache("`generate`")
         cache = kwargs.get("past_key_values")
@@ -193,6 +200,7 @@ class XAttnGenerationMixin:
         input_ids = inputs if inputs is not None else kwargs.get("input_ids")
         text = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         attentions = StepAttentions(1)
+        self._check_text(text, images, cache, kwargs)
         if text is not None:
             if input_ids is None:
                 check_embeds(text, self.model.text_model.get_input_embeddings())
@@ -219,6 +227,22 @@ class XAttnGenerationMixin:
         finally:
             if isinstance(cache, XAttnCache):  # where it fails, a mask must not wait for another text
                 cache.progress = cache.progress.with_coming(None)
+
+    def _check_text(self, text: Any, images: ImageInputs, cache: Any, kwargs: dict[str, Any]) -> None:
+        """Raises where transformers would answer, or change the text, without the images."""
+        if text is None and not images.is_empty:
+            raise ValueError(
+                "Expected `input_ids` or `inputs_embeds` beside images, got neither. Pass the text that the answer "
+                "follows: at least one token for each row, such as the BOS token."
+            )
+        config = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
+        heals = kwargs.get("token_healing", getattr(config, "token_healing", False))
+        cached = isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows
+        if heals and (cached or not images.is_empty):
+            raise ValueError(
+                f"Expected `token_healing=False` beside images, got {heals!r}: it asks for the last token of the text "
+                "anew, without the images."
+            )
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """transformers' own, which refuses unknown arguments. The error tells the name that is meant."""

@@ -27,7 +27,7 @@ from .configuration_xattn import XAttnConfig
 from .decoders.decoder import DecoderInterface, find_decoder, headless
 from .decoders.insertion import check_insertable, insert_blocks
 from .decoders.quantization import adopt_quantizer, share_quantizer
-from .decoders.text_inputs import check_labels, check_text, name_wrong_positions
+from .decoders.text_inputs import check_labels, check_side_by_side, check_text, name_wrong_positions
 from .decoders.vocabulary import extend_vocabulary
 from .generation_xattn import XAttnGenerationMixin, XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .images.connector import XAttnConnector, new_connector
@@ -432,6 +432,8 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
         )
         text_model = self.model.text_model
         targets, own_loss = None, False
+        if labels is not None and kwargs.get("shift_labels") is None:
+            check_side_by_side(logits_to_keep)
         for name, given in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
             if given is not None:
                 ignored = kwargs.get("ignore_index", IGNORED)

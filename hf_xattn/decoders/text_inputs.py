@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import BlockMask
 
-from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, is_fake
+from ..utils.tensor_checks import INTEGERS, check_floating, check_integers, check_tensor, has_values, is_fake
 from .vocabulary import vocabulary_size
 
 
@@ -191,6 +191,16 @@ def check_labels(
             f"that has no label takes {ignored}."
         )
     check_in_vocabulary(name, labels, find_embedding(), ignored)
+
+
+def check_side_by_side(logits_to_keep: Any) -> None:
+    """Raises a `ValueError` for kept positions with gaps: `labels` train each on the label of the next one."""
+    if isinstance(logits_to_keep, torch.Tensor) and has_values(logits_to_keep):
+        if bool((logits_to_keep.diff() != 1).any()):
+            raise ValueError(
+                "Expected `logits_to_keep` with `labels` to be positions side by side, as each is trained on the label "
+                f"of the next one, got {logits_to_keep.tolist()}. Pass the next tokens as `shift_labels`."
+            )
 
 
 def name_wrong_positions(

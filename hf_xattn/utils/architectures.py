@@ -17,6 +17,8 @@ from .transformers_api import OLDEST, is_before, needs
 
 # Vision towers that read an image as tiles, with aspect ratios. The width of their output is `vision_output_dim`.
 TILED_VISION_TYPES = ("mllama_vision_model",)
+# Vision towers whose first token is a patch of the picture.
+WITHOUT_CLASS_TOKEN = ("ijepa", "siglip_vision_model", "siglip2_vision_model")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from .architectures import layers_width
+from .architectures import TILED_VISION_TYPES, WITHOUT_CLASS_TOKEN, layers_width
 from .checkpoint_files import Stored, short
 from .keywords import suggestion
 from .parts import names_come_later
@@ -261,8 +261,9 @@ def check_sub_config(field: str, value: Any) -> None:
         raise ValueError(f"`{field}` must be a configuration, a dict of its fields or None, got {value!r}.")
 
 
-def check_feature_layer(layers: Any, vision_config: Any) -> None:
-    """Raises a `ValueError` for layers of a vision tower whose features cannot be read."""
+def check_features(layers: Any, strategy: str, vision_config: Any) -> None:
+    """Raises a `ValueError` for features of a vision tower that cannot be read: of layers, or without a class token."""
+    _check_drops_class_token(strategy, vision_config)
     if layers is None:
         return
     given = layers if isinstance(layers, (list, tuple)) else [layers]
@@ -280,6 +281,23 @@ def check_feature_layer(layers: Any, vision_config: Any) -> None:
         raise ValueError(
             f"`vision_feature_layer` must be from {-count - 1} to {count}, because the vision tower has {count} layers "
             f"and its embeddings are 0, got {layers!r}."
+        )
+
+
+def _check_drops_class_token(strategy: str, vision_config: Any) -> None:
+    """Raises a `ValueError` if the strategy "default" would do nothing. Warns if it drops a patch of the picture."""
+    if strategy == "full":
+        return
+    kind = None if vision_config is None else vision_config.model_type
+    if kind is None or kind in TILED_VISION_TYPES:
+        raise ValueError(
+            f'Expected `vision_feature_select_strategy="full"` with {"no vision tower" if kind is None else kind}, '
+            f"whose tokens are all read, got {strategy!r}."
+        )
+    if kind in WITHOUT_CLASS_TOKEN:
+        logger.warning_once(
+            f"`vision_feature_select_strategy={strategy!r}` drops the first token of an image, which is a patch of the "
+            f'picture with {kind}: this tower has no class token. Pass "full" to read all patches.'
         )
 
 
