@@ -42,6 +42,7 @@ from .learning.frozen import give_gradient, keep_frozen_in_eval
 from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
+from .utils.transformers_api import name_causal_lm
 
 
 class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
@@ -326,6 +327,10 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
     model: XAttnModel
     # Who asks the class must not roll text back, as with some decoders. Each model has its decoder's own value.
     _is_stateful = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name_causal_lm(cls.__name__)  # a user's class, or the one that FSDP2 derives
 
     def __init__(
         self,

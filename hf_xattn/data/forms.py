@@ -7,14 +7,13 @@ the row, so that a picture in a column of another name is refused later.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..processing.chat_messages import IMAGES
 from ..utils.keywords import suggestion
-from .rows import IMAGE_SOURCES, read_row
+from .rows import IMAGE_SOURCES, TRAINED, read_row
 from .tar_shards import OWN_PICTURES, endings
 
 
@@ -38,7 +37,6 @@ SPEAKERS = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
     "system": "system",
 }
-MARKER = re.compile(r"\s*<image>\s*")  # the place of a picture in a text, with the space around it
 Messages = list[dict[str, Any]]
 
 
@@ -65,7 +63,6 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
     others = {name: value for name, value in example.items() if name not in (*form, *PICTURES, SYSTEM, OWN_PICTURES)}
     if form[0] in ("text", "caption") and not pictures:
         raise ValueError("a caption needs the field 'file_name' or 'image'")
-    made = {name: _with_markers(messages) if pictures else messages for name, messages in made.items()}
     read = read_row({**others, **made, **({"images": pictures} if pictures else {})})
     messages = [_with_files(message, folder) for message in read.messages]
     for message in messages:
@@ -185,7 +182,8 @@ def _conversations(example: Mapping[str, Any], _: str) -> dict[str, Messages]:
                 f"expected turn {index} of `conversations` to have `from`, one of {list(SPEAKERS)}, and a text as "
                 f"`value`, got {dict(turn)!r:.200}"
             )
-        messages.append({"role": SPEAKERS[speaker], "content": text})
+        marks = {name: turn[name] for name in TRAINED if name in turn}
+        messages.append({"role": SPEAKERS[speaker], "content": text, **marks})
     return {"messages": messages}
 
 
@@ -208,25 +206,6 @@ _MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]]
     "conversations": _conversations,
     "texts": _texts,
 }
-
-
-def _with_markers(messages: Any) -> Any:
-    """Puts a part for a picture where a text that is no answer says `<image>`."""
-    if not isinstance(messages, list) or any(
-        isinstance(message, Mapping) and isinstance(message.get("content"), list) for message in messages
-    ):
-        return messages  # parts say where the pictures are
-    return [_with_marked_parts(message) for message in messages]
-
-
-def _with_marked_parts(message: Any) -> Any:
-    text = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(text, str) or message.get("role") == "assistant" or not MARKER.search(text):
-        return message
-    parts: list[dict[str, Any]] = []
-    for index, piece in enumerate(MARKER.split(text)):
-        parts += [{"type": "image"}] * (index > 0) + [{"type": "text", "text": piece}] * bool(piece)
-    return {**message, "content": parts}
 
 
 def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import io
 import mimetypes
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +23,12 @@ from ..utils.tensor_checks import type_name
 # Keys under which a part may hold its image. The processor loads the image.
 IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
-# Columns that would change the prompt. They are not supported, so a row with one of them is refused.
-NOT_READ = ("tools", "chat_template_kwargs")
-COLUMNS = ("messages", "prompt", "completion", "images", "image", "tools", "chat_template_kwargs")
+# Columns of what the model would see elsewhere. They are not supported, so a row with one of them is refused.
+NOT_READ = ("tools", "functions", "chat_template_kwargs", "videos")
+COLUMNS = ("messages", "prompt", "completion", "images", "image", *NOT_READ)
+# Keys of an assistant message that say whether it is trained on: OpenAI's, with 0 or 1, and those of other trainers.
+TRAINED = ("weight", "train", "loss")
+MARKER = re.compile(r"\s*<image>\s*")  # the place of a picture in a text, with the space around it
 # Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ROLES_ELSEWHERE = {**dict.fromkeys(("model", "gpt", "bot", "chatbot"), "assistant"), "human": "user"}
@@ -52,7 +56,7 @@ def read_row(row: Any) -> Conversation:
     for name in NOT_READ:
         if given.get(name):
             raise ValueError(
-                f"Expected a row without the column `{name}`, which would change the prompt and is not supported. "
+                f"Expected a row without the column `{name}`, which is not supported: the model would not see it. "
                 "Remove the column."
             )
     messages, first = _messages(given, row)
@@ -63,8 +67,13 @@ def read_row(row: Any) -> Conversation:
                 "`images`? Rename or remove it."
             )
     messages = _with_images(messages, _images(given))
-    answers = (index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first)
-    return Conversation(messages, tuple(answers))
+    said = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first]
+    return Conversation(messages, tuple(index for index in said if is_trained(messages[index])))
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether no key of a message says that it is not trained on."""
+    return all(message.get(name, True) for name in TRAINED)
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -192,6 +201,7 @@ def _decoded(image: Any) -> Any:
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
     """Returns messages with the images of a column in their parts, or before the first user message (as TRL does)."""
+    messages = _with_markers(messages) if images else messages
     parts = [part for message in messages for part in _parts(message)]
     if images and not any(part.get("type") in IMAGES for part in parts):
         return in_front(messages, [{"type": "image", "image": image} for image in images])
@@ -207,6 +217,23 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
             message = {**message, "content": parts}
         filled.append(message)
     return filled
+
+
+def _with_markers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Puts a part for a picture where a text that is no answer says `<image>`, if no part says where pictures are."""
+    if any(_parts(message) for message in messages):
+        return messages
+    return [_with_marked_parts(message) for message in messages]
+
+
+def _with_marked_parts(message: dict[str, Any]) -> dict[str, Any]:
+    text = message.get("content", "")
+    if message["role"] == ASSISTANT or not MARKER.search(text):
+        return message
+    parts: list[dict[str, Any]] = []
+    for index, piece in enumerate(MARKER.split(text)):
+        parts += [{"type": "image"}] * (index > 0) + [{"type": "text", "text": piece}] * bool(piece)
+    return {**message, "content": parts}
 
 
 def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -225,6 +252,11 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
         meant = ROLES_ELSEWHERE.get(role.lower())
         hint = f" Did you mean `{meant}`?" if meant else suggestion(role.lower(), ROLES)
         raise ValueError(f"Expected the `role` of {where} to be one of {ROLES}, got {role!r}.{hint}")
+    for name in TRAINED:
+        if (value := message.get(name)) is not None and (role != ASSISTANT and not value or value not in (0, 1)):
+            raise ValueError(
+                f"Expected `{name}` of {where} to be 0 or 1, and 0 in an assistant message only, got {value!r}."
+            )
     for name, value in message.items():
         if name not in ("role", "content") and _looks_like_images(name, value):
             raise ValueError(

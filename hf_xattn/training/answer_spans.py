@@ -45,11 +45,12 @@ def find_answers(
         raise ValueError("The conversation has no assistant message to train on.")
     for index in answers:
         message = messages[index]
-        if message.get("tool_calls"):
-            raise ValueError(
-                f"Message {index} has `tool_calls`, which are not part of the text of an answer. Train with "
-                "`train_on='all'`, or remove the calls."
-            )
+        for name in ("tool_calls", "function_call"):
+            if message.get(name):
+                raise ValueError(
+                    f"Message {index} has `{name}`, which are not part of the text of an answer. Train with "
+                    "`train_on='all'`, or remove the calls."
+                )
         if not text_of(message).strip():
             raise ValueError(f"Message {index}, an assistant message, is empty: there is nothing to learn from it.")
     text = render(messages)
@@ -143,8 +144,9 @@ def _behind_the_prompt(render: Render, messages: Messages, index: int, text: str
             )
         return start
     begin = len(commonprefix([text, prompt]))
-    between = text[begin:start].strip() and prompt != render(before)  # without a prompt it is the turn's header
-    return begin if between else start
+    if not text[begin:start].strip():  # white space behind the prompt, which the model must write too
+        return min(begin, start) if begin == len(prompt) else start
+    return start if prompt == render(before) else begin  # without a prompt it is the turn's header
 
 
 def _short(text: str, length: int = 60) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..data.rows import Conversation, read_row, text_of
+from ..data.rows import Conversation, is_trained, read_row, text_of
 from ..layers.image_rows import NO_IMAGE
 from ..learning.loss import IGNORED
 from ..processing_xattn import XAttnProcessor
@@ -35,8 +35,10 @@ class XAttnDataCollator:
     `Trainer` needs `remove_unused_columns=False`. A row is a dict with `messages`, or with TRL's `prompt` and
     `completion`: lists of chat messages, with images in their parts (`{"type": "image", "image": ...}`, or `path`,
     `url`, `base64`) or in a column `images`. Image parts without an image take those of the column, in order. If no
-    message has an image part, the images come in front of the first user message. Columns `tools` and
-    `chat_template_kwargs` are refused, and columns that hold images or resemble the name `images`; others are ignored.
+    message has an image part, the images come in front of the first user message. Columns `tools`,
+    `functions`, `videos` and `chat_template_kwargs` are refused, and columns that hold images or resemble the name
+    `images`; others are ignored. A text `<image>` of a user is the place of an image of the column, if no message has
+    an image part.
 
     Each answer is found in the text that the chat template renders: all behind the generation prompt, with reasoning or
     its tags if the template writes them, and with the token that ends the turn, so that the model learns to stop. Its
@@ -47,11 +49,13 @@ class XAttnDataCollator:
         processor ([`XAttnProcessor`]): its chat template renders the rows. If its tokenizer has no padding token,
             `eos_token` becomes the padding token.
         train_on (`str`, defaults to `"answers"`): `"answers"`: all assistant messages, or those of the completion in a
-            row with `prompt` and `completion`. `"all"`: the whole text.
+            row with `prompt` and `completion`, but for those with a `weight` of 0 (or `train`, `loss`). `"all"`: the
+            whole text.
         max_length (`int`, *optional*): longer rows are cut at the tokenizer's `truncation_side`. A row that loses all
             its answers or an image marker raises an error. The `max_length` of TRL's `SFTConfig` does not reach a
             collator.
-        padding_side (`str`, *optional*): `"left"` or `"right"`. Default: the tokenizer's.
+        padding_side (`str`, *optional*): `"left"` or `"right"`, the default, also if the tokenizer pads at the left for
+            `generate`: a decoder with absolute positions (GPT-2, BERT) counts padding at the left as text.
         pad_to_multiple_of (`int`, *optional*): lengths are rounded up to a multiple of this number.
         share_images (`bool`): rows with the same images, in the same order, share one copy of them, and rows without an
             image have none. The batch says so in `image_rows`. Vision tower and K/V projections then run once for all
@@ -169,8 +173,10 @@ class XAttnDataCollator:
             messages, answers, special = conversation.messages, conversation.answers, self._special_tokens()
             text, spans = find_answers(self._render, messages, answers, special, processor.image_token)
             labels = self._labels_of(text, spans, ids, offsets)
-        else:
+        elif all(map(is_trained, conversation.messages)):
             labels = ids.clone()
+        else:
+            raise ValueError("Expected messages without a `weight` of 0 for `train_on='all'`, got one.")
         if processor.image_token_id is not None:
             labels = labels.masked_fill(ids == processor.image_token_id, IGNORED)
         if self.max_length is not None and len(ids) > self.max_length:
@@ -252,7 +258,7 @@ class XAttnDataCollator:
         ids = torch.full((len(rows), length), tokenizer.pad_token_id)
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
         for index, row in enumerate(rows):
-            left = (self.padding_side or tokenizer.padding_side) == "left"
+            left = self.padding_side == "left"
             place = slice(length - len(row.ids), None) if left else slice(len(row.ids))
             ids[index, place], mask[index, place], labels[index, place] = row.ids, 1, row.labels
             if left:  # the token before the first one is padding

@@ -11,7 +11,7 @@ from typing import Any
 from ..data.forms import CAPTION_PROMPT
 from ..data.loading import Rows, load_rows, load_rows_once
 from ..data.order import Shuffled
-from ..data.pictures import picture_parts
+from ..data.pictures import digest_of, picture_of, picture_parts
 from .bad_rows import (
     SKIP,
     BadRowsFile,
@@ -140,6 +140,8 @@ class RunData:
         held_out = 0 if self.others is None else len(self.others)
         told = "read as they come" if self.longest is None else f"at most {self.longest} tokens each"
         say(f"{len(self.rows)} examples to train on, {held_out} to evaluate on, {told}")
+        if not self.streams and (known := self._with_known_pictures()):
+            say(f"{known} of the examples to evaluate on show pictures that are trained on, too")
         if self.epoch_rows != len(self.rows):
             weights = ", ".join(f"{source.name} {source.weight:g}" for source in self.rows.sources)
             say(f"{self.epoch_rows} examples in an epoch, by weights: {weights}")
@@ -160,10 +162,21 @@ class RunData:
     def _is_text(self, index: int) -> bool:
         return self._pictures_of(index) == []
 
-    def _pictures_of(self, index: int) -> list[dict[str, Any]] | None:
-        """The parts of a row that are pictures; None for a row that is broken."""
+    def _with_known_pictures(self) -> int:
+        """How many rows to evaluate on show a picture of a row to train on, by the path or the bytes of its file."""
+        if self.others is None:
+            return 0
+        trained, others = (
+            [{_name_of(part) for part in self._pictures_of(index, rows) or []} for index in range(len(rows))]
+            for rows in (self.rows, self.others)
+        )
+        known = set[str]().union(*trained)
+        return sum(not known.isdisjoint(pictures) for pictures in others)
+
+    def _pictures_of(self, index: int, rows: Rows | None = None) -> list[dict[str, Any]] | None:
+        """The parts of a row, by default of those to train on, that are pictures; None for a row that is broken."""
         try:
-            return picture_parts(self.rows.read(index))
+            return picture_parts((self.rows if rows is None else rows).read(index))
         except (TypeError, ValueError):
             return None
 
@@ -224,3 +237,8 @@ class RunData:
             raise ValueError(f"`--eval-share` needs two examples or more, got {total}.")
         count = min(max(1, round(total * share)), total - 1)
         self.rows, self.others = self.rows.split(random.Random(self.options.seed).sample(range(total), count))
+
+
+def _name_of(part: dict[str, Any]) -> str:
+    picture = picture_of(part)
+    return digest_of(picture) if isinstance(picture, bytes) else str(picture)

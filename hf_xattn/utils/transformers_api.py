@@ -13,6 +13,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # without what `REPAIRED` says of it
 
 
@@ -214,3 +215,8 @@ except ImportError:
 
 
 __all__ = ["ALL_PARALLEL_STYLES", "AutoImageProcessor", "DummyLayer", "SubConfigSpec", "resolve_revision"]
+
+
+def name_causal_lm(name: str) -> None:
+    """Names a class whose labels are of the next token. By it `Trainer` shifts the labels for label smoothing."""
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"xattn {name}"] = name

@@ -155,8 +155,8 @@ def test_token_across_the_border_of_an_answer():
 @pytest.mark.parametrize("pad", ["<pad>", "<|im_end|>", None])
 def test_padding(side, pad):
     """Ends of answers that are taken for padding, and padding that is trained on."""
-    processor = make_processor(CHATML, padding_side=side, pad_token=pad)
-    batch = XAttnDataCollator(processor, pad_to_multiple_of=16)([LONG, SHORT])
+    processor = make_processor(CHATML, pad_token=pad)
+    batch = XAttnDataCollator(processor, pad_to_multiple_of=16, padding_side=side)([LONG, SHORT])
     assert batch["input_ids"].shape[1] % 16 == 0
     assert said(processor, batch["labels"][1]) == ["hello<|im_end|>"]
     padding = batch["attention_mask"] == 0

@@ -187,6 +187,18 @@ def test_bad_rows_of_an_evaluation(model, tmp_path, capsys):
     assert status == 2 and "line 2: " in error and "does not exist" in error and not (tmp_path / "stop").exists()
 
 
+def test_pictures_on_both_sides(model, tmp_path, capsys):
+    """An evaluation loss of pictures that the model has seen, taken for one of new pictures."""
+    data = write_examples(tmp_path / "data", lines(8, {}))  # eight questions about one picture
+    options = ["--data", data, "--steps", "1", "--batch-size", "2", *FAST[:4]]
+    told = "2 of the examples to evaluate on show pictures that are trained on, too"
+    status, out, error = run_training(capsys, model, *options, "--eval-share", "0.25", "--output", tmp_path / "a")
+    assert status == 0 and told in out, error
+    others = write_examples(tmp_path / "others", lines(2, {}))
+    status, out, error = run_training(capsys, model, *options, "--eval-data", others, "--output", tmp_path / "b")
+    assert status == 0 and "to evaluate on show" not in out, error
+
+
 def test_what_the_log_says(model, tmp_path, capsys):
     """A run that waits for its data, and nobody sees it; an epoch that is counted wrongly."""
     data = write_examples(tmp_path / "data", CAPTIONS)
