@@ -195,7 +195,7 @@ def check_labels(
 
 def check_side_by_side(logits_to_keep: Any) -> None:
     """Raises a `ValueError` for kept positions with gaps: `labels` train each on the label of the next one."""
-    if isinstance(logits_to_keep, torch.Tensor) and has_values(logits_to_keep):
+    if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dim() == 1 and has_values(logits_to_keep):
         if bool((logits_to_keep.diff() != 1).any()):
             raise ValueError(
                 "Expected `logits_to_keep` with `labels` to be positions side by side, as each is trained on the label "

@@ -106,7 +106,7 @@ def architecture(model_type: str) -> Architecture:
 
 def causal_model_types() -> list[str]:
     """Returns each `model_type` with a causal language model in transformers."""
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {"xattn"})
+    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("xattn"))
 
 
 def markdown_table() -> str:
