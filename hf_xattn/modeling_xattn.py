@@ -447,6 +447,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
                 own_loss = self.config.additional_vocab_in_head or labels is None
         if labels is not None or own_loss:
             targets = LossInputs.take_from(self, labels, kwargs)
+        kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep else None
         outputs, cache, cross_attentions = self.model._run(
             text_model,
             {
@@ -454,9 +455,7 @@ class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, 
                 "inputs_embeds": inputs_embeds,
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
-                "logits_to_keep": logits_to_keep
-                if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep
-                else None,
+                "logits_to_keep": kept,
                 **({} if targets is None or own_loss else targets.given),
                 **kwargs,
             },

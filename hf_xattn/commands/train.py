@@ -101,7 +101,7 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
-    stream = "check no row to train on before, but read rows as they come; by itself above 20,000 rows"
+    stream = "read the rows to train on as they come, without a check before the run; by itself above 20,000 rows"
     parser.add_argument("--stream", action="store_true", help=stream)
     bad = (
         "what to do with a row that cannot be trained on: end with an error (default), or leave it out and name it in "

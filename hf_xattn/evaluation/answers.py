@@ -25,7 +25,7 @@ NUMBERS = {
 }
 ARTICLES = ("a", "an", "the")
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
-# What VQA leaves in a word: Markdown's emphasis, marks of one character, a colon that is not between two digits.
+# What VQA leaves in a word: Markdown's emphasis, typographic quotes and dots, a colon that is not between two digits.
 MARKS = re.compile(r"[*…“”«»]|(?<!\d):|:(?!\d)")
 # Of a normal distribution: 95 % of it lie between its negative and it.
 QUANTILE = 1.959964
