@@ -298,6 +298,10 @@ class XAttnGenerationMixin:
             cache.cross_attention_cache.mark_static()
         if cache.offloads:
             cache.cross_attention_cache.offload_all()
+            # torch 2.11 frees a stream of a compiled, offloaded cache too early, and the process ends (seen on a GPU)
+            if generation_config.compile_config is not None:
+                logger.warning_once("`compile_config` has no effect: a step with an offloaded cache is not compiled.")
+            generation_config.disable_compile = True
         return result
 
     def _choose_chunk(

@@ -5,7 +5,7 @@ import torch
 from compiled_models import GREEDY, SAMPLING, compiled, counting_backend, replaying_backend
 from marked_models import state_space
 from tiny_models import make_model, pixels, token_ids
-from transformers.cache_utils import EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 
 NEW = 5
@@ -40,6 +40,32 @@ def test_one_graph_for_all_generates(name, method):
             tokens = model.generate(ids, **method, **compiled(backend))
         assert torch.equal(tokens, expected), index
         assert len(graphs) == GRAPHS[name], f"{len(graphs)} graphs after call {index}"
+
+
+class HostCache(StaticCache):
+    """A static cache that says it is offloaded, and is not: CUDA's streams are not here."""
+
+    def update(self, *args, **kwargs):
+        self.offloading = False
+        try:
+            return super().update(*args, **kwargs)
+        finally:
+            self.offloading = True
+
+
+def test_offloaded_caches_are_not_compiled(caplog):
+    """A compiled step with an offloaded static cache, which ends the process on a GPU (test_gpu.py)."""
+    model, ids, images = make_model(), token_ids(2, 7), pixels(2, 2)
+    expected = model.generate(ids, pixel_values=images, max_new_tokens=NEW, **GREEDY)
+    backend, graphs = counting_backend()
+    options = compiled(backend)
+    del options["cache_implementation"]
+    cache = HostCache(model.config.get_text_config(decoder=True), max_cache_len=7 + NEW)
+    cache.offloading = True
+    both = EncoderDecoderCache(cache, DynamicCache())
+    tokens = model.generate(ids, pixel_values=images, past_key_values=both, max_new_tokens=NEW, **GREEDY, **options)
+    assert torch.equal(tokens, expected) and not graphs
+    assert "`compile_config` has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
