@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_xattn import load_rows
@@ -44,7 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     questions = [each for each in questions_of(load_rows(options.data)) if not each.pictures]
     if not questions:
         parser.error(f"expected rows without a picture in {options.data}, got none")
-    model = AutoModelForImageTextToText.from_pretrained(options.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForImageTextToText.from_pretrained(options.model).to(device)
     processor = AutoProcessor.from_pretrained(options.model)
     rows = answered(model, processor, questions, options.batch_size, options.max_new_tokens)
     options.output.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -281,7 +281,7 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("revision", ["", "main"])
+@pytest.mark.parametrize("revision", ["", pytest.param("main", marks=pytest.mark.slow)])
 def test_bases_of_the_hub(revision, vision, tmp_path):
     """A commit that is not recorded, or a base that is looked for as a folder. The Hub's cache stands in
     for the Hub.

@@ -202,6 +202,8 @@ def test_json_in_every_layout(tmp_path):
     """
     texts = ["a", "ü€🤗", '}],[{"', "\\", "x" * 3_000_000, "a\u2028b", 'end "quoted"', "{" * 50]
     rows = [{"question": f"{index} ?", "answer": text} for index, text in enumerate(texts * 80)]
+    for row in rows[24:]:  # three long ones are enough
+        row["answer"] = row["answer"][:100]
     for name, options in (("flat", {}), ("indented", {"indent": 2}), ("escaped", {"separators": (",", ":")})):
         path = tmp_path / f"{name}.json"
         path.write_bytes(
@@ -209,7 +211,7 @@ def test_json_in_every_layout(tmp_path):
         )
         found = hf_xattn.load_rows(path)
         assert len(found) == len(rows)
-        for index in (*range(0, 640, 37), 639):
+        for index in (*range(24), *range(0, 640, 37), 639):
             assert found[index]["messages"][1]["content"] == rows[index]["answer"], (name, index)
 
 

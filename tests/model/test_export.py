@@ -33,9 +33,9 @@ def of_type(model_type):
 @pytest.mark.parametrize(
     "name, rule, mask",
     [
-        ("llama", "all", None),
-        ("llama", "previous", None),
-        ("llama", "all", "images"),
+        pytest.param("llama", "all", None, marks=pytest.mark.slow),
+        pytest.param("llama", "previous", None, marks=pytest.mark.slow),
+        pytest.param("llama", "all", "images", marks=pytest.mark.slow),
         ("llama", "latest", "text"),
         ("gpt2", "all", None),
     ],
@@ -160,7 +160,7 @@ assert torch.equal(outputs.logits, state["expected"])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("images", ["pixel_values", "cross_attention_states"])
 def test_plain_export_of_a_forward(strict, images):
     """A forward that `torch.export` cannot trace, weights of blocks included."""

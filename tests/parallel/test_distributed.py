@@ -40,7 +40,12 @@ def _work(rank, model_type, checkpointing, images_on, folder):
 
 @pytest.mark.parametrize(
     "model_type, checkpointing, images_on",
-    [("llama", False, (0, 1)), ("llama", True, (0,)), ("bloom", False, (0,)), ("bloom", True, (0, 1))],
+    [
+        ("llama", True, (0,)),
+        ("bloom", False, (0,)),
+        pytest.param("llama", False, (0, 1), marks=pytest.mark.slow),
+        pytest.param("bloom", True, (0, 1), marks=pytest.mark.slow),
+    ],
 )
 def test_data_parallel(model_type, checkpointing, images_on, tmp_path):
     """Images lost in DDP's wrapper, or a process without images that waits for ever for the gradients of its blocks."""

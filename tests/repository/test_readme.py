@@ -72,7 +72,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each == QWEN else pytest.mark.slow) for each in TEXTS])
 def test_four_steps_in_the_shell(desk, monkeypatch, capsys, name):
     """Commands that a reader copies and that do not work, with one of the text models that the README names."""
     make_text(desk, name)

@@ -42,7 +42,7 @@ def same_weights(one, other):
     return all(torch.equal(weight, states[1][name]) for name, weight in states[0].items())
 
 
-@pytest.mark.parametrize("step, workers", [(5, 0), (14, 2)])
+@pytest.mark.parametrize("step, workers", [(5, 0), pytest.param(14, 2, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_a_shard(step, workers, model, sources, tmp_path):
     """A run that goes on at another row: each row of the first part is read twice, and others never."""
     data = ["--data", f"{sources['tar']}", "--data", f"{sources['parquet']}:0.5", "--data", str(sources["llava"])]
