@@ -57,7 +57,10 @@ class LossInputs(NamedTuple):
         given, items = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
         index: int | None = kwargs.pop("ignore_index", None)
         ignored = IGNORED if index is None else index
-        masked, shifted = (None if each is None else mask_labels(model, each, ignored) for each in (labels, given))
+        # transformers' loss takes a view of shifted labels, which a slice may not have
+        masked, shifted = (
+            None if each is None else mask_labels(model, each, ignored).contiguous() for each in (labels, given)
+        )
         if items is not None and given is not None and shifted is not None:
             items = _items_that_count(items, given, shifted, ignored)
         elif items is not None and labels is not None and masked is not None:

@@ -177,6 +177,16 @@ def test_another_index_that_is_ignored(options):
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+def test_slices_of_labels():
+    """Shifted labels that are a part of a longer row, which torch cannot view as one row."""
+    model, ids, images = make_model(), token_ids(2, 9), pixels()
+    kept = {"pixel_values": images, "logits_to_keep": 4}
+    part = ids[:, 2:6]
+    assert not part.is_contiguous()
+    losses = [model(ids, shift_labels=each, **kept).loss for each in (part, part.contiguous())]
+    assert torch.equal(*losses)
+
+
 def test_shift_labels_are_checked():
     """Labels of another text, or outside of the vocabulary, with an error from inside torch."""
     model, ids = make_model(image_token_id=MARKER), token_ids()
