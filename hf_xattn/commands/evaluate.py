@@ -74,9 +74,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
         from ..evaluation.card import write_results
 
         data = Path(arguments.data).resolve()
-        name = f"{data.parent.name}/{data.name}" if data.is_file() else data.name
         first = "" if arguments.limit is None else f", first {len(questions)} questions"
-        write_results(folder, found, f"{name}{first}")
+        write_results(folder, found, f"{data.parent.name}/{data.name}{first}")
 
 
 def _questions(arguments: argparse.Namespace) -> list[Question]:
@@ -88,7 +87,7 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
 
     rows = load_rows_once("--data", arguments.data, arguments.pictures, arguments.prompt or CAPTION_PROMPT)
     read = range(len(rows) if arguments.limit is None else min(arguments.limit, len(rows)))  # a row has one or more
-    if found := read_problems(rows, read):
+    if found := read_problems(rows, read, opens=True):
         raise ValueError(list_problems(rows, found))
     if arguments.prompt is not None and not any(map(rows.is_caption, read)):
         raise ValueError(f"`--prompt` is for pictures with a caption, and {rows} has none. Remove it.")

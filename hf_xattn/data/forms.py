@@ -65,8 +65,6 @@ def row_of(example: Mapping[str, Any], folder: Path, prompt: str) -> dict[str, A
         raise ValueError("a caption needs the field 'file_name' or 'image'")
     read = read_row({**others, **made, **({"images": pictures} if pictures else {})})
     messages = [_with_files(message, folder) for message in read.messages]
-    for message in messages:
-        _check_markers(message)
     if not any(part["type"] in IMAGES for message in messages for part in _parts(message)):
         _check_no_pictures(others)
     if "prompt" in made:
@@ -211,13 +209,6 @@ _MESSAGES_OF: dict[str, Callable[[Mapping[str, Any], str], dict[str, Messages]]]
 def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     content = message.get("content")
     return content if isinstance(content, list) else []
-
-
-def _check_markers(message: Mapping[str, Any]) -> None:
-    content = message.get("content")
-    texts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content or []]
-    if any("<image>" in text for text in texts):
-        raise ValueError("a text holds '<image>', the place of a picture, and has no picture for it")
 
 
 def _with_files(message: dict[str, Any], folder: Path) -> dict[str, Any]:

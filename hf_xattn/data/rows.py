@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import io
 import mimetypes
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,11 +23,11 @@ from ..utils.tensor_checks import type_name
 IMAGE_SOURCES = (*IMAGES, *SOURCES)
 ASSISTANT = "assistant"
 # Columns of what the model would see elsewhere. They are not supported, so a row with one of them is refused.
-NOT_READ = ("tools", "functions", "chat_template_kwargs", "videos")
+NOT_READ = ("tools", "functions", "chat_template_kwargs", "video", "videos")
 COLUMNS = ("messages", "prompt", "completion", "images", "image", *NOT_READ)
 # Keys of an assistant message that say whether it is trained on: OpenAI's, with 0 or 1, and those of other trainers.
 TRAINED = ("weight", "train", "loss")
-MARKER = re.compile(r"\s*<image>\s*")  # the place of a picture in a text, with the space around it
+MARKER = "<image>"  # the place of a picture in a text
 # Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ROLES_ELSEWHERE = {**dict.fromkeys(("model", "gpt", "bot", "chatbot"), "assistant"), "human": "user"}
@@ -47,8 +46,8 @@ def read_row(row: Any) -> Conversation:
 
     Raises:
         TypeError: for a row, a message or a part of a wrong type.
-        ValueError: for missing columns, unknown roles, a misnamed column of images, and if images and image parts
-            differ in number.
+        ValueError: for missing columns, unknown roles, a misnamed column of images, a text with `<image>` that has no
+            image, and if images and image parts differ in number.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"Expected a row of the data set to be a dict with `messages`, got {type_name(row)}.")
@@ -67,6 +66,8 @@ def read_row(row: Any) -> Conversation:
                 "`images`? Rename or remove it."
             )
     messages = _with_images(messages, _images(given))
+    if any(MARKER in text_of(message) for message in messages):
+        raise ValueError("a text holds '<image>', the place of a picture, and has no picture for it")
     said = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT and index >= first]
     return Conversation(messages, tuple(index for index in said if is_trained(messages[index])))
 
@@ -221,19 +222,31 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any]) -> list[dict
 
 def _with_markers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Puts a part for a picture where a text that is no answer says `<image>`, if no part says where pictures are."""
-    if any(_parts(message) for message in messages):
+    if any(part.get("type") in IMAGES for message in messages for part in _parts(message)):
         return messages
-    return [_with_marked_parts(message) for message in messages]
+    return [message if message["role"] == ASSISTANT else _with_marked_parts(message) for message in messages]
 
 
 def _with_marked_parts(message: dict[str, Any]) -> dict[str, Any]:
-    text = message.get("content", "")
-    if message["role"] == ASSISTANT or not MARKER.search(text):
+    if MARKER not in text_of(message):
         return message
     parts: list[dict[str, Any]] = []
-    for index, piece in enumerate(MARKER.split(text)):
-        parts += [{"type": "image"}] * (index > 0) + [{"type": "text", "text": piece}] * bool(piece)
+    for part in _parts(message) or [{"type": "text", "text": message["content"]}]:
+        parts += _split(part["text"]) if part["type"] in TEXTS else [part]
     return {**message, "content": parts}
+
+
+def _split(text: str) -> list[dict[str, Any]]:
+    """The parts of a text with markers. White space between a marker and the end of the text goes with it."""
+    pieces = text.split(MARKER)
+    parts: list[dict[str, Any]] = []
+    for index, piece in enumerate(pieces):
+        if index and not "".join(pieces[:index]).strip():
+            piece = piece.lstrip()
+        if index < len(pieces) - 1 and not "".join(pieces[index + 1 :]).strip():
+            piece = piece.rstrip()
+        parts += [{"type": "image"}] * (index > 0) + [{"type": "text", "text": piece}] * bool(piece.strip())
+    return parts
 
 
 def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:

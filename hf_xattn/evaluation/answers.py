@@ -35,10 +35,10 @@ def normalised(answer: str) -> str:
     """An answer as the evaluation of VQA compares it: lower case, numbers as digits, no articles, no punctuation.
 
     See https://visualqa.org/evaluation.html. Two steps are ours: VQA puts missing apostrophes into contractions, by a
-    table, and here apostrophes are taken out; an answer of articles alone keeps them, as the choice "A".
+    table, and here apostrophes are taken out; an answer of articles or punctuation alone keeps them, as the choice "A".
     """
     words = _words(answer.lower())
-    return " ".join([word for word in words if word not in ARTICLES] or words)
+    return " ".join([word for word in words if word not in ARTICLES] or words) or answer.strip()
 
 
 def _words(answer: str) -> list[str]:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..data.rows import in_front, read_row, text_of
-from ..processing.chat_messages import IMAGES
+from ..processing.chat_messages import IMAGES, VIDEOS
 
 
 Messages = list[dict[str, Any]]
@@ -46,7 +46,7 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
     """The questions of rows, as a collator takes them. The column `by`, where a row has it, names their group.
 
     Raises:
-        ValueError: for a row without an answer, or a group that is neither a text nor a number.
+        ValueError: for a row without an answer, with a video, or with a group that is neither a text nor a number.
         TypeError, ValueError: for a row that is none, see [`read_row`].
     """
     questions = []
@@ -54,6 +54,8 @@ def questions_of(rows: Iterable[Any], by: str | None = None) -> list[Question]:
         messages, answers = read_row(row)
         if not answers:
             raise ValueError(f"Expected row {number} to have an answer of the assistant, got none.")
+        if any(part.get("type") in VIDEOS for message in messages for part in _parts(message)):
+            raise ValueError(f"Expected row {number} to have no video, got one. Give its frames as pictures.")
         group = None if by is None else _group(row, by, number)
         questions += [Question(messages[:index], text_of(messages[index]), group) for index in answers]
     return questions

@@ -33,8 +33,10 @@ class Problem(NamedTuple):
     reason: str
 
 
-def read_problems(rows: Rows, indices: Iterable[int] | None = None) -> list[Problem]:
-    """The rows that are no examples, or whose pictures do not exist; of some rows, or of all."""
+def read_problems(rows: Rows, indices: Iterable[int] | None = None, opens: bool = False) -> list[Problem]:
+    """The rows that are no examples, or whose pictures do not exist (`opens`: or cannot be read); of some rows, or of
+    all.
+    """
     problems = []
     for index in range(len(rows)) if indices is None else indices:
         try:
@@ -43,8 +45,10 @@ def read_problems(rows: Rows, indices: Iterable[int] | None = None) -> list[Prob
             problems.append(Problem(index, str(error)))
             continue
         folder = rows.folder_of(index)
-        paths = [part for part in picture_parts(row) if "path" in part and not Path(part["path"]).is_file()]
-        problems += [Problem(index, str(what_is_wrong(part, folder))) for part in paths]
+        for part in picture_parts(row):
+            missing = "path" in part and not Path(part["path"]).is_file()
+            if (missing or opens) and (wrong := what_is_wrong(part, folder)) is not None:
+                problems.append(Problem(index, wrong))
     return problems
 
 

@@ -35,8 +35,8 @@ class XAttnDataCollator:
     `Trainer` needs `remove_unused_columns=False`. A row is a dict with `messages`, or with TRL's `prompt` and
     `completion`: lists of chat messages, with images in their parts (`{"type": "image", "image": ...}`, or `path`,
     `url`, `base64`) or in a column `images`. Image parts without an image take those of the column, in order. If no
-    message has an image part, the images come in front of the first user message. Columns `tools`,
-    `functions`, `videos` and `chat_template_kwargs` are refused, and columns that hold images or resemble the name
+    message has an image part, the images come in front of the first user message. Columns `tools`, `functions`,
+    `video`, `videos` and `chat_template_kwargs` are refused, and columns that hold images or resemble the name
     `images`; others are ignored. A text `<image>` of a user is the place of an image of the column, if no message has
     an image part.
 

@@ -26,7 +26,17 @@ def test_equal_for_vqa(one, other):
 
 
 @pytest.mark.parametrize(
-    "one, other", [("3.5", "35"), (".5", "5"), ("cat", "cats"), ("1", "11"), ("left", "right"), ("no", "none")]
+    "one, other",
+    [
+        ("3.5", "35"),
+        (".5", "5"),
+        ("cat", "cats"),
+        ("1", "11"),
+        ("left", "right"),
+        ("no", "none"),
+        ("-", "+"),
+        ("", "?"),
+    ],
 )
 def test_not_equal(one, other):
     """Normalisation that takes away what an answer says."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -242,6 +243,9 @@ def test_every_answer_is_a_question():
     assert [each.group for each in grouped] == ["2", None, None]
     with pytest.raises(ValueError, match="`kind` of row 0"):
         questions_of([{"messages": chat, "kind": ["a"]}], "kind")
+    frames = {"role": "user", "content": [{"type": "video", "video": [picture(), picture()]}]}
+    with pytest.raises(ValueError, match="row 1 to have no video"):
+        questions_of([{"messages": chat[:2]}, {"messages": [frames, chat[1]]}])
 
 
 def test_other_pictures():
@@ -330,18 +334,24 @@ def test_card(saved, data, tmp_path, capsys):
     assert main(command) == 0
     once = ModelCard.load(tmp_path / "model" / "README.md").data.eval_results
     assert [(each.dataset_name, each.metric_value) for each in once if "frequent" in each.metric_name] == [
-        ("held_out", 1.0)
+        (f"{tmp_path.name}/held_out", 1.0)
     ]
+    (tmp_path / "more").mkdir()
+    shutil.copytree(data, tmp_path / "more" / data.name)
+    assert main([*command[:3], str(tmp_path / "more" / data.name), *command[4:]]) == 0
+    named = [each.dataset_name for each in ModelCard.load(tmp_path / "model" / "README.md").data.eval_results]
+    assert named == [f"{tmp_path.name}/held_out"] * 6 + ["more/held_out"] * 6
     data.rename(tmp_path / "others")
     assert main([*command[:3], str(tmp_path / "others"), *command[4:]]) == 0
     assert main([*command[:3], str(tmp_path / "others"), *command[4:]]) == 0
     results = ModelCard.load(tmp_path / "model" / "README.md").data.eval_results
-    assert [each.dataset_name for each in results] == ["held_out"] * 6 + ["others"] * 6
+    assert [each.dataset_name for each in results] == [*named, *[f"{tmp_path.name}/others"] * 6]
     capsys.readouterr()
     lines = str(tmp_path / "others" / "metadata.jsonl")
     assert main([*command[:3], lines, *command[4:], "--limit", "2"]) == 0
-    named = {each.dataset_name for each in ModelCard.load(tmp_path / "model" / "README.md").data.eval_results}
-    assert named == {"held_out", "others", "others/metadata.jsonl, first 2 questions"}
+    results = ModelCard.load(tmp_path / "model" / "README.md").data.eval_results
+    first = "others/metadata.jsonl, first 2 questions"
+    assert {each.dataset_name for each in results} == {*named, f"{tmp_path.name}/others", first}
     capsys.readouterr()
     assert main([*command[:3], str(tmp_path / "others"), *command[4:-1], "--json"]) == 0
     beside = json.loads(capsys.readouterr().out)["text_beside_picture"]
@@ -371,6 +381,9 @@ def test_refused(saved, data, tmp_path, capsys):
     (tmp_path / "without" / "README.md").write_text("---\ntags: [a\n---\n")
     assert main(["eval", str(tmp_path / "without"), "--data", str(data), "--card"]) == 2
     assert "metadata" in capsys.readouterr().err
+    (data / "1.png").write_bytes((data / "1.png").read_bytes()[:-30])
+    assert main(["eval", folder, "--data", str(data)]) == 2
+    assert "line 2: the picture '1.png' cannot be read" in capsys.readouterr().err
     (data / "1.png").unlink()
     assert main(["eval", folder, "--data", str(data)]) == 2
     assert "1.png" in capsys.readouterr().err

@@ -10,7 +10,8 @@ from training_examples import write_examples
 from transformers import GPT2Config, Trainer, TrainingArguments
 
 from hf_xattn import XAttnDataCollator, XAttnForConditionalGeneration, load_rows, sharding_units
-from hf_xattn.data.rows import TRAINED
+from hf_xattn.data.rows import TRAINED, read_row
+from hf_xattn.evaluation.questions import questions_of
 
 
 USER = {"role": "user", "content": "how many ?"}
@@ -88,11 +89,40 @@ def test_the_place_of_a_picture_in_a_text(marker):
         collate([{**row, "messages": [{"role": "user", "content": "<image> and <image>?"}, said]}])
 
 
+def test_words_around_a_picture_stay_apart():
+    """`Image 1: <image>\nImage 2: <image>`, of which a model without an image token read `Image 1:Image 2:`."""
+    said = {"role": "assistant", "content": "It is red."}
+
+    def parts_of(text, count):
+        row = {"messages": [{"role": "user", "content": text}, said], "images": [picture()] * count}
+        return [part.get("text") for part in read_row(row).messages[0]["content"]]
+
+    assert parts_of("is <image> larger than <image> ?", 2) == ["is ", None, " larger than ", None, " ?"]
+    assert parts_of("1: <image>\n2: <image>\nWhich?", 2) == ["1: ", None, "\n2: ", None, "\nWhich?"]
+    assert parts_of("<image>\n<image>\n what?", 2) == [None, None, "what?"]
+    assert parts_of(" what? \n<image> ", 1) == [" what?", None]
+    listed = [{"type": "text", "text": "see <image> what?"}]
+    assert parts_of(listed, 1) == ["see ", None, " what?"]
+    row = {"messages": [{"role": "user", "content": "is <image> larger?"}, said], "images": [picture()]}
+    for marker, expected in (("<image>", "is <image> larger?"), (None, "is  larger?")):
+        processor = make_processor(CHATML, marker=marker)
+        assert expected in processor.tokenizer.decode(XAttnDataCollator(processor)([row])["input_ids"][0])
+
+
+@pytest.mark.parametrize("content", ["<image>\nwhat?", [{"type": "text", "text": "see <image> what?"}]])
+def test_a_picture_that_is_not_there(content):
+    """A marker trained as letters, in rows of Python whose picture was forgotten."""
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "It is red."}]}
+    for read in (XAttnDataCollator(make_processor(CHATML)), questions_of):
+        with pytest.raises(ValueError, match="a text holds '<image>'.*no picture for it"):
+            read([row])
+
+
 def test_columns_that_the_model_would_not_see():
     """Functions, a video or a call, left out of the prompt or of the answer."""
     processor = make_processor(CHATML)
     said = {"role": "assistant", "content": "yes"}
-    for name, value in (("functions", [{"name": "f"}]), ("videos", ["a.mp4"])):
+    for name, value in (("functions", [{"name": "f"}]), ("videos", ["a.mp4"]), ("video", ["a.mp4"])):
         with pytest.raises(ValueError, match=f"without the column `{name}`"):
             labels_of(processor, {"messages": [USER, said], name: value})
         assert labels_of(processor, {"messages": [USER, said], name: []}) == "yes<|im_end|>"
