@@ -74,11 +74,10 @@ def save_adapter(
         options = {**options, "state_dict": added, "save_original_format": False}
         with without_quantizer(model, keeps_config=not requantized), saved_by_one(model):
             model._write(fresh, with_code, options, target, small=True)
-        for path in sorted(fresh.glob("model*")):
-            if path.suffix == ".safetensors":
-                path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
-            else:
-                path.unlink()  # the index of shards: the manifest names the files
+        for path in sorted(fresh.glob("model*.safetensors")):
+            path.rename(fresh / path.name.replace("model", WEIGHTS, 1))
+        for path in fresh.glob("model.safetensors.index*.json"):
+            path.unlink()  # the manifest names the files
         files = {
             str(path.relative_to(fresh)): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
             for path in sorted(fresh.rglob("*"))

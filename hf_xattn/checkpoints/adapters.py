@@ -10,6 +10,7 @@ manifest holds the quantizer's configuration, and loading quantizes the base aga
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from ..decoders.block_stack import Blocks, make_blocks, weight_of
 from ..decoders.decoder import find_decoder
 from ..decoders.insertion import BLOCKS
 from ..images.connector import XAttnConnector, new_connector
+from ..images.vision import build_tower
 from ..utils.checkpoint_files import check_name, read_headers, read_json, sha256_of, short
 from ..utils.keywords import CONFIG_KEYWORDS, FILE_KEYWORDS, HUB_KEYWORDS, LOAD_KEYWORDS, given
 from ..utils.quantized_weights import first_quantized, plain_tensors, shape_before
@@ -44,6 +46,11 @@ PARTS: tuple[tuple[str, str, Callable[..., PreTrainedModel]], ...] = (
     ("vision_tower", "vision_base", load_vision),
 )
 FORMAT = 1
+# Fields of a part's configuration that change no answer.
+NO_SETTINGS = frozenset(
+    "name_or_path architectures dtype torch_dtype transformers_version quantization_config use_cache auto_map "
+    "return_dict output_attentions output_hidden_states gradient_checkpointing id2label label2id".split()
+)
 # Entries of a base, the types that they may have, and whether they must be there.
 BASE_ENTRIES: dict[str, tuple[tuple[type, ...], bool]] = {
     "name_or_path": ((str,), True),
@@ -201,16 +208,21 @@ class Adapter:
                 if named is not None:
                     raise ValueError(f"`{argument}` ({named.name}): {self.name} was saved without one.")
                 continue
-            weights = weights_of(self.base(argument, load, named, hub))
-            if unknown := {*record["absent"], *record["dtypes"]}.difference(weights):
-                raise ValueError(
-                    f"{self.name}: {MANIFEST} is damaged: `{argument}` names {short(min(unknown))}, which its base "
-                    "does not have. Save the model again."
-                )
-            for name, tensor in weights.items():
-                if name not in record["absent"]:
-                    dtype = record["dtypes"].get(name)
-                    yield record["prefix"] + name, tensor if dtype is None else tensor.to(getattr(torch, dtype))
+            for name, tensor in self.kept(argument, self.base(argument, load, named, hub)):
+                yield record["prefix"] + name, tensor
+
+    def kept(self, argument: str, base: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of a base that the model has, in its dtypes."""
+        record, weights = self.manifest[argument], weights_of(base)
+        if unknown := {*record["absent"], *record["dtypes"]}.difference(weights):
+            raise ValueError(
+                f"{self.name}: {MANIFEST} is damaged: `{argument}` names {short(min(unknown))}, which its base "
+                "does not have. Save the model again."
+            )
+        for name, tensor in weights.items():
+            if name not in record["absent"]:
+                dtype = record["dtypes"].get(name)
+                yield name, tensor if dtype is None else tensor.to(getattr(torch, dtype))
 
     def base(
         self, argument: str, load: Callable[..., PreTrainedModel], named: BaseSource | None, hub: dict[str, Any]
@@ -271,7 +283,7 @@ def load_set(
         blocks[index, part] = made.train(model.training)
     connector = tower = None
     if config.vision_config is not None:
-        tower = _tower(model, adapter, added, load_kwargs)
+        tower = _tower(model, adapter, config.vision_config, added, load_kwargs)
         connector = new_connector(config, tower)
         _load(connector, added, "connector.")
     for name in [name for name in added if "additional" in name.split(".")]:
@@ -292,10 +304,17 @@ def _check_text(model: Any, adapter: Adapter, config: XAttnConfig) -> None:
     parts = [part for part in (model.text_model, model.vision_tower) if part is not None]
     if any(weight.is_meta for part in parts for weight in part.parameters()):
         raise ValueError("`load_cross_attention` cannot add blocks to a model with weights offloaded to a disk.")
-    if config.additional_vocab_size != model.config.additional_vocab_size:
+    sizes = [(each.additional_vocab_size, each.additional_vocab_in_head) for each in (config, model.config)]
+    if any(size for size, _ in sizes) and sizes[0] != sizes[1]:
+        (one, in_head), (other, in_mine) = sizes
         raise ValueError(
-            f"`folder` ({adapter.name}) has {config.additional_vocab_size} tokens behind its vocabulary, this model "
-            f"{model.config.additional_vocab_size}. Load it as a model of its own."
+            f"`folder` ({adapter.name}) has {one} tokens behind its vocabulary (`additional_vocab_in_head={in_head}`), "
+            f"this model {other} (`{in_mine}`). Load it as a model of its own."
+        )
+    if differing := _differing(config.text_config, model.config.text_config):
+        logger.warning(
+            f"{adapter.name} was saved with another `{differing[0]}` of the text model ({len(differing)} settings "
+            "differ): it will answer differently on this one. Load it as a model of its own."
         )
     record = adapter.manifest["text_base"]
     weights = {
@@ -337,20 +356,38 @@ def _shapes_before(model: Any, weights: dict[str, torch.Tensor]) -> str:
 
 
 def _tower(
-    model: Any, adapter: Adapter, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]
+    model: Any, adapter: Adapter, config: Any, added: dict[str, torch.Tensor], load_kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    """This model's tower if the set was trained with its weights, otherwise one of its own."""
+    """This model's tower if the set was trained with its weights and settings, otherwise one of its own."""
     record, mine = adapter.manifest["vision_base"], model.vision_tower
     changed = {name: added.pop(name) for name in tuple(added) if name.startswith("vision_tower.")}
-    is_whole = mine is not None and first_quantized(mine) is None
-    if mine is not None and is_whole and not changed and fingerprint(weights_of(mine)) == record["fingerprint"]:
-        return mine
+    as_its_base = not (changed or record["absent"])
+    if mine is not None and as_its_base and first_quantized(mine) is None and not _differing(config, mine.config):
+        if fingerprint(weights_of(mine)) == record["fingerprint"]:
+            return mine
     hub = {name: value for name, value in load_kwargs.items() if name not in ("revision", "subfolder")}
     tower: Any = adapter.base("vision_base", load_vision, None, hub)
-    BaseSource.of_record(record).note_in(tower.config)  # for the next time that it is saved
     weights = {name.removeprefix("vision_tower."): tensor for name, tensor in changed.items()}
+    if record["absent"] or _differing(config, tower.config):  # it was cut, or has settings that its base has not
+        weights = {**dict(adapter.kept("vision_base", tower)), **weights}
+        tower = build_tower(config).to(tower.dtype).eval()
+        if lacking := set(weights_of(tower)).difference(weights):
+            raise ValueError(f"{adapter.name} is damaged: its vision tower lacks {short(min(lacking))}.")
+    BaseSource.of_record(record).note_in(tower.config)  # for the next time that it is saved
     tower.load_state_dict(weights, strict=False)
     return tower if mine is None else tower.to(device=mine.device, dtype=mine.dtype)
+
+
+def _differing(one: Any, other: Any) -> list[str]:
+    """The settings of a part that differ, but for those that say where it is from or how it runs."""
+
+    def settings(config: Any) -> dict[str, Any]:
+        fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+        return {name: value for name, value in fields.items() if name not in NO_SETTINGS and name[0] != "_"}
+
+    mine, others = settings(one), settings(other)
+    names = {name for name in (*mine, *others) if not name.startswith("base_") and not name.endswith("_token_id")}
+    return sorted(name for name in names if mine.get(name) != others.get(name))
 
 
 def _load(module: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -62,8 +63,12 @@ def load_vision(vision: str | Path, **load_kwargs) -> PreTrainedModel:
 
         tower_class = MllamaVisionModel  # not registered with AutoModel
     tower, lost = _load("vision", tower_class, vision, load_kwargs, config)
-    # Checkpoints of a classifier have no pooler, and its output is not used.
-    _check_whole("vision", vision, tower, [name for name in lost if "pooler" not in name.split(".")])
+    # Checkpoints of a classifier have no pooler, and its output is not used. Zeros are equal at each load.
+    pooler = [name for name in lost if "pooler" in name.split(".")]
+    _check_whole("vision", vision, tower, [name for name in lost if name not in pooler])
+    with torch.no_grad():
+        for name in pooler:
+            tower.get_parameter_or_buffer(name).zero_()
     return tower
 
 

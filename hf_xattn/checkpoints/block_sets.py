@@ -1,7 +1,7 @@
 """Several sets of blocks on one loaded base. One of them is active, or none.
 
 A set is what `save_pretrained(folder, adapter_only=True)` writes: blocks, connector, and their settings. All sets share
-the text model, and the vision tower if they were trained with the same tower weights. The active set is part of the
+the text model, and the vision tower if they were trained with the same tower. The active set is part of the
 model: it is trained and saved. The others are not submodules, and move to the model's device when they are activated.
 
 A set refuses images that another set has encoded, and conversations about them: they are noise for it.
@@ -133,6 +133,8 @@ class XAttnSetsMixin:
         if self._active is not None:
             sets[self._active] = self._taken()  # with settings that the caller has changed meanwhile
         _, layers = find_decoder(self.text_model)
+        if name is not None:
+            self._bring(sets[name], layers)
         for layer in layers:
             for place in BLOCKS:
                 layer._modules.pop(place, None)
@@ -142,15 +144,8 @@ class XAttnSetsMixin:
             self.config.image_token_id, self.config.image_visibility = None, "all"  # to the base, a marker is a word
             return
         chosen = sets[name]
-        block: Any
-        part: Any
         for (index, place), block in chosen.blocks.items():
-            block.to(next(layers[index].parameters()).device).train(self.training)
             setattr(layers[index], place, block)
-        device = self.text_model.device if self.vision_tower is None else self.vision_tower.device
-        for part in (chosen.vision_tower, chosen.connector):
-            if part is not None and not part.device.type == "meta":
-                part.to(device).train(self.training)
         self.vision_tower, self.connector = chosen.vision_tower, chosen.connector
         for field, value in chosen.fields.items():
             setattr(self.config, field, value)
@@ -158,6 +153,17 @@ class XAttnSetsMixin:
         if self.training:
             model: Any = self
             model.train()  # what is frozen goes back to evaluation mode, see `learning/frozen.py`
+
+    def _bring(self, chosen: BlockSet, layers: Any) -> None:
+        """Moves the modules of a set to the devices of this model."""
+        block: Any
+        part: Any
+        for (index, _), block in chosen.blocks.items():
+            block.to(next(layers[index].parameters()).device).train(self.training)
+        device = self.text_model.device if self.vision_tower is None else self.vision_tower.device
+        for part in (chosen.vision_tower, chosen.connector):
+            if part is not None and not any(weight.is_meta for weight in part.parameters()):
+                part.to(device).train(self.training)
 
     def delete_cross_attention(self, name: str) -> None:
         """Removes a set of blocks. If it was active, no set is active afterwards.

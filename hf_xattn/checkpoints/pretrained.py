@@ -205,9 +205,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
                 check_class(cls, model.config.architectures, source, MODELS)
             if kwargs.get("state_dict") != {}:  # which asks for a new model
                 check_complete(model, "`state_dict`" if source is None else source, allow_missing_weights)
-            finish_quantized(model)
-            if (inner := getattr(model, "model", None)) is not None:  # for who generates with the text model alone
-                inner.text_model.generation_config = model.generation_config
+            _finish(model)
             if peft is not None and peft.base != peft.name:
                 info = model.load_adapter(peft.name, peft_name, adapter_kwargs=peft.hub).to_dict()
         return (model, info) if info_wanted else model
@@ -250,7 +248,7 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
         if not os.path.isdir(adapter.name):
             check_class(cls, model.config.architectures, adapter.name, MODELS)
         check_complete(model, adapter.name, allowed)
-        finish_quantized(model)
+        _finish(model)
         model.config.name_or_path = model.name_or_path = adapter.name
         return (model, info) if info_wanted else model
 
@@ -265,6 +263,12 @@ class XAttnPreTrainedModel(NamesItsStub, NotesWhatIsMissing, XAttnUnitsMixin, XA
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing here has weights of its own: decoder, tower, connector and blocks initialise themselves."""
+
+
+def _finish(model: Any) -> None:
+    finish_quantized(model)
+    if (inner := getattr(model, "model", None)) is not None:  # for who generates with the text model alone
+        inner.text_model.generation_config = model.generation_config
 
 
 def _refuse_splitting_of_old(load_kwargs: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..checkpoints.folders import check_config_file
+from ..checkpoints.folders import PEFT_CONFIG, check_config_file
 from ..configuration_xattn import CrossAttentionConfig, XAttnConfig
 from ..decoders.block_stack import blocks_at
 from ..decoders.insertion import BLOCKS
@@ -140,6 +140,11 @@ def folder_of(source: str | Path) -> Path:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"`source` ({folder}) holds no config.json.")
+        if (folder / PEFT_CONFIG).is_file():
+            raise ValueError(
+                f"`source` ({folder}) holds an adapter of PEFT ({PEFT_CONFIG}), whose weights would be left out. Merge "
+                "it first (`merge_and_unload()`), and save the model."
+            )
         return folder
     check_source("source", source)
     if HF_HUB_OFFLINE:
