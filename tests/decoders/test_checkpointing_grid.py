@@ -55,7 +55,7 @@ def test_gradients(text, vision, connector, blocks, reentrant):
 @pytest.mark.parametrize(
     ("frozen", "reentrant"),
     [
-        ({"text": False, "vision": False}, False),
+        pytest.param({"text": False, "vision": False}, False, marks=pytest.mark.slow),
         pytest.param({"vision": False}, True, marks=pytest.mark.slow),
         pytest.param({"vision": True}, False, marks=pytest.mark.slow),
         ({"vision": True, "connector": True}, True),

@@ -9,6 +9,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 
 
 NEW = 5
+RULES = ("all", "previous", "latest", "latest_group")
+slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +70,16 @@ def test_offloaded_caches_are_not_compiled(caplog):
     assert "`compile_config` has no effect" in caplog.text
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("visibility", ["all", "previous", "latest", "latest_group"])
+@pytest.mark.parametrize(
+    ("visibility", "masked"),
+    [
+        ("all", True),
+        ("previous", False),
+        ("latest", True),
+        ("latest_group", False),
+        *(pytest.param(*each, marks=slow) for each in zip(RULES, (False, True, False, True))),
+    ],
+)
 def test_graphs_that_write_over_their_results(visibility, masked):
     """What a step notes of the text, and the next step reads, in memory of a CUDA graph that runs again in between."""
     model = make_model(image_visibility=visibility, image_token_id=5)
@@ -127,7 +137,9 @@ def test_one_graph_with_masks_and_markers(visibility):
         assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_next", "jamba", "mamba", "mamba2"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "mamba2", *(pytest.param(name, marks=slow) for name in ("qwen3_next", "jamba", "mamba"))]
+)
 def test_one_graph_for_stateful_decoders(name):
     """A graph for every token beside a decoder that keeps states: a growing mask, or a length that is a Python
     integer.

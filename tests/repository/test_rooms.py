@@ -1,6 +1,7 @@
 """The order of the folders of the package: who may import whom."""
 
 import ast
+import functools
 
 import pytest
 from checkout import ROOT
@@ -15,8 +16,10 @@ ORDER = (
 ).split()
 
 
+@functools.cache
 def imports():
     """For each import inside the package: file and line, the room of the file, the room and the names that it takes."""
+    found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         *folders, stem = file.relative_to(PACKAGE).with_suffix("").parts
         room = folders[0] if folders else stem
@@ -30,7 +33,8 @@ def imports():
                 path = [*module, name]
                 is_module = (PACKAGE.joinpath(*path)).is_dir() or PACKAGE.joinpath(*path).with_suffix(".py").is_file()
                 source = path if is_module else module or ["__init__"]
-                yield f"{file.relative_to(PACKAGE)}:{node.lineno}", room, source[0], name
+                found.append((f"{file.relative_to(PACKAGE)}:{node.lineno}", room, source[0], name))
+    return found
 
 
 @pytest.mark.parametrize("room", ORDER)

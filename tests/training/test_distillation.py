@@ -330,7 +330,7 @@ def test_accumulated_processes_and_features(model, tmp_path, capsys):
     assert "for texts beside a picture | 0.5 |" in card
 
 
-@pytest.mark.parametrize("stream", [[], ["--stream", "--workers", "2"]])
+@pytest.mark.parametrize("stream", [pytest.param([], marks=pytest.mark.slow), ["--stream", "--workers", "2"]])
 def test_resumed(stream, model, tmp_path, capsys, monkeypatch):
     """A run that goes on with other pictures beside its texts, or with another weight."""
     data = write_examples(tmp_path / "data", MIXED)

@@ -120,7 +120,7 @@ def test_each_picture_once(model, data, features, tmp_path, capsys, monkeypatch)
     assert status == 0 and "1 picture(s) encoded, 4 known" in out and len(shards(folder)) == 2
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_from_features(model, data, features, tmp_path, capsys, monkeypatch, batch_size):
     """Other losses than from pixels; a vision tower that runs in an epoch."""
     runs = count_runs(monkeypatch, model)

@@ -44,7 +44,7 @@ def test_parts_train_in_their_stages(tmp_path, capsys):
     assert trainer.model.get_decoder().layers[0].training and not trainer.model.blocks[0].training
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_goes_on_from_a_checkpoint(killed, tmp_path):
     """A resumed run that starts its schedule again, or with another optimizer: other weights than without a break."""
     whole = make_scheduled_trainer(tmp_path / "whole")

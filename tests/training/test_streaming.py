@@ -99,9 +99,9 @@ BROKEN = {
 REASONS = {4: "'gone.png' does not exist", 11: "'answer' is missing", 18: "'bad.png' cannot be read"}
 
 
-@pytest.mark.parametrize("batch_size", ["1", "4"])
+@pytest.mark.parametrize("batch_size", ["4", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stream", [["--stream"], []])
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["2", pytest.param("0", marks=pytest.mark.slow)])
 def test_bad_rows_are_left_out(stream, workers, batch_size, model, tmp_path, capsys):
     """A bad row that ends the run, is trained on, or goes without a word; a batch of bad rows alone."""
     data = write_examples(tmp_path / "data", lines(30, BROKEN))

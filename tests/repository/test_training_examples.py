@@ -1,0 +1,10 @@
+"""Every example that trains runs, as it stands."""
+
+import pytest
+from example_runs import TRAINED, examples, run_example
+
+
+@pytest.mark.parametrize("example", examples(*TRAINED))
+def test_example(example, tmp_path):
+    """An example that its reader cannot run."""
+    run_example(example, tmp_path)
