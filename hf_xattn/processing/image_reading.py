@@ -407,6 +407,8 @@ def _bytes_or_floats(tensor: torch.Tensor, name: str, rescale: bool) -> torch.Te
         return tensor
     if tensor.dtype == torch.bool:
         return tensor.to(torch.uint8) * 255
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.int64)  # torch has no minimum of uint16, uint32 and uint64
     low, high = float(tensor.min()), float(tensor.max())
     if not math.isfinite(low + high):
         raise ValueError(f"Expected `{name}` to hold finite values, got some that are NaN or infinite.")
