@@ -121,7 +121,7 @@ def one(tmp_path, example, name="rows.jsonl"):
                     {"from": "gpt", "value": "colours"},
                 ],
             },
-            [["be short"], ["is", "red.png", "like", "blue.png", "?"], ["no"], ["why ?"], ["colours"]],
+            [["be short"], ["is ", "red.png", "\nlike ", "blue.png", "?"], ["no"], ["why ?"], ["colours"]],
         ),
         # ShareGPT's, with the system message in a field, and names of OpenAI
         (
