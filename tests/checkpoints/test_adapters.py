@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
+import warm_processes
 from checkout import ROOT
 from checkpoints_with_code import make_custom
 from saved_models import ADDED, logits_of, make, make_base, names_in, same_model
@@ -258,8 +259,7 @@ def test_in_another_process(vision, tmp_path):
         f"model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'added')!r})\n"
         "assert torch.equal(model(call['ids'], pixel_values=call['pixels']).logits, call['logits'])\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = warm_processes.run(["-c", code])
     assert done.returncode == 0, done.stderr
 
 

@@ -6,13 +6,13 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+import warm_processes
 from tiny_models import make_model, make_text, pixels, randomize, token_ids
 from transformers import AutoModelForImageTextToText, AutoProcessor, dynamic_module_utils
 from transformers.dynamic_module_utils import get_imports
@@ -38,16 +38,9 @@ sys.meta_path.insert(0, Hidden())
 
 def run(script, tmp_path, *arguments, hidden=False):
     """Runs a script in a session of its own, without a terminal, with an empty cache of modules."""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     script = (HIDE if hidden else "") + textwrap.dedent(script)
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-    )
+    return warm_processes.run(["-c", script, *arguments], environment=environment, cwd=tmp_path)
 
 
 def check(made):
@@ -57,6 +50,7 @@ def check(made):
 
 LOAD = f"""
 import sys, transformers
+import warm_processes
 folder = sys.argv[1]
 assert "hf_xattn" not in sys.modules
 processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)

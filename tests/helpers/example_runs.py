@@ -1,10 +1,8 @@
 """Runs an example as its reader does."""
 
-import subprocess
-import sys
-
 import pytest
 from checkout import EXAMPLES
+from warm_processes import run
 
 from hf_xattn.utils.transformers_api import has, needs
 
@@ -118,8 +116,7 @@ def run_example(example, folder):
     source = (EXAMPLES / f"{name}.py").read_text()
     if ("AutoImageProcessor" in source or "tiny_chat" in source) and not has("AutoImageProcessor without torchvision"):
         pytest.skip(needs("AutoImageProcessor without torchvision", name))
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
+    output = run([EXAMPLES / f"{name}.py", *options], cwd=folder)
     assert output.returncode == 0, output.stderr
     for line in EXPECTED[example]:
         assert line in output.stdout

@@ -1,21 +1,18 @@
 """Runs of a `Trainer` in processes of their own, which SIGKILL ends at a given moment, as a machine's scheduler would.
 
-The processes are forked from a server that has loaded torch once and computed nothing, so that one takes a second.
+`warm_processes.call` calls `command` and `schedule`.
 """
 
 import functools
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
-import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkout import HELPERS, ROOT
 from killed_saves import Killer
 from training_runs import make_scheduled_trainer
 from transformers import Trainer, TrainerState, modeling_utils, trainer_utils
@@ -155,28 +152,3 @@ def _prepare(moment, number):
     transformers.utils.logging.disable_progress_bar()
     if moment is not None:
         MOMENTS[moment](number)
-
-
-def run(function, *arguments, output=None):
-    """Runs a function of this module in a process, and returns its exit code: -9 where it was killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed_runs"])
-    process = context.Process(target=_printing_to, args=(output, function, *arguments))
-    with pytest.MonkeyPatch.context() as patch:  # the server finds these modules, so that it can load them once
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), str(ROOT)]))
-        process.start()
-    process.join(120)
-    if process.exitcode is None:
-        process.kill()
-    return process.exitcode
-
-
-def _printing_to(output, function, *arguments):
-    if output is not None:
-        with open(output, "w") as file:
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(file.fileno(), stream.fileno())
-    try:
-        function(*arguments)
-    finally:
-        sys.stdout.flush()

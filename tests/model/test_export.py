@@ -2,11 +2,10 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+import warm_processes
 from exported_models import around, decode_both_ways, export, needs_exporters, small
 from tiny_decoders import make_tiny
 from tiny_models import make_model, pixels, randomize, token_ids
@@ -156,7 +155,8 @@ state = torch.load({str(tmp_path / "state.pt")!r}, weights_only=False)
 outputs = step(input_ids=state["token"], position_ids=torch.full((2, 1), 9), past_key_values=state["cache"])
 assert torch.equal(outputs.logits, state["expected"])
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+    done = warm_processes.run(["-c", script])
+    assert done.returncode == 0, done.stderr
 
 
 @torch.no_grad()

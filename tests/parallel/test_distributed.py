@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from gradient_checks import without_dropout
 from tiny_decoders import CONTEXT_SIZE, make_tiny, retrofitted
 from tiny_models import randomize
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import WORLD_SIZE, leave
+from warm_processes import spawn
 
 
 def _batch(rank):
@@ -49,7 +49,7 @@ def _work(rank, model_type, checkpointing, images_on, folder):
 )
 def test_data_parallel(model_type, checkpointing, images_on, tmp_path):
     """Images lost in DDP's wrapper, or a process without images that waits for ever for the gradients of its blocks."""
-    mp.spawn(_work, (model_type, checkpointing, images_on, str(tmp_path)), nprocs=WORLD_SIZE)
+    spawn(_work, model_type, checkpointing, images_on, str(tmp_path), count=WORLD_SIZE)
     first, second = (torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(WORLD_SIZE))
     expected: dict[str, torch.Tensor] = {}
     for rank in range(WORLD_SIZE):

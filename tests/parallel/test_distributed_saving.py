@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tiny_models import make_text, pixels, randomize, token_ids, vision_config
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
@@ -14,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from two_processes import WORLD_SIZE, leave
+from warm_processes import spawn
 
 from hf_xattn import retrofit
 
@@ -81,7 +81,7 @@ def test_sharded_weights(tmp_path):
     make_text().save_pretrained(tmp_path / "text")
     torch.manual_seed(7)
     AutoModel.from_config(vision_config()).save_pretrained(tmp_path / "vision")
-    mp.spawn(_work, (str(tmp_path),), nprocs=WORLD_SIZE)
+    spawn(_work, str(tmp_path), count=WORLD_SIZE)
     with torch.no_grad():
         expected = _model(tmp_path)(token_ids(), pixel_values=pixels()).logits
         for name in ("whole", "whole-in-shards", "added", "given-whole", "given-added", "fsdp-whole", "fsdp-added"):

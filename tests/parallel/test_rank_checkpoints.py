@@ -3,18 +3,15 @@ saved over others.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from checkout import ROOT
 from safetensors.torch import load_file, save_file
 from saved_models import same_model
 from tiny_models import make_model
 from transformers import AutoModelForImageTextToText
+from warm_processes import run_ranks
 
 from hf_xattn.utils.transformers_api import has
 
@@ -107,15 +104,6 @@ def test_two_ranks_save_over_other_weights(tmp_path):
     (folder / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(script), str(tmp_path / "model"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
-        | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(2, [script, tmp_path / "model", folder])
     assert {path.name for path in folder.glob("*.safetensors")} == {rank_file(1), rank_file(2)}
     same_model(model, AutoModelForImageTextToText.from_pretrained(folder))

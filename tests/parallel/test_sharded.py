@@ -2,13 +2,11 @@
 images.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from checkout import HELPERS
 from sharded_ranks import CASES, STEPS, batch, build, evaluate, kinds_of
+from warm_processes import run_ranks
 
 
 RANKS = HELPERS / "sharded_ranks.py"
@@ -18,9 +16,7 @@ RANKS = HELPERS / "sharded_ranks.py"
 def found(tmp_path_factory):
     """What two ranks found, for each case."""
     folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, RANKS, folder, *CASES], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(2, [RANKS, folder, *CASES])
     return {case: [torch.load(folder / f"{case} {rank}.pt") for rank in range(2)] for case in CASES}
 
 

@@ -2,27 +2,19 @@
 `Trainer`.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from checkout import HELPERS
 from tiny_models import make_text, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
+from warm_processes import run_ranks
 
 
 RANKS = HELPERS / "checkpoint_ranks.py"
 
 
 def run(ranks, folder, what):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
-    done = subprocess.run(
-        [sys.executable, *launcher, RANKS, folder, what], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(ranks, [RANKS, folder, what])
 
 
 def test_saved_by_two_ranks_and_loaded_by_others(tmp_path):

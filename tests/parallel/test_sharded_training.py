@@ -4,8 +4,6 @@ accelerate shards on a GPU only. Here each process is told that it does (`accele
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from template_models import CHATML, make_chat_model, make_processor
 from tiny_models import randomize
 from training_examples import CAPTIONS, write_examples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from warm_processes import run_ranks
 
 from hf_xattn import retrofit
 from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE
@@ -68,10 +67,7 @@ def launch(desk, cases, *more):
     for case in cases:
         command = [*arguments(desk, case, 1, "ranks"), "--device", "cpu", *more]
         (desk / f"{case}.json").write_text(json.dumps({"arguments": command, "fsdp": CASES[case][2]}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, RANKS, desk, *cases], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_ranks(2, [RANKS, desk, *cases])
 
 
 def read(folder):

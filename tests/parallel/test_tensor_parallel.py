@@ -1,8 +1,6 @@
 """Tensor parallelism: blocks split over real ranks, each a process of `torchrun`."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from own_parts import TURNING  # registers the parts
 from tiny_models import make_text, needs_part, pixels, randomize, vision_config
 from transformers import AutoModel, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache
+from warm_processes import run_ranks
 
 from hf_xattn import CrossAttentionConfig, retrofit
 from hf_xattn.learning.sharding import block_plan
@@ -78,10 +77,8 @@ def make(folder, cross_attention, name="llama"):
     torch.save(expected, folder / "expected.pt")
 
 
-def run_ranks(folder, ranks):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*command, RANKS, folder], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+def run_cases(folder, ranks):
+    run_ranks(ranks, [RANKS, folder])
     return {
         case.name: [json.loads((case / f"found-{rank}.json").read_text()) for rank in range(ranks)]
         for case in folder.iterdir()
@@ -94,7 +91,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split") / "cases"
     for name, cross_attention in CASES.items():
         make(folder / name, cross_attention, "gpt2" if name == "gpt2" else "llama")
-    return folder, run_ranks(folder, 2)
+    return folder, run_cases(folder, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -153,7 +150,7 @@ def test_more_ranks_than_heads(tmp_path):
     # GPT-2 has no plan: Llama's own cannot split two K/V heads over four ranks.
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
     make(tmp_path / "cases" / "shared", heads, "gpt2")
-    for rank in run_ranks(tmp_path / "cases", 4)["shared"]:
+    for rank in run_cases(tmp_path / "cases", 4)["shared"]:
         assert max(rank["logits"], rank["masked"], rank["one key"]) < 1e-5 and rank["gradients"] < 1e-3
         assert rank["generated"] and rank["from a cache"] and rank["cached heads"] == 1
         assert "Expected `model` to hold all 2 K/V heads, got 1" in rank["saving images"]

@@ -1,11 +1,9 @@
 """Every example runs, as it stands. Those of `TRAINED` are in a file of their own, for the other process."""
 
-import subprocess
-import sys
-
 import pytest
 from checkout import EXAMPLES
 from example_runs import TRAINED, examples, run_example
+from warm_processes import run
 
 
 MISSING = [
@@ -41,8 +39,7 @@ def test_what_an_example_needs():
     """A traceback where a package is not installed; a line for pip that the guide does not have."""
     paths = [str(EXAMPLES / f"{example}.py") for example, _, _ in MISSING]
     packages = ",".join(package for _, package, _ in MISSING)
-    command = [sys.executable, "-c", WITHOUT, packages, ",".join(paths)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    output = run(["-c", WITHOUT, packages, ",".join(paths)])
     assert output.returncode == 0, output.stderr
     for (example, package, line), said in zip(MISSING, output.stdout.splitlines(), strict=True):
         assert line in said

@@ -2,21 +2,19 @@
 
 import importlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
-from checkout import EXAMPLES, ROOT
+from checkout import EXAMPLES
 from safetensors.torch import load_file
 from task import Recipe, make_bases, make_model
 from tiny_models import needs_part
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from warm_processes import run_ranks
 
 from hf_xattn import sharding_units
 
@@ -27,17 +25,8 @@ TRAINERS = ("with_trainer", "with_trl", "with_accelerate", "with_fsdp2")
 DEMO = 0.95  # of the digits; the card of the demo says 97.9 % for seed 0, and 95.7 % for the lowest of three seeds
 
 
-def torchrun(ranks):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-
-
-def run_script(name, output, *options, ranks=None):
-    several = [sys.executable] if ranks is None else torchrun(ranks)
-    paths = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*several, str(DIGITS / f"{name}.py"), "--output", str(output), *options]
-    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def run_script(name, output, *options, ranks=1):
+    return run_ranks(ranks, [DIGITS / f"{name}.py", "--output", output, *options], timeout=1500)
 
 
 @pytest.fixture(scope="module")

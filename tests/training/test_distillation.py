@@ -2,18 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from checkout import ROOT
 from command_runs import interrupted, run, run_training
 from safetensors.torch import load_file
 from template_models import CHATML, make_chat_model, make_processor
 from training_examples import CAPTIONS, draw, write_examples
 from training_runs import short_arguments
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from warm_processes import run_ranks
 
 from hf_xattn import XAttnDataCollator, freeze, load_rows
 from hf_xattn.data.order import Shuffled
@@ -307,17 +305,8 @@ def test_accumulated_processes_and_features(model, tmp_path, capsys):
     for name, more in runs.items():
         status, _, error = run_training(capsys, *options, *more, "--output", tmp_path / name)
         assert status == 0, error
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hf_xattn"]
     words = [*options, "--batch-size", "1", "--gradient-accumulation", "2", "--output", tmp_path / "ranks"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, "train", *map(str, words), "--device", "cpu"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(2, ["-m", "hf_xattn", "train", *words, "--device", "cpu"])
     whole, logged = weights(tmp_path / "whole"), history(tmp_path / "whole", 6)
     assert not close(whole, weights(model), atol=1e-3) and sum("text_kl" in entry for entry in logged) > 3
     for name in ("accumulated", "features", "ranks"):

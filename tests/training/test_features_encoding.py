@@ -6,13 +6,13 @@ import functools
 import json
 import pickle
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_processes
 from command_runs import run
 from encoded_features import encode, save_features
 from safetensors import safe_open
@@ -327,9 +327,8 @@ def test_killed_run_goes_on(model, tmp_path, capsys):
     """A half-written file that is taken for a whole one; pictures that are encoded twice, or not at all."""
     data, folder = many_pictures(tmp_path / "data", 12), tmp_path / "features"
     small = ["--shard-size", "0.002", "--batch-size", "1"]  # two pictures a file
-    command = [sys.executable, "-c", KILLED, *encode(model, data, folder, *small)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = warm_processes.run(["-c", KILLED, *encode(model, data, folder, *small)])
+    assert killed.returncode == warm_processes.KILLED, killed.stderr
     (partial,) = folder.glob("*.partial")
     assert [len(names) for names in shards(folder).values()] == [2, 2]
     assert len(VisionFeatures(folder, load(model))) == 4

@@ -1,16 +1,11 @@
 """Parts that thaw and freeze during a run of `Trainer`."""
 
-import os
-import signal
-import subprocess
-import sys
-
 import pytest
 import torch
-from checkout import HELPERS, ROOT
 from tiny_models import make_model
-from training_runs import SCHEDULED_RUN, STAGES, Pairs, arguments, make_scheduled_trainer
+from training_runs import SCHEDULED_RUN, STAGES, Kill, Pairs, arguments, make_scheduled_trainer
 from transformers import Trainer, TrainerCallback
+from warm_processes import KILLED, call
 
 from hf_xattn import FreezeSchedule, freeze, parameter_groups
 from hf_xattn.decoders.insertion import PARTS, part_of
@@ -44,6 +39,11 @@ def test_parts_train_in_their_stages(tmp_path, capsys):
     assert trainer.model.get_decoder().layers[0].training and not trainer.model.blocks[0].training
 
 
+def train_until_killed(folder):
+    torch.set_num_threads(1)
+    make_scheduled_trainer(folder, Kill()).train()
+
+
 @pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_goes_on_from_a_checkpoint(killed, tmp_path):
     """A resumed run that starts its schedule again, or with another optimizer: other weights than without a break."""
@@ -51,12 +51,7 @@ def test_a_run_goes_on_from_a_checkpoint(killed, tmp_path):
     whole.train()
     folder = tmp_path / ("killed" if killed else "whole")
     if killed:
-        script = f"from training_runs import *; make_scheduled_trainer({str(folder)!r}, Kill()).train()"
-        paths = os.pathsep.join([str(HELPERS), str(ROOT)])
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+        assert call(train_until_killed, folder) == KILLED
         assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
     for step in (3,) if killed else (3, 6):
         resumed = make_scheduled_trainer(tmp_path / f"resumed-{step}")

@@ -5,9 +5,6 @@ import logging
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import killed_runs
@@ -17,13 +14,13 @@ from checkout import ROOT
 from safetensors.torch import load_file, save_file
 from template_models import save_chat_model
 from training_examples import MIXED, write_examples
+from warm_processes import KILLED, call, start
 
 from hf_xattn import last_complete_checkpoint
 from hf_xattn.training.complete_checkpoints import find_checkpoints
 from hf_xattn.training.training_run import CHECKPOINTS, OPTIONS_FILE, UNFINISHED
 
 
-KILLED = -signal.SIGKILL
 slow = pytest.mark.slow  # a file more of the same kind
 
 
@@ -43,7 +40,7 @@ def arguments(tmp_path_factory):
 def whole(arguments, tmp_path_factory):
     """The run that nobody kills."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    assert killed_runs.run(killed_runs.command, [*arguments, "--output", str(folder)]) == 0
+    assert call(killed_runs.command, [*arguments, "--output", str(folder)]) == 0
     return folder
 
 
@@ -85,10 +82,10 @@ def test_killed(moment, number, before, skipped, arguments, whole, tmp_path):
     without a break.
     """
     command = [*arguments, "--output", str(tmp_path / "out")]
-    assert killed_runs.run(killed_runs.command, command, moment, number) == KILLED
+    assert call(killed_runs.command, command, moment, number) == KILLED
     assert not (tmp_path / "out" / OPTIONS_FILE).read_text().count("complete")
     log = tmp_path / "log"
-    assert killed_runs.run(killed_runs.command, [*command, "--resume"], output=log) == 0, log.read_text()
+    assert call(killed_runs.command, [*command, "--resume"], output=log) == 0, log.read_text()
     printed = log.read_text()
     assert ("No checkpoint found" if before is None else f"checkpoint-{before}\n") in printed
     assert printed.count("is skipped") == (skipped is not None)
@@ -101,17 +98,17 @@ def test_killed(moment, number, before, skipped, arguments, whole, tmp_path):
 def test_killed_again_and_again(arguments, whole, tmp_path):
     """A checkpoint that is killed a second time, with files of both times: it looks complete."""
     command = [*arguments, "--output", str(tmp_path / "out")]
-    assert killed_runs.run(killed_runs.command, command, "options", 1) == KILLED
-    assert killed_runs.run(killed_runs.command, [*command, "--resume"], "step", 10) == KILLED
+    assert call(killed_runs.command, command, "options", 1) == KILLED
+    assert call(killed_runs.command, [*command, "--resume"], "step", 10) == KILLED
     last = tmp_path / "out" / CHECKPOINTS / "checkpoint-4"
     os.truncate(
         last / "model.safetensors", 1000
     )  # cut off, beside a state that is whole: a machine that lost its power
     for moment in ("optimizer", "weights", "state"):
-        assert killed_runs.run(killed_runs.command, [*command, "--resume"], moment, 1) == KILLED
+        assert call(killed_runs.command, [*command, "--resume"], moment, 1) == KILLED
         assert last_complete_checkpoint(last.parent).endswith("checkpoint-2")
         assert moment == "state" or not (last / "trainer_state.json").exists()
-    assert killed_runs.run(killed_runs.command, [*command, "--resume"]) == 0
+    assert call(killed_runs.command, [*command, "--resume"]) == 0
     check_same(tmp_path / "out", whole)
 
 
@@ -120,15 +117,16 @@ def test_killed_again_and_again(arguments, whole, tmp_path):
 )
 def test_killed_from_outside(file, arguments, whole, tmp_path):
     """A process of the command that ends at a moment of which it knows nothing."""
-    command = [sys.executable, "-m", "hf_xattn", "train", *arguments, "--output", str(tmp_path / "out")]
+    command = ["-m", "hf_xattn", "train", *arguments, "--output", str(tmp_path / "out")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = start(command, tmp_path, environment=environment)
     end = time.monotonic() + 120
-    while run.poll() is None and not (tmp_path / "out" / CHECKPOINTS / file).exists() and time.monotonic() < end:
+    while run.is_alive() and not (tmp_path / "out" / CHECKPOINTS / file).exists() and time.monotonic() < end:
         time.sleep(0.001)
     run.kill()
-    assert run.wait() == KILLED
-    assert killed_runs.run(killed_runs.command, [*command[4:], "--resume"]) == 0
+    run.join()
+    assert run.exitcode == KILLED
+    assert call(killed_runs.command, [*command[3:], "--resume"]) == 0
     check_same(tmp_path / "out", whole)
 
 
@@ -142,26 +140,24 @@ def test_killed_at_any_moment(seed, arguments, whole, tmp_path):
     for _ in range(2):
         begun = (out / OPTIONS_FILE).exists() or (out / UNFINISHED).exists()
         again = [*command, "--resume"] if begun else command
-        code = killed_runs.run(killed_runs.command, again, "event", rng.randrange(1, 400))
+        code = call(killed_runs.command, again, "event", rng.randrange(1, 400))
         assert code in (0, KILLED)
         if code == 0:
             break
     log = tmp_path / "log"
     if "complete" not in ((out / OPTIONS_FILE).read_text() if (out / OPTIONS_FILE).exists() else ""):
         begun = (out / OPTIONS_FILE).exists() or (out / UNFINISHED).exists()
-        assert killed_runs.run(killed_runs.command, [*command, "--resume"] if begun else command, output=log) == 0, (
-            log.read_text()
-        )
+        assert call(killed_runs.command, [*command, "--resume"] if begun else command, output=log) == 0, log.read_text()
     check_same(out, whole)
 
 
 @pytest.mark.parametrize("moment, number", [("step", 5), ("weights", 2), pytest.param("state", 2, marks=slow)])
 def test_schedule_of_a_killed_trainer(moment, number, tmp_path):
     """A script with a plain `Trainer` that cannot be started again, or whose parts thaw at another step."""
-    assert killed_runs.run(killed_runs.schedule, tmp_path / "whole") == 0
-    assert killed_runs.run(killed_runs.schedule, tmp_path / "killed", moment, number) == KILLED
+    assert call(killed_runs.schedule, tmp_path / "whole") == 0
+    assert call(killed_runs.schedule, tmp_path / "killed", moment, number) == KILLED
     log = tmp_path / "log"
-    assert killed_runs.run(killed_runs.schedule, tmp_path / "killed", output=log) == 0, log.read_text()
+    assert call(killed_runs.schedule, tmp_path / "killed", output=log) == 0, log.read_text()
     files = [tmp_path / name / "trained" / "model.safetensors" for name in ("whole", "killed")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert ("is skipped" in log.read_text()) == (moment != "step")

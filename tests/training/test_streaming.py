@@ -3,25 +3,24 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 
 import killed_runs
 import pytest
 import torch
-from checkout import HELPERS, ROOT
+from checkout import HELPERS
 from command_runs import run_training
 from data_sources import content, questions, write_all, write_tar
 from template_models import save_chat_model
 from training_examples import CAPTIONS, write_examples
 from transformers import AutoModelForImageTextToText
+from warm_processes import KILLED, call, run_ranks
 
 from hf_xattn.training import run_data
 from hf_xattn.training.bad_rows import BAD_ROWS_FILE
 
 
-KILLED = -signal.SIGKILL
 FAST = "--learning-rate 0.01 --log-steps 1 --device cpu".split()
 
 
@@ -49,11 +48,11 @@ def test_killed_in_the_middle_of_a_shard(step, workers, model, sources, tmp_path
     more = f"--stream --steps 8 --save-steps 2 --batch-size 2 --gradient-accumulation 2 --workers {workers}".split()
     arguments = [str(model), *data, *more, *FAST]
     whole, out = tmp_path / "whole", tmp_path / "out"
-    assert killed_runs.run(killed_runs.command, [*arguments, "--output", str(whole)]) == 0
+    assert call(killed_runs.command, [*arguments, "--output", str(whole)]) == 0
     command = [*arguments, "--output", str(out)]
-    assert killed_runs.run(killed_runs.command, command, "step", step) == KILLED
+    assert call(killed_runs.command, command, "step", step) == KILLED
     log = tmp_path / "log"
-    assert killed_runs.run(killed_runs.command, [*command, "--resume"], output=log) == 0, log.read_text()
+    assert call(killed_runs.command, [*command, "--resume"], output=log) == 0, log.read_text()
     assert f"checkpoint-{(step - 1) // 2 // 2 * 2}\n" in log.read_text()
     assert (whole / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     assert not same_weights(whole, model)
@@ -67,16 +66,7 @@ def test_each_rank_and_worker_reads_its_own(model, tmp_path):
     log.mkdir()
     options = "--stream --batch-size 3 --workers 2 --epochs 1 --log-steps 50 --device cpu".split()
     words = [str(model), "--data", f"{tmp_path}/{{00..15}}.tar", "--output", str(tmp_path / "out"), *options]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, str(HELPERS / "stream_ranks.py"), str(log), "train", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(2, [HELPERS / "stream_ranks.py", log, "train", *words])
     read = {path.name: [int(line) for line in path.read_text().split()] for path in log.iterdir()}
     assert read.keys() == {"0-0", "0-1", "1-0", "1-1"}
     assert sorted(index for rows in read.values() for index in rows) == list(range(768))
