@@ -150,6 +150,7 @@ assert more < 2**30, more
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_memory_stays_bounded(whole, tmp_path):
     """Lists, layers or vocabularies that are made before anybody looks whether the file holds them."""

@@ -1,4 +1,4 @@
-"""The commands of the planned run, scaled down: two processes, tiny models, 2,000 rows in LLaVA's form."""
+"""The commands of the planned run, scaled down: two processes, tiny models, 800 rows in LLaVA's form."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def test_the_planned_run(tmp_path, monkeypatch):
     make_siglip(tmp_path)
     make_text(tmp_path, "meta-llama/Llama-3.2-1B-Instruct")
     write_pictures(tmp_path / "llava")
-    rows = [llava(*row) for row in questions(2000)]
+    rows = [llava(*row) for row in questions(800)]
     rows[7]["image"] = "gone.png"
     (tmp_path / "llava" / "llava_v1_5_mix665k.json").write_text(json.dumps(rows))
     (tmp_path / "llava" / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows[-12:])))

@@ -465,8 +465,9 @@ def test_compiled_training():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("marker", [None, pytest.param(MARKER, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("marker", [None, MARKER])
 def test_compiled_generate_without_a_cache(marker):
     """A prompt that is taken for packed samples, and refused because the model has no markers."""
     model, compiled = (make_model(image_token_id=marker) for _ in range(2))

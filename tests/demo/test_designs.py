@@ -100,7 +100,8 @@ def test_parameters_and_rows(folder):
         )
 
 
-@pytest.mark.parametrize("name", [BLOCKS, *(pytest.param(name, marks=pytest.mark.slow) for name in (PROJECTOR, LORA))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [BLOCKS, PROJECTOR, LORA])
 def test_a_run(name, folder, tmp_path, capsys):
     """A design that cannot be asked, is trained for more than its compute, or is measured with other rows."""
     file = tmp_path / "found.json"

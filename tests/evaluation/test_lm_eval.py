@@ -86,6 +86,7 @@ def test_pictures(tmp_path, template, marker):
     assert said[1:] != one_by_one("answers", [Question(chat, "") for chat in blind])[1:]
 
 
+@pytest.mark.slow
 def test_commands_of_the_guide(tmp_path):
     """Commands that a reader copies and that do not work; a saved folder that lm-eval does not know."""
     folder = tmp_path / "seeing"

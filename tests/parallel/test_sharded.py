@@ -2,6 +2,8 @@
 images.
 """
 
+import functools
+
 import pytest
 import torch
 from checkout import HELPERS
@@ -12,12 +14,38 @@ from warm_processes import run_ranks
 RANKS = HELPERS / "sharded_ranks.py"
 
 
+# More of what another case shows.
+SLOW = {
+    "several blocks at a place",
+    "bfloat16, several blocks",
+    "bfloat16, own parts",
+    "bfloat16, one token",
+    "ddp, tower outputs",
+    "wrapper",
+    "channel checkpointing",
+    "accelerate",
+    "accelerate wrapper",
+    "fsdp, no images, frozen tower",
+    "fsdp, features, frozen tower",
+    "fsdp, encoded, trainable tower",
+    "ddp, no images, frozen tower",
+    "ddp, features, frozen tower",
+    "ddp, features, trainable tower",
+    "ddp, encoded, trainable tower",
+}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What two ranks found, for each case."""
-    folder = tmp_path_factory.mktemp("sharded")
-    run_ranks(2, [RANKS, folder, *CASES])
-    return {case: [torch.load(folder / f"{case} {rank}.pt") for rank in range(2)] for case in CASES}
+    """What two ranks found for a case; they are asked about all quick ones at once, and about all slow ones."""
+
+    @functools.cache
+    def launch(slow):
+        folder = tmp_path_factory.mktemp("sharded")
+        run_ranks(2, [RANKS, folder, *(case for case in CASES if (case in SLOW) == slow)], timeout=900)
+        return folder
+
+    return lambda case: [torch.load(launch(case in SLOW) / f"{case} {rank}.pt") for rank in range(2)]
 
 
 def reference(case):
@@ -40,16 +68,17 @@ def reference(case):
     return losses, weights, [evaluate(model, model, kinds, rank) for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES])
 def test_ranks_learn_what_one_process_learns(case, found):
     """A rank that waits for ever for a collective, a gradient that is lost or averaged wrongly, images that a wrapper
     drops.
     """
     losses, weights, evaluated = reference(case)
+    results = found(case)
     half = "bfloat16" in case
     close = {"rtol": 2e-2, "atol": 2e-2} if half else {"rtol": 1e-4, "atol": 1e-5}
     for rank in range(2):
-        result = found[case][rank]
+        result = results[rank]
         assert result["losses"] == pytest.approx(losses[rank], rel=1e-2 if half else 1e-5)
         assert result["evaluated"] == pytest.approx(evaluated[rank][0], rel=1e-2 if half else 1e-5)
         if not half:
@@ -58,4 +87,4 @@ def test_ranks_learn_what_one_process_learns(case, found):
             assert result["weights"].keys() == weights.keys()
             for name, weight in weights.items():
                 torch.testing.assert_close(result["weights"][name], weight, **close, msg=name)
-    assert found[case][0]["weights"]
+    assert results[0]["weights"]
