@@ -255,6 +255,7 @@ def test_compiled_decoding():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @needs_exporters
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -1,4 +1,4 @@
-"""The commands of the planned run, scaled down: two processes, tiny models, 800 rows in LLaVA's form."""
+"""The commands of the planned run, scaled down: two processes, tiny models, 400 rows in LLaVA's form."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from hf_xattn.commands.main import main
 
 
 GUIDE = (EXAMPLES / "data" / "README.md").read_text()
-SMALL = {"google/siglip-so400m-patch14-384": "google/siglip-base-patch16-224", "8": "2", "500": "20"}
+SMALL = {"google/siglip-so400m-patch14-384": "google/siglip-base-patch16-224", "8": "2", "500": "10"}
 
 
 def test_the_planned_run(tmp_path, monkeypatch):
@@ -25,7 +25,7 @@ def test_the_planned_run(tmp_path, monkeypatch):
     make_siglip(tmp_path)
     make_text(tmp_path, "meta-llama/Llama-3.2-1B-Instruct")
     write_pictures(tmp_path / "llava")
-    rows = [llava(*row) for row in questions(800)]
+    rows = [llava(*row) for row in questions(400)]
     rows[7]["image"] = "gone.png"
     (tmp_path / "llava" / "llava_v1_5_mix665k.json").write_text(json.dumps(rows))
     (tmp_path / "llava" / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows[-12:])))

@@ -109,7 +109,9 @@ def test_served(model_type, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=["bfloat16", "float16"]
+)
 @pytest.mark.parametrize("model_type", SERVED)
 def test_half_precision(model_type, dtype):
     """A decoder with a float32 residual stream between half-precision weights, whose blocks raise at every image."""

@@ -82,6 +82,7 @@ def test_compiled_gradients(frozen, reentrant):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_with_graph_breaks():
     """A graph that breaks inside of a layer: the layer then runs as it is, and reentrant checkpointing loses the
     images.

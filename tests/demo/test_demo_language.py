@@ -139,6 +139,7 @@ def test_the_sealed_questions_are_asked_once(finished, capsys, tmp_path, monkeyp
     assert "not asked before" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_trials_of_choices(finished, tmp_path, monkeypatch):
     """A choice that changes nothing, or a trial of what the demo does not make."""
     folder, *_ = finished

@@ -62,6 +62,7 @@ def test_words_that_are_right(folder):
     assert found["row"]["right"] == found["column"]["right"] == 0
 
 
+@pytest.mark.slow
 def test_a_run(folder, tmp_path, capsys):
     """A start that does not run, or is measured at other steps."""
     file = tmp_path / "found.json"
