@@ -80,19 +80,6 @@ class ImageLayout:
             digests=_append_digests(self.digests, later.digests),
         )
 
-    def first_tokens(self, count: int) -> ImageLayout:
-        """The layout of the first `count` tokens, which must be whole images."""
-        if count == self.num_tokens:
-            return self
-        images = next(index for index in range(len(self.sizes) + 1) if sum(self.sizes[:index]) == count)
-        return replace(
-            self,
-            sizes=self.sizes[:images],
-            image_of_token=self.image_of_token[:count],
-            token_mask=None if self.token_mask is None else self.token_mask[:, :count],
-            image_mask=None if self.image_mask is None else self.image_mask[:, :images],
-        )
-
     def select(self, rows: torch.Tensor, count: int) -> ImageLayout:
         """The image rows `rows` (of `count`), one for each text row."""
 

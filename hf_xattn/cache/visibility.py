@@ -70,7 +70,7 @@ def look(
         covered, coming = mask.split(text_len)
     sees, held = _by_mask(sees, layout, progress, counted, covered, batch_size, text_len)
     after = progress.after(counts, counted, covered, coming, held, text_len)
-    return View(_without_padding(sees, layout, batch_size), after)
+    return View(_without_padding(sees, layout), after)
 
 
 def _by_markers(
@@ -153,7 +153,7 @@ def _lay_over(sees: torch.Tensor | None, mask: CallersMask, layout: ImageLayout,
     return torch.cat([sees[..., :first], rows.expand(*shape), sees[..., last:]], dim=-1)
 
 
-def _without_padding(sees: torch.Tensor | None, layout: ImageLayout, batch_size: int) -> torch.Tensor | None:
+def _without_padding(sees: torch.Tensor | None, layout: ImageLayout) -> torch.Tensor | None:
     padding = layout.token_mask
     if sees is None:
         return None if padding is None else padding[:, None]

@@ -52,7 +52,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
         name = arguments.name or arguments.model
         print(f"Loading {arguments.model}", flush=True)
         model, processor, _ = load_model_and_images(arguments)
-        check_answers(name, model, processor)
+        check_answers(name, processor)
         if arguments.image_store:
             model.enable_image_store(arguments.image_store * 2**20)
         address = f"{address_of(arguments.host, listener.getsockname()[1])}/v1"

@@ -411,7 +411,7 @@ def set_response_template(tokenizer: Any, model: XAttnForConditionalGeneration) 
         tokenizer.response_template = template
 
 
-def check_answers(name: str, model: XAttnForConditionalGeneration, processor: Any) -> None:
+def check_answers(name: str, processor: Any) -> None:
     """Raises a `ValueError` if every request would fail: for a slow tokenizer, or no chat template."""
     tokenizer = _tokenizer(processor)
     if not hasattr(tokenizer, "_tokenizer"):
