@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.utils import logging
 
 from .cache.image_cache import ImageCache
-from .cache.xattn_cache import XAttnCache
+from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import why_uncached
 from .configuration_xattn import XAttnConfig
 from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
@@ -236,6 +236,11 @@ class XAttnGenerationMixin:
                 "follows: at least one token for each row, such as the BOS token."
             )
         config = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
+        if isinstance(cache, ImageCache) and not cache.cross_attention_cache.rows and images.images is None:
+            raise ValueError(
+                "Expected `past_key_values` to hold the images of `encode_images`, got a cache without any: `reset` "
+                "removes them, too."
+            )
         heals = kwargs.get("token_healing", getattr(config, "token_healing", False))
         cached = isinstance(cache, XAttnCache) and cache.cross_attention_cache.rows
         if heals and (cached or not images.is_empty):
@@ -267,7 +272,7 @@ class XAttnGenerationMixin:
                 raise ValueError(f"{reason}, so `past_key_values` cannot be used. Call `model.eval()`.")
             logger.warning_once(f"{reason}, so `generate` works without a cache, slowly. Call `model.eval()`.")
             generation_config.use_cache = model_kwargs["use_cache"] = False
-        image_cache = given if isinstance(given, ImageCache) and given.text_rows is None else None
+        image_cache = given if isinstance(given, ImageCache) and not int(given.get_seq_length()) else None
         if image_cache is not None:
             # Generate with a fork: the caller may use this cache again.
             del model_kwargs["past_key_values"]
@@ -420,6 +425,15 @@ class XAttnGenerationMixin:
             updated["past_key_values"].leave_graph()
         return updated
 
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own. It reorders the cache by the beams that still run, not by those that it returns."""
+        base: Any = super()
+        output = base._beam_search(*args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, XAttnCache):
+            cache.broken = OF_BEAMS
+        return output
+
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own. An assistant gets the arguments of `generate`, but collects nothing."""
         given = kwargs.get("model_kwargs", {})
@@ -448,13 +462,20 @@ def _holds_keys(cache: Cache | None) -> bool:
 def _text_of_generate(text: torch.Tensor, attention_mask: Any, cache: XAttnCache | None) -> TextOfCall:
     """How much of the text is new: `input_ids` hold the whole text, or the new text where `attention_mask` is longer.
 
-    Raises a `ValueError` if the cache holds as much text as is given, or more.
+    Raises a `ValueError` if the cache holds as much text as is given, or more; or if the mask has another length than
+    the cached and the new text.
     """
     rows, length = text.shape[:2]
     if cache is None or cache.text_rows is None:
         return TextOfCall(rows, length)
     cached = int(cache.get_seq_length())
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and attention_mask.shape[1] != length:
+        if attention_mask.shape[1] != cached + length:
+            raise ValueError(
+                f"Expected `attention_mask` of shape (batch, {length}) for the whole text, or (batch, "
+                f"{cached + length}) if `input_ids` are new behind the {cached} tokens in `past_key_values`, got "
+                f"{tuple(attention_mask.shape)}. The last token that `generate` returned is new, too."
+            )
         return TextOfCall(rows, length, cached)
     if cached and length <= cached:
         raise ValueError(

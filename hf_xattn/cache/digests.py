@@ -80,8 +80,10 @@ def digest(images: torch.Tensor) -> torch.Tensor:
     could cancel.
     """
     words = words_of(images.detach().flatten(2))
-    # black images of different sizes differ too
-    return mixed_sum(words, word_weights(words.shape[-1], words.device), images[:1, :1].numel())
+    # black images of different sizes differ too, also if one is the other one turned
+    turned = images.shape[-2] - images.shape[-1] if images.dim() > 4 else 0
+    added = images[:1, :1].numel() + 1_000_003 * turned
+    return mixed_sum(words, word_weights(words.shape[-1], words.device), added)
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,8 @@ class ImageCache(XAttnCache):
 def select_images(cache: XAttnCache, rows: list[int] | torch.Tensor) -> ImageCache:
     """Returns the image rows `rows` of a cache, in that order. A row may be selected more than once.
 
+    Of the images of a conversation, which `forward` or `generate` has encoded, it is not known with which weights.
+
     Raises:
         TypeError: if `cache` is not a cache, or `rows` not a list or tensor of integers.
         ValueError: if the cache holds no images, or `rows` is empty or has more than one axis.
@@ -162,7 +164,7 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
 
     Raises:
         TypeError: if an argument is not a cache, a path or a model of this package.
-        ValueError: if the cache holds no images, or if another model or other weights encoded them.
+        ValueError: if the cache holds no images, or if another model, other weights or a conversation encoded them.
         OSError: if the file cannot be written: its folder does not exist, or the disk is full. A file at `path` is
             then as it was.
     """
@@ -171,7 +173,12 @@ def save_image_cache(cache: XAttnCache, path: str | Path, model: _Model) -> None
     _check_model(model)
     _check_whole(model)
     identity = model.image_identity()
-    if cross.made_by not in (None, identity):
+    if cross.made_by is None:
+        raise ValueError(
+            "Expected `cache` to come from `encode_images`, got images that `forward` or `generate` has encoded: with "
+            "which weights is not known. Encode them with `encode_images`."
+        )
+    if cross.made_by != identity:
         raise ValueError(
             "Expected `cache` to be encoded by `model`, but another model or other weights encoded it. Encode the "
             "images again."

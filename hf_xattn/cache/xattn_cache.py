@@ -35,7 +35,11 @@ REMOVED = (
 )
 BROKEN = (
     "An earlier call with `past_key_values` failed and may have left a part of its text there. Start from an empty "
-    "cache (`past_key_values.reset()`)."
+    "cache (`past_key_values.reset()`, which drops its images, too)."
+)
+OF_BEAMS = (
+    "`past_key_values` comes from a beam search, which ends with the text of other beams than it returned. Pass the "
+    "whole text with its images alone (`select_images(past_key_values, [0])`), or generate without beams."
 )
 
 
@@ -66,7 +70,7 @@ class XAttnCache(EncoderDecoderCache):
         self._images_at: Note[int] = Note(-1)
         self.text_length: torch.Tensor | None = None
         self.text_padding: torch.Tensor | None = None
-        self.broken = False
+        self.broken: str | None = None  # why no call may go on with the text
 
     @classmethod
     def adopt(cls, cache: EncoderDecoderCache) -> XAttnCache:
@@ -129,7 +133,7 @@ class XAttnCache(EncoderDecoderCache):
     def check_usable(self, batch_size: int, text_len: int) -> None:
         """Raises a `ValueError` if an earlier call broke the cache, or its rows do not fit those of the new text."""
         if self.broken:
-            raise ValueError(BROKEN)
+            raise ValueError(self.broken)
         if text_len > 1:
             self._forget_removed_text()
         text_rows = self.text_rows
@@ -294,11 +298,11 @@ def whole_or_not_at_all(cache: XAttnCache | None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        cache.broken = True  # until all is restored
+        cache.broken = BROKEN  # until all is restored
         cache.cross_attention_cache.restore(images)
         cache._images_at = images_at
         cache.progress, cache.text_rows, cache.text_length, cache.text_padding, cache.is_updated = text
-        cache.broken = not _crop_text(cache, int(length))
+        cache.broken = None if _crop_text(cache, int(length)) else BROKEN
         raise
 
 

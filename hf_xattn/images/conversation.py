@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from transformers.utils import logging
 
 from ..cache.image_layout import ImageLayout
 from ..cache.packed_samples import PackedText
@@ -25,6 +26,14 @@ from .image_inputs import NO_IMAGES, ImageInputs
 from .image_positions import check_hides_last, place_in_samples
 from .image_store import StoreReader
 from .placement import check_known_mask
+
+
+logger = logging.get_logger(__name__)
+
+UNSEEN = (
+    "New images come behind text in `past_key_values`, which was read without them. With `image_visibility='all'` and "
+    "without a cache all text sees them: read the whole text anew for the same answers."
+)
 
 
 class TextOfCall(NamedTuple):
@@ -76,6 +85,9 @@ def read_images(
     if cache is not None and new is not None and inputs.images is not None:
         if new.layout.num_images == inputs.images.shape[1]:  # otherwise the call gives all cached images again
             cache.check_images_read()
+        if encoder.config.image_visibility == "all" and cache.text_rows is not None:
+            if not torch.compiler.is_compiling() and int(cache.get_seq_length()):
+                logger.warning_once(UNSEEN)
     if cached is not None and inputs.images is None:
         has_text = cache is not None and cache.text_rows is not None
         layout = _narrowed(encoder.config, cached, inputs, has_text)

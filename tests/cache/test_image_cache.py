@@ -124,18 +124,6 @@ def test_a_file_with_null_keys(tmp_path):
     assert torch.equal(answers(model, ids, past_key_values=loaded), answers(model, ids, past_key_values=cache))
 
 
-def test_images_of_a_forward(tmp_path):
-    """Images that a forward has put into its cache, and that cannot be saved because nobody wrote down who encoded
-    them.
-    """
-    model, ids = make_model(), token_ids()
-    cache = model(ids, pixel_values=pixels()).past_key_values
-    assert cache.cross_attention_cache.made_by is None
-    save_image_cache(cache, tmp_path / "images.safetensors", model)
-    loaded = load_image_cache(tmp_path / "images.safetensors", model)
-    assert torch.equal(answers(model, ids, past_key_values=loaded), answers(model, ids, pixel_values=pixels()))
-
-
 def test_a_cache_without_images():
     """An error from deep inside, for a cache that holds text alone."""
     model = make_model()

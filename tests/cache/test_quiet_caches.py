@@ -1,0 +1,128 @@
+"""Calls with a cache that answered from other text or other weights than they seemed to, without an error."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import make_model, make_text, pixels, randomize, strengthen, token_ids, vision_config
+from transformers import DynamicCache
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
+
+from hf_xattn import XAttnConfig, XAttnForConditionalGeneration
+from hf_xattn.cache.digests import digest
+from hf_xattn.cache.image_cache import save_image_cache, select_images
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    text = strengthen(make_text())
+    torch.manual_seed(2)
+    config = XAttnConfig(text_config=text.config, vision_config=vision_config(), cross_attention_layers=[1, 3])
+    return randomize(XAttnForConditionalGeneration(config, text_model=text).eval())
+
+
+def turn(model, **options):
+    return model.generate(token_ids(1), pixel_values=pixels(1, 1), return_dict_in_generate=True, **GREEDY, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["select", "repeat", "reorder", "crop"])
+def test_images_stay_without_text(change, model):
+    """A question that is written into the encoded images, so that the next one is read as its continuation."""
+    images = pixels(2, 1)
+    cache = model.encode_images(pixel_values=images)
+    if change == "select":
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        images = images[[1, 0]]
+    elif change == "repeat":
+        cache.batch_repeat_interleave(2)
+        images = images.repeat_interleave(2, 0)
+    elif change == "reorder":
+        cache.reorder_cache(torch.tensor([0, 1]))
+    else:
+        model(token_ids(2), past_key_values=cache)
+        cache.crop(-token_ids(2).shape[1])
+    for length in (7, 20):
+        ids = token_ids(len(images), length, seed=length)
+        found = model.generate(ids, past_key_values=cache, **GREEDY)
+        assert torch.equal(found, model.generate(ids, pixel_values=images, **GREEDY))
+        assert int(cache.get_seq_length()) == 0
+
+
+@pytest.mark.parametrize("given, columns", [("new", 17), ("new", 20), ("whole", 19)])
+def test_mask_of_another_length(given, columns, model):
+    """New text without the last generated token, which no cache holds; or text that is read twice."""
+    made, new = turn(model), token_ids(1, 4, seed=9)
+    assert int(made.past_key_values.get_seq_length()) == 12 and made.sequences.shape[1] == 13
+    ids = new if given == "new" else torch.cat([made.sequences, new], dim=1)
+    mask = torch.ones(1, columns, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"Expected `attention_mask` of shape \(batch, .* behind the 12 tokens"):
+        model.generate(ids, past_key_values=made.past_key_values, attention_mask=mask, **GREEDY)
+
+
+def test_new_text_with_the_last_token(model):
+    """A mask that is right, and refused."""
+    made, new = turn(model), token_ids(1, 4, seed=9)
+    text = torch.cat([made.sequences, new], dim=1)
+    cached = int(made.past_key_values.get_seq_length())
+    mask = torch.ones_like(text)
+    found = model.generate(text[:, cached:], past_key_values=made.past_key_values, attention_mask=mask, **GREEDY)
+    assert torch.equal(found[:, -6:], model.generate(text, pixel_values=pixels(1, 1), **GREEDY)[:, -6:])
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}], ids=str)
+def test_text_of_other_beams(options, model):
+    """The cache of a beam search, whose rows are not those of the sequences that it returns."""
+    made = turn(model, **options)
+    text = torch.cat([made.sequences, token_ids(len(made.sequences), 4, seed=9)], dim=1)
+    with pytest.raises(ValueError, match="comes from a beam search"):
+        model.generate(text.repeat_interleave(3 // len(text), 0), past_key_values=made.past_key_values, **GREEDY)
+    images = select_images(made.past_key_values, [0])
+    expected = model.generate(text, pixel_values=pixels(1, 1).expand(len(text), -1, -1, -1, -1), **GREEDY)
+    assert torch.equal(model.generate(text, past_key_values=images, **GREEDY), expected)
+
+
+def test_images_of_unknown_weights(model, tmp_path):
+    """A file that says its images were encoded by weights that came later."""
+    talk = turn(model).past_key_values
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.blocks[0].attn.k_proj.weight.mul_(-2)
+    with pytest.raises(ValueError, match="Expected `cache` to come from `encode_images`"):
+        save_image_cache(talk, tmp_path / "images.safetensors", changed)
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_emptied_images(model):
+    """A question that is answered without the images, which `reset` removed."""
+    cache = model.encode_images(pixel_values=pixels(1, 1))
+    cache.reset()
+    with pytest.raises(ValueError, match="Expected `past_key_values` to hold the images of `encode_images`"):
+        model.generate(token_ids(1), past_key_values=cache, **GREEDY)
+    found = model.generate(token_ids(1), pixel_values=pixels(1, 1), past_key_values=cache, **GREEDY)
+    assert torch.equal(found, model.generate(token_ids(1), pixel_values=pixels(1, 1), **GREEDY))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("visibility, told", [("all", True), ("latest", False)])
+def test_a_later_image_that_earlier_text_does_not_see(visibility, told):
+    """Other answers with a cache than without one, and no word about it."""
+    model, ids = make_model(image_visibility=visibility, image_token_id=3), token_ids(1)
+    ids[0, 1] = 3
+    cache = model.encode_images(pixel_values=pixels(1, 1)).fork(DynamicCache(config=model.config.text_config))
+    with torch.no_grad(), CaptureLogger(logging.get_logger("hf_xattn.images.conversation")) as said:
+        model(ids, past_key_values=cache)
+        assert said.out == ""
+        model(ids, pixel_values=pixels(1, 1, seed=8), past_key_values=cache)
+    assert ("read without them" in said.out) == told
+
+
+def test_a_picture_that_is_turned_is_another_one():
+    """A white picture of 64 x 32 pixels that is taken for the cached one of 32 x 64."""
+    upright, lying = torch.ones(1, 1, 3, 64, 32), torch.ones(1, 1, 3, 32, 64)
+    assert int(digest(upright)) != int(digest(lying)) and int(digest(upright)) == int(digest(upright.clone()))
