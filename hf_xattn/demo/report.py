@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ..maps.attention_maps import AttentionMaps, Word, attention_maps, words_of
+from ..maps.attention_maps import AttentionMaps, attention_maps
+from ..maps.words import Word, words_of
 from ..processing_xattn import XAttnProcessor
 from .canvases import HEIGHT, PATCH, PROMPT, WIDTH, WORDS, Canvas, picture_of
 from .language_scores import ANSWER_TOKENS, is_right

@@ -6,11 +6,9 @@ where a block has looked, not why the model said what it said.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
 MEAN = "mean"
 Choice: TypeAlias = "int | str | None"
 OF_IMAGES = ("pixel_values", "vision_features", "cross_attention_states")
+MASKS = ("attention_mask", "image_mask", "cross_attention_mask", "image_attention_mask", "aspect_ratio_mask")
 COLUMNS, SIDE = 4, 2.6  # panels in a line, width of a panel in inches
 
 
@@ -320,7 +319,7 @@ def _given(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ImageCache | None
     if "image_rows" in given:
         refuse_to_cache("`attention_maps`")
     cache = given.pop("past_key_values", None)
-    if cache is not None and (not isinstance(cache, ImageCache) or cache.text_rows is not None):
+    if cache is not None and (not isinstance(cache, ImageCache) or int(cache.get_seq_length())):
         raise ValueError(
             "Expected `past_key_values` in `inputs` to be images of `encode_images` without text, got a "
             f"{type(cache).__name__}{' with text' if isinstance(cache, ImageCache) else ''}."
@@ -350,6 +349,9 @@ def _generated(
         )
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"Expected `max_new_tokens` to be an integer of at least 1 or None, got {max_new_tokens!r}.")
+    inside = [name for name in generate_kwargs if name in (*OF_IMAGES, *MASKS)]
+    if inside:
+        raise TypeError(f"Expected `{inside[0]}` in `inputs`, which the maps read too, got it beside `max_new_tokens`.")
     rows, length = given["input_ids"].shape
     # Without a mask, `generate` would guess one from the ids.
     given = {"attention_mask": torch.ones_like(given["input_ids"]), **given}
@@ -372,21 +374,25 @@ def _generated(
         if name in whole and whole[name].dim() > 2 and whole[name].shape[1] == length:
             whole[name] = torch.cat([whole[name], whole[name][:, -1:].expand(-1, new, *whole[name].shape[2:])], dim=1)
     ended = torch.zeros_like(sequences, dtype=torch.bool)  # True right after a token that ends the text
-    for end in _ends(inner, generate_kwargs):
+    ends = _ids("eos_token_id", inner, generate_kwargs)
+    for end in ends:
         ended[:, length + 1 :] |= sequences[:, length:-1] == end
+    for padding in set(_ids("pad_token_id", inner, generate_kwargs)).difference(ends):
+        # behind a text that something else ended, such as `stop_strings`
+        ended[:, length:] |= (sequences[:, length:] == padding).flip(-1).cumprod(-1).flip(-1).bool()
     whole["_text_mask"] = (whole["attention_mask"] != 0) & (ended.cumsum(dim=-1) == 0)
     return whole
 
 
-def _ends(model: XAttnForConditionalGeneration, generate_kwargs: dict[str, Any]) -> list[int]:
-    """Ids that end a text, from the call or the model."""
+def _ids(name: str, model: XAttnForConditionalGeneration, generate_kwargs: dict[str, Any]) -> list[int]:
+    """Ids of the tokens that end a text, or pad it, from the call or the model."""
     config = generate_kwargs.get("generation_config") or model.generation_config
-    ends = generate_kwargs.get("eos_token_id", getattr(config, "eos_token_id", None))
-    if ends is None:  # `generate` takes the model's
-        ends = model.generation_config.eos_token_id
-    if isinstance(ends, torch.Tensor):
-        ends = ends.tolist()
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    found = generate_kwargs.get(name, getattr(config, name, None))
+    if found is None:  # `generate` takes the model's
+        found = getattr(model.generation_config, name)
+    if isinstance(found, torch.Tensor):
+        found = found.tolist()
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def _sizes_of(given: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
@@ -460,39 +466,6 @@ def _draw(
     figure.colorbar(drawn, ax=list(axes), shrink=0.8)
     figure.suptitle(title)
     return figure
-
-
-class Word(NamedTuple):
-    """A word of a text."""
-
-    text: str  # with its punctuation
-    start: int  # where it begins in the text, in characters
-    tokens: range
-
-
-def words_of(ids: list[int], tokenizer: Any) -> list[Word]:
-    """Splits a text at white space, and finds the tokens that each word was generated as. Special tokens have no word.
-
-    A token's characters are those that it adds to the text of the tokens before it: some tokenizers write the space
-    into the token, some between tokens, and some need several tokens for one character.
-    """
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    ends: list[int] = []
-    for index in range(len(ids)):
-        # An incomplete character is decoded as a replacement character. The token that completes it adds it.
-        known = tokenizer.decode(ids[: index + 1], skip_special_tokens=True).rstrip("\ufffd")
-        ends.append(max(len(os.path.commonprefix([known, text])), ends[-1] if ends else 0))
-    special = set(getattr(tokenizer, "all_special_ids", ()))
-    words = []
-    for match in re.finditer(r"\S+", text):
-        before = max((end for end in ends if end <= match.start()), default=0)
-        # Tokens that add nothing belong to the character that they begin.
-        first = ends.index(before) + 1 if before else 0
-        last = next((index for index, end in enumerate(ends) if end >= match.end()), len(ids) - 1)
-        while first < last and ids[first] in special:
-            first += 1
-        words.append(Word(match.group(), match.start(), range(first, last + 1)))
-    return words
 
 
 __all__ = ["AttentionMaps", "attention_maps"]

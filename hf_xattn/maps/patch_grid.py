@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..configuration_xattn import XAttnConfig
 from ..images.vision import is_tiled
+from ..utils.parts import CONNECTORS
 
 
 # Towers whose tokens are patches, row by row, and how many tokens come before the patches. Registers are counted by the
@@ -31,6 +32,7 @@ PREFIX_TOKENS = {
     "vit": 1,
     "vit_msn": 1,
 }
+KEEP_POSITIONS = ("identity", "linear", "mlp", "mlp_2d")  # connectors
 
 
 class PatchGrid(NamedTuple):
@@ -69,8 +71,11 @@ def patch_grid(
             "known of features (`cross_attention_states`), nor of encoded images (a cache, `vision_features`) where "
             f"the tower reads pictures of several sizes. {remedy}"
         )
-    if config.connector_type == "perceiver":
-        raise ValueError(f"`grid` needs a connector that keeps positions, got `connector_type='perceiver'`. {remedy}")
+    if config.connector_type not in KEEP_POSITIONS and not CONNECTORS.keeps_positions(config.connector_type):
+        raise ValueError(
+            f"`grid` needs a connector that keeps positions, got `connector_type={config.connector_type!r}`. One of "
+            f"your own that does says so: `keeps_positions = True` in its class. {remedy}"
+        )
     if tower.model_type not in PREFIX_TOKENS:
         raise ValueError(
             f"`grid` needs a vision tower whose patches are known ({', '.join(PREFIX_TOKENS)}), got "

@@ -13,7 +13,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.xattn_cache import XAttnCache
-from ..maps.attention_maps import AttentionMaps, Word, attention_maps, words_of
+from ..maps.attention_maps import AttentionMaps, attention_maps
+from ..maps.words import Word, words_of
 
 
 if TYPE_CHECKING:

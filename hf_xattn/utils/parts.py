@@ -106,6 +106,10 @@ class Parts:
         """Whether fresh parts return zero, as their class says."""
         return bool(getattr(self._makers.get(name), "starts_at_zero", False))
 
+    def keeps_positions(self, name: str) -> bool:
+        """Whether a connector gives one token for each patch, in their order, as its class says."""
+        return bool(getattr(self._makers.get(name), "keeps_positions", False))
+
     def find(self, name: str) -> Callable[[Any], Any] | None:
         return self._makers.get(name)
 
@@ -172,6 +176,8 @@ def register_connector(name: str, connector: type[nn.Module], exist_ok: bool = F
             `cross_attention_config.context_size`, and your own `connector_options`. Its `forward` turns the features
             of the vision tower `(..., tokens, width)` into image tokens `(..., tokens, context_size)`, more or fewer of
             them, but equally many of each image. With `vision_feature_layer` of several layers, `width` is their sum.
+            `keeps_positions = True` in the class says that each token is that of one patch, in their order, which
+            `AttentionMaps.grid` needs.
         exist_ok (`bool`, defaults to `False`): replace another one of this name.
 
     Raises:

@@ -17,10 +17,12 @@ from transformers import (
     CLIPVisionConfig,
     Dinov2WithRegistersConfig,
     DINOv3ViTConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
     ViTConfig,
 )
 
-from hf_xattn import AttentionMaps, XAttnConfig, XAttnForConditionalGeneration, attention_maps
+from hf_xattn import AttentionMaps, XAttnConfig, XAttnForConditionalGeneration, attention_maps, register_connector
 from hf_xattn.importers import import_checkpoint
 
 
@@ -340,6 +342,39 @@ def test_padding_tiles_and_images():
         attention_maps(model, {"input_ids": given["input_ids"], "past_key_values": cache}).grid()
 
 
+class Plain(torch.nn.Linear):
+    keeps_positions = True
+
+    def __init__(self, config):
+        super().__init__(config.vision_config.hidden_size, config.cross_attention_config.context_size)
+
+
+class Reversed(Plain):
+    keeps_positions = False
+
+    def forward(self, features):
+        return super().forward(features).flip(-2)
+
+
+def test_masks_belong_to_the_inputs():
+    """Maps over an image that the text was generated without."""
+    with pytest.raises(TypeError, match="Expected `image_mask` in `inputs`"):
+        attention_maps(make_model(), inputs(), max_new_tokens=2, image_mask=torch.ones(2, 1, dtype=torch.bool))
+
+
+def test_padding_behind_a_text_that_a_criterion_ended():
+    """A map of padding as if it were text."""
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([input_ids.shape[1] >= 9, False])
+
+    options = {"stopping_criteria": StoppingCriteriaList([Stop()]), "pad_token_id": 2, "do_sample": False}
+    options["eos_token_id"] = 3  # without one, `generate` goes on in all rows
+    maps = attention_maps(make_model(), inputs(), max_new_tokens=5, **options)
+    assert maps.tokens.shape[1] == 12 and maps.text_mask.tolist() == [[True] * 9 + [False] * 3, [True] * 12]
+
+
 def test_grids_that_do_not_exist():
     """A map of positions that a connector or a caller did not keep."""
     perceiver = make_model(
@@ -349,6 +384,11 @@ def test_grids_that_do_not_exist():
     )
     with pytest.raises(ValueError, match="keeps positions, got `connector_type='perceiver'`"):
         attention_maps(perceiver, inputs()).grid()
+    register_connector("reversed", Reversed)
+    with pytest.raises(ValueError, match="keeps positions, got `connector_type='reversed'`"):
+        attention_maps(make_model(connector_type="reversed"), inputs()).grid()
+    register_connector("plain", Plain)
+    assert attention_maps(make_model(connector_type="plain"), inputs()).grid().shape[-2:] == (4, 4)
     states = {"input_ids": token_ids(), "cross_attention_states": torch.randn(2, 16, 32)}
     for model in (make_model(), make_model(vision=False)):
         with pytest.raises(ValueError, match="needs the size of the picture"):
