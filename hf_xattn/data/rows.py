@@ -5,16 +5,11 @@ A misspelt column, key or role is an error. Else the model would be trained with
 
 from __future__ import annotations
 
-import difflib
-import io
-import mimetypes
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from PIL import Image
-
 from ..processing.chat_messages import IMAGES, SOURCES, TEXTS, check_one_kind
-from ..processing.image_reading import is_array, is_pil
+from ..processing.stray_images import check_images_inside, is_near_images, looks_like_images
 from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
 
@@ -31,9 +26,6 @@ MARKER = "<image>"  # the place of a picture in a text
 # Roles of transformers' and TRL's chat templates. `ipython` is Llama's name for a tool, `function` OpenAI's old one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ROLES_ELSEWHERE = {**dict.fromkeys(("model", "gpt", "bot", "chatbot"), "assistant"), "human": "user"}
-# A column whose name is close to one of these is probably meant as `images`.
-NAMES_OF_IMAGES = ("images", "image", "imgs", "img", "pictures", "picture", "photos", "photo", "pixel_values")
-NEAR = 0.82  # similarity for `difflib`. `image_id` and `image_ids` stay below it: they hold no images
 
 
 class Conversation(NamedTuple):
@@ -60,7 +52,7 @@ def read_row(row: Any) -> Conversation:
             )
     messages, first = _messages(given, row)
     for name, value in given.items():
-        if name not in COLUMNS and _looks_like_images(name, value):
+        if name not in COLUMNS and looks_like_images(name, value):
             raise ValueError(
                 f"Expected images in the column `images`, got the column `{name}`, which is not read. Did you mean "
                 "`images`? Rename or remove it."
@@ -129,7 +121,7 @@ def _messages(given: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[di
             " The rows are already tokenized. For SFTTrainer set `dataset_kwargs={'skip_prepare_dataset': True}` and "
             "`remove_unused_columns=False` in SFTConfig. If they have images, their column must be named `images`"
         )
-        similar = next((name for name in row if name not in COLUMNS and _is_near_images(name)), None)
+        similar = next((name for name in row if name not in COLUMNS and is_near_images(name)), None)
         hint += f", not `{similar}`." if similar else "."
     elif set(row) <= {"images", "image"}:
         hint = " Set `remove_unused_columns=False` in the arguments of `Trainer`."
@@ -259,7 +251,7 @@ def _is_bare(part: Mapping[str, Any]) -> bool:
 
 
 def _check_message(where: str, message: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for an unknown role, and for a key beside `content` that holds images."""
+    """Raises a `ValueError` for an unknown role, and for images beside `content`."""
     role = message["role"]
     if role not in ROLES:
         meant = ROLES_ELSEWHERE.get(role.lower())
@@ -270,48 +262,4 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"Expected `{name}` of {where} to be 0 or 1, and 0 in an assistant message only, got {value!r}."
             )
-    for name, value in message.items():
-        if name not in ("role", "content") and _looks_like_images(name, value):
-            raise ValueError(
-                f"Expected the images of {where} in its `content`, got `{name}` beside it, which is not read. Put them "
-                "into `content` as image parts, or into the column `images`."
-            )
-
-
-def _looks_like_images(name: str, value: Any) -> bool:
-    return value is not None and (_holds_images(value) or (_is_near_images(name) and not _holds_numbers(value)))
-
-
-def _is_near_images(name: Any) -> bool:
-    return isinstance(name, str) and bool(difflib.get_close_matches(name.lower(), NAMES_OF_IMAGES, n=1, cutoff=NEAR))
-
-
-def _holds_images(value: Any) -> bool:
-    """Whether a value is an image or holds one: PIL, an array of rank 3 or more, or the dict of `datasets`."""
-    if isinstance(value, (str, int, float)):
-        return False
-    if isinstance(value, bytes):
-        return _is_picture(value)
-    if isinstance(value, Mapping):  # `datasets` keeps sound in such a dict too, so the content decides
-        content, path = value.get("bytes"), value.get("path")
-        if isinstance(content, bytes):
-            return _is_picture(content)
-        kind = mimetypes.guess_type(path)[0] if isinstance(path, str) else None
-        return set(value) <= {"bytes", "path"} and (kind or "").startswith("image/")
-    if isinstance(value, Sequence):
-        return any(_holds_images(each) for each in value)
-    return value.ndim >= 3 if is_array(value) else is_pil(value)
-
-
-def _is_picture(content: bytes) -> bool:
-    try:
-        Image.open(io.BytesIO(content)).close()  # reads the header only
-    except Exception:  # Pillow raises errors of many kinds
-        return False
-    return True
-
-
-def _holds_numbers(value: Any) -> bool:
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return bool(value) and all(isinstance(each, (int, float)) for each in value)
-    return isinstance(value, (int, float))
+    check_images_inside(message, where)

@@ -10,12 +10,15 @@ from typing import Any
 from ..utils.keywords import suggestion
 from ..utils.tensor_checks import type_name
 from .image_reading import read_frames
+from .stray_images import check_images_inside
 
 
 TEXTS = ("text", "input_text", "output_text")
 IMAGES = ("image", "image_url", "input_image")
 VIDEOS = ("video", "video_url")
 SOURCES = ("url", "path", "base64")
+# With one of these, a message may have no `content`.
+WITHOUT_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 # Keys of other libraries that say nothing of where a picture is.
 HINTS = ("detail", "cache_control", "min_pixels", "max_pixels", "resized_height", "resized_width")
 
@@ -134,7 +137,10 @@ def _message(message: Any, where: str, conversation: Conversation, sampling: dic
         raise TypeError(f"Expected {where} to be a dict with `role` and `content`, got {came}.")
     # Data sets fill fields that a message lacks with None, and some templates would print it.
     fields = {str(name): value for name, value in read.items() if name != "content" and value is not None}
+    check_images_inside(read, where)
     content = read.get("content")
+    if "content" not in read and len(read) > 1 and not any(name in read for name in WITHOUT_CONTENT):
+        raise ValueError(f"Expected `content` in {where}, got a message with {', '.join(map(str, read))} alone.")
     if content is None or isinstance(content, str):
         return Message(fields, content)
     if not isinstance(content, (list, tuple)):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-OVERSHOOT = 2.0  # values from 0 to 1 may go a little above 1, as resizing leaves them
+OVERSHOOT = 2.0  # values from 0 to 1 may go a little above 1, or below 0, as resizing leaves them
 # Formats of PIL that other programs decode: Ghostscript runs what an EPS file says.
 OTHER_PROGRAMS = ("EPS", "WMF", "EMF", "BUFR", "GRIB", "HDF5")
 KINDS = "images (PIL, numpy, torch), URLs, data URLs, base64, paths or the bytes of files"
@@ -111,12 +111,13 @@ def _upright(image: Any) -> Any:
 def _check_unit_range(image: Any) -> None:
     got = f"an array of {image.dtype}" if is_array(image) else type_name(image)
     if is_array(image) and not str(image.dtype).removeprefix("torch.").startswith(("uint", "int", "bool")):
-        if not math.prod(image.shape) or float(image.max()) <= OVERSHOOT:
+        lowest, highest = (float(image.min()), float(image.max())) if math.prod(image.shape) else (0.0, 1.0)
+        if 1 - OVERSHOOT < lowest and highest <= OVERSHOOT:
             return
-        got += f" with values up to {float(image.max()):g}"
+        got += f" with values from {lowest:g} up to {highest:g}"
     raise ValueError(
         f"Expected floating-point images with values from 0 to 1 for `do_rescale=False`, got {got}. Remove it: values "
-        "up to 255 are rescaled."
+        "up to 255 are rescaled, and normalised ones are `pixel_values`."
     )
 
 

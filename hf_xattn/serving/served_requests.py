@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import _get_template_variables
 
 from ..data.rows import ROLES
 from ..processing import image_reading
+from ..processing.chat_messages import check_one_kind
 from ..processing.image_limits import ImageLimits
 from ..processing.image_reading import is_pil
 from ..utils.checkpoint_files import short
@@ -86,6 +87,10 @@ def image_parts(messages: Any, field: str) -> Iterator[tuple[str, dict]]:
                 f"Expected the content of message {index} to be a text or a list of parts, got {type_name(content)}.",
             )
         for number, part in enumerate(content):
+            try:
+                check_one_kind(part, f"message {index}")
+            except ValueError as error:
+                raise HTTPException(400, str(error)) from error
             if part.get("type") in IMAGE_PARTS:
                 yield f"part {number} of message {index}", part
             elif part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):

@@ -65,3 +65,25 @@ def test_a_mask_of_pixels_is_refused():
     processor.image_processor = Padding(size={"height": 32, "width": 32})
     with pytest.raises(ValueError, match="images without padding, got a `pixel_mask`"):
         processor(images=[[torch.rand(3, 32, 32) * 255]], text=["a"])
+
+
+def test_normalised_values_are_not_rescaled_ones():
+    """A picture that is normalised twice."""
+    processor = make_processor(CHATML, marker=None)
+    with pytest.raises(ValueError, match="from 0 to 1 for `do_rescale=False`, got an array of .* from -1 up to 1"):
+        processor(images=torch.rand(3, 32, 32).round() * 2 - 1, text="a", do_rescale=False)
+
+
+@pytest.mark.parametrize("name, value", [("images", [Image.new("RGB", (8, 8))]), ("image_url", "photo.png")])
+def test_a_picture_beside_the_content(name, value):
+    """A chat in Ollama's form, whose pictures nobody reads."""
+    message = {"role": "user", "content": "what ?", name: value}
+    with pytest.raises(ValueError, match=f"the images of message 0 .* in its `content`, got `{name}` beside it"):
+        make_processor(CHATML).apply_chat_template([message], tokenize=True)
+
+
+@pytest.mark.parametrize("name", ["contents", "text"])
+def test_a_message_without_content(name):
+    """A misspelt question, and an answer to an empty one."""
+    with pytest.raises(ValueError, match=f"Expected `content` in message 0 .*, got a message with role, {name} alone"):
+        make_processor(CHATML).apply_chat_template([{"role": "user", name: "what ?"}], tokenize=True)

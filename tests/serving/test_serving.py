@@ -109,6 +109,14 @@ REFUSED = {
     "content that is none": ({"role": "user", "content": 3}, "got int"),
     "no role": ({"content": "a"}, "`role`"),
     "no message": (None, "`messages` to be a list of messages, got an empty list"),
+    "a text with a picture in it": (
+        {"role": "user", "content": [{"type": "text", "text": "a", "image_url": {"url": BROKEN}}]},
+        "got a part of type 'text' with `image_url` in it",
+    ),
+    "a picture with a text in it": (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": BROKEN}, "text": "a"}]},
+        "got a part of type 'image_url' with `text` in it",
+    ),
     "images beside the content": ({"role": "user", "content": "a", "images": ["x"]}, "unknown fields ['images']"),
 }
 
