@@ -100,12 +100,17 @@ def _check_names(given: Sequence[str], known: Sequence[str]) -> None:
 def _check_no_pictures(others: Mapping[str, Any]) -> None:
     """Raises a `ValueError` for a field of a row without a picture that names the file of one."""
     for name, value in others.items():
-        each = value if isinstance(value, list) else [value]
-        if any(isinstance(one, str) and one.lower().endswith(endings()) for one in each):
+        if _names_a_picture(value):
             raise ValueError(
                 f"expected the name of a picture in one of {list(PICTURES)}, got it in {name!r}, which is not read: "
                 f"{value!r:.100}. Rename or remove the field"
             )
+
+
+def _names_a_picture(value: Any) -> bool:
+    if isinstance(value, (list, Mapping)):
+        return any(map(_names_a_picture, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, str) and value.strip().partition("?")[0].lower().endswith(endings())
 
 
 def _pictures(example: Mapping[str, Any]) -> list[Any]:

@@ -165,9 +165,17 @@ class Asker:
     def __call__(self, title: str, questions: Sequence[Question]) -> list[str]:
         return self.processor.batch_decode(self.tokens(title, questions), skip_special_tokens=True)
 
-    @torch.no_grad()
     def tokens(self, title: str, questions: Sequence[Question]) -> list[list[int]]:
-        """The tokens of the answers: with the token that ends one, without the padding behind it."""
+        """The tokens of the answers: with the token that ends one, without the padding behind it. Nothing drops out."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            return self._tokens(title, questions)
+        finally:
+            self.model.train(training)
+
+    @torch.no_grad()
+    def _tokens(self, title: str, questions: Sequence[Question]) -> list[list[int]]:
         last = self.model.generation_config.eos_token_id
         ends = {last} if isinstance(last, int) else set(last or ())
         found: list[list[int]] = []
@@ -177,7 +185,7 @@ class Asker:
             rows = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1)
             for row in rows[:, inputs["input_ids"].shape[1] :].tolist():
                 end = next((place for place, token in enumerate(row) if token in ends), None)
-                self.cut[title] += bool(ends) and end is None and len(row) == self.max_new_tokens
+                self.cut[title] += end is None and len(row) == self.max_new_tokens
                 found.append(row if end is None else row[: end + 1])
         return found
 

@@ -30,6 +30,7 @@ class AnswerSpan(NamedTuple):
     message: int  # index of the assistant's message
     start: int  # of its characters in the rendered text
     end: int  # after its end-of-turn token
+    prompted: bool  # whether it starts right behind the generation prompt
 
 
 def find_answers(
@@ -71,6 +72,19 @@ def find_answers(
     return text, spans
 
 
+def token_of_turns(processor: Any) -> int | None:
+    """The special token with which the chat template ends an answer; None if it writes no single one."""
+    tokenizer = processor.tokenizer
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values()] + list(tokenizer.all_special_tokens)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    def render(messages: Messages) -> str:
+        return processor.apply_chat_template(messages, tokenize=False)
+
+    found = end_of_turn(render, chat, 1, special)
+    return None if found is None else tokenizer.convert_tokens_to_ids(found)
+
+
 def end_of_turn(
     render: Render, messages: Messages, answer: int, special_tokens: Sequence[str], before: str = r"\s*"
 ) -> str | None:
@@ -110,7 +124,8 @@ def _find(render: Render, messages: Messages, index: int, text: str, image_token
         thought = _difference(text, _render_with(render, messages, index, {**message, **reasoning}))
         if thought is not None and thought[0] < start:
             start = thought[0]
-    return AnswerSpan(index, _behind_the_prompt(render, messages, index, text, start), end)
+    begin, prompted = _behind_the_prompt(render, messages, index, text, start)
+    return AnswerSpan(index, begin, end, prompted)
 
 
 def _render_with(render: Render, messages: Messages, index: int, message: dict[str, Any]) -> str:
@@ -128,13 +143,13 @@ def _difference(text: str, probe: str) -> tuple[int, int] | None:
     return start, len(text) - same
 
 
-def _behind_the_prompt(render: Render, messages: Messages, index: int, text: str, start: int) -> int:
+def _behind_the_prompt(render: Render, messages: Messages, index: int, text: str, start: int) -> tuple[int, bool]:
     """Where the model begins to write: behind the generation prompt, so in front of a tag such as <think>, also of an
-    empty pair of them that the template adds.
+    empty pair of them that the template adds. And whether that is where the prompt ends.
     """
     before = messages[:index]
     if all(message["role"] != "user" for message in before):  # some templates refuse such a chat
-        return start
+        return start, False
     prompt = render(before, add_generation_prompt=True)
     if not text.startswith(prompt.rstrip()):
         if index == len(messages) - 1:
@@ -142,11 +157,13 @@ def _behind_the_prompt(render: Render, messages: Messages, index: int, text: str
                 f"The chat template writes an answer behind other text than its generation prompt ({prompt[-40:]!r}): "
                 "the model is not trained on what it is asked with."
             )
-        return start
+        return start, False
     begin = len(commonprefix([text, prompt]))
     if not text[begin:start].strip():  # white space behind the prompt, which the model must write too
-        return min(begin, start) if begin == len(prompt) else start
-    return start if prompt == render(before) else begin  # without a prompt it is the turn's header
+        return (min(begin, start), begin <= start) if begin == len(prompt) else (start, False)
+    if prompt == render(before):  # without a prompt it is the turn's header
+        return start, False
+    return begin, begin == len(prompt)
 
 
 def _short(text: str, length: int = 60) -> str:

@@ -20,6 +20,11 @@ from .vision_features import VisionFeatures
 
 logger = logging.get_logger(__name__)
 
+ACROSS = (
+    "The token {!r} begins in the generation prompt and ends in the answer, so the model is trained on other tokens "
+    "than it is asked with. Change the chat template: its prompt should end where a token ends, often without a space."
+)
+
 TRAIN_ON = ("answers", "all")
 SIDES = ("left", "right")
 
@@ -199,6 +204,11 @@ class XAttnDataCollator:
         starts, ends = offsets.unbind(-1)
         for span in spans:
             inside = (starts < span.end) & (ends > span.start) & (ends > starts)
+            if inside.any():  # with spaces between words, whose offsets some tokenizers trim to nothing
+                places = inside.nonzero().flatten()
+                inside[int(places[0]) : int(places[-1]) + 1] = True
+                if span.prompted and int(starts[places[0]]) < span.start:
+                    logger.warning_once(ACROSS.format(text[int(starts[places[0]]) : int(ends[places[0]])]))
             labels = torch.where(inside, ids, labels)
             said, expected = ids[inside], text[span.start : span.end]
             if len(said):  # tokens may reach beyond the answer

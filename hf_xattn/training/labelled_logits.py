@@ -7,6 +7,7 @@ layers. The loss stays what it was: it reads the logits at labels alone.
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -49,3 +50,23 @@ class LabelledLogitsTrainer(StartedRateTrainer):
                 others = {name: value for name, value in inputs.items() if name != "labels"}
                 inputs = {**others, "shift_labels": labels, **kept}
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        labels = inputs["labels"]
+        count, rows = (shifted(labels) != IGNORED).sum(), labels.shape[0]
+        made: Any = super().prediction_step(model, inputs, *args, **kwargs)
+        count = count.to(made[0].device)
+        of_a_row = torch.stack([made[0].float() * count, count]) / rows
+        self._of_rows.append(self.accelerator.gather_for_metrics(of_a_row.expand(rows, 2).contiguous()).double().cpu())
+        return made
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """transformers' own, but the loss is a mean over labels, as in training. A mean over batches would depend on
+        their size.
+        """
+        self._of_rows: list[torch.Tensor] = []
+        base: Any = super()
+        output = base.evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        total, count = torch.cat(self._of_rows).sum(0).tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = total / count if count else math.nan
+        return output

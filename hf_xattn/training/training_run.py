@@ -23,6 +23,7 @@ from ..processing_xattn import XAttnProcessor
 from ..utils.projection import multiplies_natively
 from ..utils.quantized_weights import check_trainable
 from ..utils.whole_folder import replace_file
+from .answer_spans import token_of_turns
 from .bad_rows import BAD_ROWS_FILE, SKIP, RowReader, StopsAtLimit
 from .collator import XAttnDataCollator
 from .complete_checkpoints import STATE, find_checkpoints, step_of
@@ -190,6 +191,13 @@ class _TimedTrainer(DistillingTrainer):
             logs |= {"rows_per_second": round(rows / seconds, 2), "data_wait": round(self._waited / seconds, 4)}
             self._waited, self._since = 0.0, 0.0
         super().log(logs, *args, **kwargs)
+        wrong = [name for name in ("loss", "grad_norm") if name in logs and not math.isfinite(float(logs[name]))]
+        if wrong:
+            raise ValueError(
+                f"Expected a finite `{wrong[0]}`, got {float(logs[wrong[0]])} up to step {self.state.global_step}: the "
+                f"run has diverged, and its weights are lost. Lower `--learning-rate` ({self.args.learning_rate:g}), "
+                "or look for pictures with NaN (`hf_xattn.check_images`)."
+            )
 
 
 def _last_evaluation(trainer: Trainer) -> float:
@@ -355,7 +363,7 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
         gradient_accumulation_steps=options.gradient_accumulation,
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=math.ceil(options.warmup * steps),
+        warmup_steps=min(math.ceil(options.warmup * steps), steps - 1),  # the first of them has a rate of 0
         weight_decay=options.weight_decay,
         eval_strategy="no" if data.others is None else "steps",
         eval_steps=min(options.eval_steps or an_epoch, steps),
@@ -363,6 +371,7 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
         save_steps=options.save_steps or max(1, steps // 10),
         save_total_limit=2,
         logging_steps=min(options.log_steps, steps),
+        logging_nan_inf_filter=False,  # it would log the mean of the other steps, or 0
         seed=options.seed,
         # Said here where there is no GPU: `TrainingArguments` refuses bfloat16 on a CPU that it had to find by itself.
         use_cpu=_on_cpu(options),
@@ -372,6 +381,17 @@ def _arguments(options: TrainingOptions, data: RunData, half: bool) -> TrainingA
         remove_unused_columns=False,
         report_to=options.report_to or "none",
     )
+
+
+def _end_with_the_turn(model: XAttnForConditionalGeneration, processor: XAttnProcessor) -> None:
+    """Ends the answers of `generate` at the token that the model has learned to end a turn with, too."""
+    token = token_of_turns(processor)
+    generation = model.generation_config
+    ends = generation.eos_token_id
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if token is not None and token not in known:
+        generation.eos_token_id = [*known, token]
+        say(f"`generate` ends at token {token}, too: the chat template ends a turn with it")
 
 
 def _on_cpu(options: TrainingOptions) -> bool:
@@ -404,6 +424,7 @@ def _save(
         dtype = dtypes.get(name.replace(f"{WRAPPED}.", ""))
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)
+    _end_with_the_turn(model, processor)
     if is_first_process():
         processor.save_pretrained(options.output)
     model.save_pretrained(

@@ -387,3 +387,17 @@ def test_refused(saved, data, tmp_path, capsys):
     (data / "1.png").unlink()
     assert main(["eval", folder, "--data", str(data)]) == 2
     assert "1.png" in capsys.readouterr().err
+
+
+def test_nothing_drops_out(saved):
+    """Answers of a model that still trains, and that dropout changes."""
+    _, model, processor = saved
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    row = [{"role": "user", "content": [{"type": "image", "image": picture(0)}, {"type": "text", "text": TEXTS[0]}]}]
+    asked = [Question(row, "red")] * 4
+    expected = Asker(model.eval(), processor, 4, NEW_TOKENS)("", asked)
+    model.train()
+    assert Asker(model, processor, 4, NEW_TOKENS)("", asked) == expected and model.training
