@@ -45,6 +45,10 @@ OF_STEPS = STEP_ATTENTIONS, READ_BEFORE = "step_attentions", "read_before"
 NOT_FOR_FORWARD = (*OF_STEPS, "tokenizer", "assistant_tokenizer")
 # The argument of `forward` for images that `generate` has encoded.
 IMAGES = "image_inputs"
+HOLDS_TEXT = (
+    "`past_key_values` from `encode_images` holds text, which a `forward` has written into it: the text of `generate` "
+    "must begin with the same. To keep images without text, pass `past_key_values.fork(DynamicCache())` to `forward`."
+)
 
 
 @dataclass
@@ -276,6 +280,8 @@ class XAttnGenerationMixin:
         if image_cache is not None:
             # Generate with a fork: the caller may use this cache again.
             del model_kwargs["past_key_values"]
+        elif isinstance(given, ImageCache):
+            logger.warning_once(HOLDS_TEXT)
         base: Any = super()
         result = base._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         request: _ImagesOfGenerate | None = model_kwargs.pop(IMAGES, None)

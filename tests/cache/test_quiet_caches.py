@@ -53,6 +53,17 @@ def test_images_stay_without_text(change, model):
         assert int(cache.get_seq_length()) == 0
 
 
+def test_images_with_the_text_of_a_forward(model):
+    """A question whose beginning counts as read, because another text of that length was."""
+    cache = model.encode_images(pixel_values=pixels(1, 1))
+    with torch.no_grad(), CaptureLogger(logging.get_logger("hf_xattn.generation_xattn")) as said:
+        model.generate(token_ids(1, 20, seed=11), past_key_values=cache, **GREEDY)
+        assert said.out == ""
+        model(token_ids(1), past_key_values=cache)
+        model.generate(token_ids(1, 20, seed=11), past_key_values=cache, **GREEDY)
+    assert "`past_key_values` from `encode_images` holds text" in said.out
+
+
 @pytest.mark.parametrize("given, columns", [("new", 17), ("new", 20), ("whole", 19)])
 def test_mask_of_another_length(given, columns, model):
     """New text without the last generated token, which no cache holds; or text that is read twice."""
