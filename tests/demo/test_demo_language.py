@@ -180,7 +180,7 @@ def test_long_answers_are_heard_to_their_end(parts):
     longest = max(len(re.findall(r"\w+|,", question.answer)) for question in asked)  # tokens, if each word is one
     limits = []
 
-    class Listening:
+    class Listening(torch.nn.Module):
         device, generation_config = model.device, model.generation_config
 
         def generate(self, input_ids, max_new_tokens, **kwargs):
@@ -360,7 +360,7 @@ def test_a_second_question_follows_the_models_own_answer(parts):
     asked = [ask("leftmost", pool, rng) for _ in range(2)]
     prompts = []
 
-    class Listening:
+    class Listening(torch.nn.Module):
         device, generation_config = model.device, model.generation_config
 
         def generate(self, input_ids, attention_mask, **kwargs):
