@@ -4,8 +4,7 @@ With a cache, the cross half holds the keys and values of the images before the 
 the text to come. No decoding method handles images. So beams and return sequences share images, and assisted decoding
 and chunked prefill need no special case. Without a cache, every step gets the encoded images as one value.
 
-transformers' outputs have no `cross_attentions` for decoder-only models. So the classes here derive from them, and the
-attentions of every step are collected.
+transformers collects no `cross_attentions` of decoder-only models, so the attentions of every step are collected here.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
 from transformers.utils import logging
 
 from .cache.image_cache import ImageCache
 from .cache.xattn_cache import OF_BEAMS, XAttnCache
 from .call import why_uncached
-from .configuration_xattn import XAttnConfig
 from .decoders.text_inputs import check_attention_mask, check_embeds, check_ids, check_in_vocabulary
 from .images.conversation import PreparedImages, TextOfCall, read_images
 from .images.image_inputs import ImageInputs
 from .images_xattn import XAttnImagesMixin
 from .layers.image_rows import refuse_to_cache
 from .learning.stand_in import run_beside
+from .outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 from .utils.distributed import fsdp_forward
 from .utils.keywords import suggestion
 from .utils.tensor_checks import type_name
@@ -43,61 +41,13 @@ logger = logging.get_logger(__name__)
 OF_STEPS = STEP_ATTENTIONS, READ_BEFORE = "step_attentions", "read_before"
 # `forward` gets no tokenizer: `generate` hands it to every step, to stop at strings. Other models ignore it there.
 NOT_FOR_FORWARD = (*OF_STEPS, "tokenizer", "assistant_tokenizer")
+OF_LAYERS = {"attentions", "hidden_states", "cross_attentions"}  # outputs that `generate` collects
 # The argument of `forward` for images that `generate` has encoded.
 IMAGES = "image_inputs"
 HOLDS_TEXT = (
     "`past_key_values` from `encode_images` holds text, which a `forward` has written into it: the text of `generate` "
     "must begin with the same. To keep images without text, pass `past_key_values.fork(DynamicCache())` to `forward`."
 )
-
-
-@dataclass
-class XAttnMoeModelOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """[`BaseModelOutputWithPastAndCrossAttentions`] of a mixture-of-experts decoder.
-
-    Attributes:
-        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
-    """
-
-    router_logits: tuple[torch.Tensor, ...] | None = None
-
-
-@dataclass
-class XAttnMoeCausalLMOutput(CausalLMOutputWithCrossAttentions):
-    """[`CausalLMOutputWithCrossAttentions`] of a mixture-of-experts decoder.
-
-    Attributes:
-        aux_loss (`torch.Tensor`, *optional*): load-balancing loss, part of `loss`.
-        router_logits (`tuple[torch.Tensor]`, *optional*): of every expert layer.
-    """
-
-    aux_loss: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-
-
-@dataclass
-class XAttnGenerateOutput(GenerateDecoderOnlyOutput):
-    """[`GenerateDecoderOnlyOutput`] with the attention of text to images.
-
-    Attributes:
-        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): with `output_attentions=True`, one entry a
-            generated token, each with one tensor a block: `(batch, num_attention_heads, text_len of the step,
-            num_image_tokens)`. The first step reads the prompt. None where there are no images.
-    """
-
-    cross_attentions: tuple[tuple[torch.Tensor, ...], ...] | None = None
-
-
-@dataclass
-class XAttnGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
-    """[`GenerateBeamDecoderOnlyOutput`] with the attention of text to images.
-
-    Attributes:
-        cross_attentions (`tuple[tuple[torch.Tensor]]`, *optional*): as in [`XAttnGenerateOutput`], with `batch *
-            num_beams` rows. `beam_indices` tells which row of a step belongs to a sequence.
-    """
-
-    cross_attentions: tuple[tuple[torch.Tensor, ...], ...] | None = None
 
 
 class StepAttentions:
@@ -166,9 +116,9 @@ class _ReadBefore(NamedTuple):
 
 
 class XAttnGenerationMixin:
-    """Overrides of transformers' `GenerationMixin`, which comes next in the order of a model's bases."""
+    """Overrides of transformers' `GenerationMixin`, and of what it calls on `PreTrainedModel`: it is the first base."""
 
-    config: XAttnConfig
+    config: Any  # [`XAttnConfig`]
     model: XAttnImagesMixin
 
     @fsdp_forward
@@ -416,9 +366,7 @@ class XAttnGenerationMixin:
         )
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict[str, Any], *args, **kwargs):
-        """transformers' own, which runs after every step, outside of what is compiled. Collects the cross-attentions
-        if they are asked for.
-        """
+        """transformers' own, which runs after every step. Collects the cross-attentions if they are asked for."""
         attentions: StepAttentions | None = model_kwargs.get(STEP_ATTENTIONS)
         if attentions is not None:
             accepted = kwargs.get("num_new_tokens")  # from assisted decoding alone
@@ -426,10 +374,24 @@ class XAttnGenerationMixin:
             if accepted is not None and outputs.attentions == ():
                 outputs.attentions = (None,)  # assisted decoding looks at the first entry; SDPA leaves none
         base: Any = super()
-        updated = base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        if isinstance(updated.get("past_key_values"), XAttnCache):
-            updated["past_key_values"].leave_graph()
-        return updated
+        return base._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """transformers' own, for a step or a chunk of the prompt. A CUDA graph writes over its results when it runs
+        again. transformers copies the logits; here is copied what else outlives the call.
+        """
+        base: Any = super()
+        compiled = base.get_compiled_call(compile_config)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs = compiled(*args, **kwargs)
+            for name in outputs.keys() & OF_LAYERS:
+                outputs[name] = tuple(None if each is None else each.clone() for each in outputs[name])
+            if isinstance(outputs.past_key_values, XAttnCache):
+                outputs.past_key_values.leave_graph()
+            return outputs
+
+        return call
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own. It reorders the cache by the beams that still run, not by those that it returns."""

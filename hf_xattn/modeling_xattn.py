@@ -29,7 +29,7 @@ from .decoders.insertion import check_insertable, insert_blocks
 from .decoders.quantization import adopt_quantizer, share_quantizer
 from .decoders.text_inputs import check_labels, check_side_by_side, check_text, name_wrong_positions
 from .decoders.vocabulary import extend_vocabulary
-from .generation_xattn import XAttnGenerationMixin, XAttnMoeCausalLMOutput, XAttnMoeModelOutput
+from .generation_xattn import XAttnGenerationMixin
 from .images.connector import XAttnConnector, new_connector
 from .images.conversation import PreparedImages, given_images
 from .images.image_inputs import NO_IMAGES, ImageInputs
@@ -40,6 +40,7 @@ from .layers.context import CrossAttentionContext
 from .layers.image_rows import refuse_data_parallel
 from .learning.frozen import give_gradient, keep_frozen_in_eval
 from .learning.loss import IGNORED, LossInputs, loss_over_all_logits, mask_labels
+from .outputs_xattn import XAttnMoeCausalLMOutput, XAttnMoeModelOutput
 from .utils.custom_code import build_part
 from .utils.tensor_checks import check_integers, check_tensor
 from .utils.transformers_api import name_causal_lm
@@ -317,7 +318,7 @@ class XAttnModel(XAttnPreTrainedModel, XAttnImagesMixin):
         return result if return_dict else result.to_tuple()
 
 
-class XAttnForConditionalGeneration(XAttnPreTrainedModel, XAttnDelegationMixin, XAttnGenerationMixin, GenerationMixin):
+class XAttnForConditionalGeneration(XAttnGenerationMixin, XAttnPreTrainedModel, XAttnDelegationMixin, GenerationMixin):
     """[`XAttnModel`] with the decoder's head, a loss and `generate`.
 
     Args:

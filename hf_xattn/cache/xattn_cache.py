@@ -165,7 +165,7 @@ class XAttnCache(EncoderDecoderCache):
     def is_stateful(self) -> bool:
         """Whether the text half holds only states (state-space decoders), and so does not know the text's length."""
         layers = self.self_attention_cache.layers
-        return bool(layers) and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+        return len(layers) > 0 and not any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         if self.is_stateful():

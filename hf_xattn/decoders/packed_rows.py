@@ -129,7 +129,7 @@ def _holds_text(cache: Cache) -> bool:
     if isinstance(cache, XAttnCache):
         return cache.text_rows is not None
     half = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    return bool(half.layers) and bool(getattr(half.layers[0], "is_initialized", True))
+    return len(half.layers) > 0 and bool(getattr(half.layers[0], "is_initialized", True))
 
 
 def _starts_again(positions: torch.Tensor, read: torch.Tensor | None) -> torch.Tensor:

@@ -241,7 +241,7 @@ class GatedCrossAttention(nn.Module):
         repeats = (text_rows if slots is None else slots.shape[0]) // rows
         output_attentions = context.recorder is not None and context.recorder.wants_weights
         dropout = self.attention_dropout if self.training else 0.0
-        num_tokens = key.shape[2] - self.quiet_softmax
+        num_tokens = key.shape[2] - int(self.quiet_softmax)
         if num_tokens == 1 and self._needs_no_scores(output_attentions, dropout):
             heads = dense(value).repeat_interleave(self.num_groups, dim=1).reshape(rows, 1, 1, -1)
             output = heads.expand(-1, repeats, text_len, -1).reshape(rows * repeats, text_len, -1)
@@ -298,7 +298,7 @@ class GatedCrossAttention(nn.Module):
     def _folded_bias(self, context: CrossAttentionContext, text_rows: int, text_len: int, key: States) -> torch.Tensor:
         """Returns T5's bias for each query and image token, `(R, K, r * T * G, N)`, with 0 for the null key."""
         rows, kv_heads = key.shape[:2]
-        num_tokens = key.shape[2] - self.quiet_softmax
+        num_tokens = key.shape[2] - int(self.quiet_softmax)
         query_positions, key_positions = context.positions or (None, None)
         if query_positions is None:
             query_positions = torch.arange(text_len, device=key.device)[None]

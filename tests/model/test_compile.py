@@ -95,6 +95,44 @@ def test_graphs_that_write_over_their_results(visibility, masked):
 
 
 @torch.no_grad()
+def test_chunks_of_a_prompt_outlive_their_graph():
+    """A count of image markers that the next chunk of a prompt writes over: `generate` compiles these forwards too."""
+    model = make_model(image_token_id=3, image_visibility="previous")
+    ids = token_ids(2, 9)
+    ids[ids == 3] = 4
+    ids[:, [1, 5]] = 3
+    options = {"pixel_values": pixels(2, 2), "max_new_tokens": 4, "min_new_tokens": 4, **GREEDY}
+    expected = model.generate(ids, use_cache=False, **options)
+    found = model.generate(ids, prefill_chunk_size=3, **options, **compiled(replaying_backend()))
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_returned_states_outlive_their_graph():
+    """Attentions and hidden states that the next step writes over."""
+    model = make_model()
+    model.set_attn_implementation("eager")
+    asked = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
+    options = {"pixel_values": pixels(2, 2), "max_new_tokens": 4, "min_new_tokens": 4, **GREEDY, **asked}
+    expected = model.generate(token_ids(2, 7), cache_implementation="static", disable_compile=True, **options)
+    found = model.generate(token_ids(2, 7), **options, **compiled(replaying_backend()))
+    for name in ("cross_attentions", "attentions", "hidden_states"):
+        assert len(found[name]) == 4
+        for step, steps in zip(expected[name], found[name]):
+            torch.testing.assert_close(steps, step, msg=name)
+
+
+def test_other_numbers_of_images():
+    """A number of image tokens that becomes a symbol of the graph, and is counted on with what torch 2.11 cannot."""
+    model, (backend, graphs) = make_model(), counting_backend()
+    for images in (2, 3, 4):
+        options = {"pixel_values": pixels(2, images), "max_length": 12, **GREEDY}
+        expected = model.generate(token_ids(2, 7), use_cache=False, **options)
+        assert torch.equal(model.generate(token_ids(2, 7), **options, **compiled(backend)), expected)
+    assert len(graphs) == 2  # for one number, and for all others
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_one_graph_with_shared_images(name):
     """Beams or questions that share an image row, whose number becomes a guard. (`generate` compiles

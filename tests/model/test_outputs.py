@@ -7,7 +7,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from hf_xattn import XAttnConfig
-from hf_xattn.generation_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
+from hf_xattn.outputs_xattn import XAttnGenerateBeamOutput, XAttnGenerateOutput
 
 
 NEW, HEADS, TOKENS = 5, 4, 16  # tokens to generate, heads of a block, tokens of an image

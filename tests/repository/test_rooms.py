@@ -10,9 +10,9 @@ from checkout import ROOT
 PACKAGE = ROOT / "hf_xattn"
 # Each imports from those before it. A file of the top level stands where its imports allow.
 ORDER = (
-    "version utils configuration_xattn cache layers images decoders learning checkpoints call images_xattn "
-    "generation_xattn modeling_xattn retrofit processing processing_xattn registration data training evaluation "
-    "importers maps __init__ serving vllm_plugin checks demo commands __main__"
+    "version utils configuration_xattn outputs_xattn cache layers images decoders learning checkpoints call "
+    "images_xattn generation_xattn modeling_xattn retrofit processing processing_xattn registration data training "
+    "evaluation importers maps __init__ serving vllm_plugin checks demo commands __main__"
 ).split()
 
 
