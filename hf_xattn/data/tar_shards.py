@@ -165,7 +165,7 @@ class _OpenShard:
                     if again := sorted(found.keys() & fields.keys()):
                         raise ValueError(f"expected a field once in a sample, got {again} again in {member.name}")
                     found |= fields
-                elif (mimetypes.guess_type(member.name)[0] or "").startswith("image/"):
+                elif (mimetypes.guess_type(member.name)[0] or "").startswith(("image/", "video/")):
                     raise ValueError(f"expected pictures of a kind that Pillow reads, got {member.name}")
         return {**found, OWN_PICTURES: pictures}
 

@@ -46,11 +46,16 @@ def test_pictures_of_other_endings(ending, kind, tmp_path):
         hf_xattn.load_rows(tmp_path / "metadata.jsonl")[0]
 
 
-def test_pictures_that_nothing_reads(tmp_path):
-    """The same for a kind that Pillow does not read."""
-    rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {"0.svg": b"<svg/>", "0.json": asked()}))
-    with pytest.raises(ValueError, match="expected pictures of a kind that Pillow reads, got 0.svg"):
+@pytest.mark.parametrize("ending", ["svg", "mp4"])
+def test_pictures_that_nothing_reads(ending, tmp_path):
+    """The same for a kind that Pillow does not read, and for a video."""
+    rows = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {f"0.{ending}": b"<svg/>", "0.json": asked()}))
+    with pytest.raises(ValueError, match=f"expected pictures of a kind that Pillow reads, got 0.{ending}"):
         rows[0]
+
+
+def test_files_of_a_sample_that_are_no_pictures(tmp_path):
+    """A row that is refused for its class number."""
     (row,) = hf_xattn.load_rows(write_tar(tmp_path / "a.tar", {"0.cls": b"3", "0.json": asked()}))
     assert row["messages"][0]["content"] == "what colour ?"
 
