@@ -102,7 +102,7 @@ class Shares:
         model.eval()
         for start in range(0, len(self.captions), self.batch_size):
             rows = [self.captions[index] for index in range(start, min(start + self.batch_size, len(self.captions)))]
-            batch: dict[str, Any] = self.collator(rows)
+            batch = {name: each.to(model.device) for name, each in self.collator(rows).items()}
             targets = shifted(batch.pop("labels"))
             for column, pixels in enumerate((batch["pixel_values"], batch["pixel_values"].roll(1, 0))):
                 said = model(**{**batch, "pixel_values": pixels}).logits.argmax(-1)
@@ -154,7 +154,8 @@ def measure(options: argparse.Namespace, name: str, seed: int) -> dict[int, dict
     set_seed(seed)
     train, development = (open_split(split, seed) for split in ("train", "development"))
     fields: dict[str, Any] = {"cross_attention": BLOCK | options.block, "connector_type": start.connector_type}
-    model = freeze_base(retrofit(options.text, options.tower, layers=options.layers, dtype=torch.float32, **fields))
+    model = retrofit(options.text, options.tower, layers=options.layers, dtype=torch.float32, **fields)
+    model = freeze_base(model).to("cuda" if torch.cuda.is_available() else "cpu")
     count = sum(each.numel() for each in model.parameters() if each.requires_grad)
     print(f"{name}, seed {seed}: {count:,} parameters train", flush=True)
     processor = XAttnProcessor(AutoImageProcessor.from_pretrained(options.tower), tokenizer_of(options.text))
