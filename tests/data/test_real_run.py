@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 
+import pytest
 from checkout import EXAMPLES, ROOT
 from data_sources import llava, questions, write_pictures
 from known_checkpoints import make_siglip, make_text
@@ -17,6 +18,7 @@ GUIDE = (EXAMPLES / "data" / "README.md").read_text()
 SMALL = {"google/siglip-so400m-patch14-384": "google/siglip-base-patch16-224", "8": "2", "500": "10"}
 
 
+@pytest.mark.slow
 def test_the_planned_run(tmp_path, monkeypatch):
     """A plan whose commands nobody has ever run."""
     monkeypatch.chdir(tmp_path)

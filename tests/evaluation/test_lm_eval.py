@@ -52,7 +52,10 @@ def parts_of(doc):
     ]
 
 
-@pytest.mark.parametrize("template, marker", [(CHATML, "<image>"), (CHATML, None), (HEADERS, "<image>")])
+@pytest.mark.parametrize(
+    "template, marker",
+    [(CHATML, None), *(pytest.param(each, "<image>", marks=pytest.mark.slow) for each in (CHATML, HEADERS))],
+)
 def test_pictures(tmp_path, template, marker):
     """Pictures beside the question of another row, in another order, or not seen; a second beginning of the text."""
     model, processor = save(tmp_path, template, marker)

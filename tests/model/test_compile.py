@@ -25,7 +25,9 @@ GRAPHS = {"llama": 1, "gpt2": 1, "gemma3": 2}
 
 
 @pytest.mark.parametrize(
-    "name, method", [("llama", GREEDY), ("llama", SAMPLING), ("gemma3", GREEDY), ("gpt2", GREEDY)], ids=str
+    "name, method",
+    [("llama", SAMPLING), ("gemma3", GREEDY), *(pytest.param(name, GREEDY, marks=slow) for name in ("llama", "gpt2"))],
+    ids=str,
 )
 def test_one_graph_for_all_generates(name, method):
     """A decode step that breaks the graph, or compiles again for other images, another prompt or the next step."""
@@ -156,7 +158,9 @@ def test_one_graph_with_shared_images(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("visibility", ["all", "previous", "latest", "latest_group"])
+@pytest.mark.parametrize(
+    "visibility", ["previous", *(pytest.param(rule, marks=slow) for rule in RULES if rule != "previous")]
+)
 def test_one_graph_with_masks_and_markers(visibility):
     """Padding images or image markers that become a branch of the graph."""
     model = make_model(image_token_id=3, image_visibility=visibility)
@@ -176,7 +180,7 @@ def test_one_graph_with_masks_and_markers(visibility):
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "mamba2", *(pytest.param(name, marks=slow) for name in ("qwen3_next", "jamba", "mamba"))]
+    "name", ["bamba", *(pytest.param(name, marks=slow) for name in ("mamba2", "qwen3_next", "jamba", "mamba"))]
 )
 def test_one_graph_for_stateful_decoders(name):
     """A graph for every token beside a decoder that keeps states: a growing mask, or a length that is a Python

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from expectation_models import build
 from tiny_models import make_model, pixels, token_ids
 
 
@@ -65,6 +66,42 @@ def test_cuda_graphs(visibility, padded):
         expected = model.generate(ids, **inputs, use_cache=False, **OPTIONS)
         # With a static cache `generate` compiles the decode step in mode "reduce-overhead", which records CUDA graphs.
         assert torch.equal(model.generate(ids, **inputs, cache_implementation="static", **OPTIONS), expected)
+
+
+def test_cuda_graphs_of_chunks():
+    """Chunks of a prompt, which `generate` compiles as well: a count of image markers that the next chunk loses."""
+    model = make_model(image_visibility="previous", image_token_id=5).to("cuda")
+    ids, images = token_ids(2, 9), pixels(2, 2).to("cuda")
+    ids[ids == 5] = 6
+    ids[:, [1, 5]] = 5
+    ids = ids.to("cuda")
+    expected = model.generate(ids, pixel_values=images, use_cache=False, **OPTIONS)
+    chunks = {"cache_implementation": "static", "prefill_chunk_size": 3}
+    assert torch.equal(model.generate(ids, pixel_values=images, **chunks, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_states_that_cuda_graphs_return(implementation):
+    """Attentions and hidden states of a step that the next one writes over."""
+    model, ids, images = make_model().to("cuda"), token_ids().to("cuda"), pixels(2, 2).to("cuda")
+    model.set_attn_implementation(implementation)
+    asked = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True, **OPTIONS}
+    expected = model.generate(ids, pixel_values=images, cache_implementation="static", disable_compile=True, **asked)
+    found = model.generate(ids, pixel_values=images, cache_implementation="static", **asked)
+    for name in ("cross_attentions", "hidden_states"):
+        for step, steps in zip(expected[name], found[name], strict=True):
+            torch.testing.assert_close(steps, step)
+
+
+@pytest.mark.parametrize("base", ["dense", "hybrid", "experts", "sliding"])
+def test_compiled_steps_with_other_images(base):
+    """Numbers of images that become symbols of the graph."""
+    model = build(base, "siglip").to("cuda")
+    for count in (1, 2, 3):
+        ids, images = token_ids(2, 7, seed=count).to("cuda"), pixels(2, count, seed=count).to("cuda")
+        expected = model.generate(ids, pixel_values=images, use_cache=False, **OPTIONS)
+        tokens = model.generate(ids, pixel_values=images, cache_implementation="static", **OPTIONS)
+        assert torch.equal(tokens, expected)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])

@@ -57,7 +57,7 @@ def check_nothing_is_kept(model, number, before):
     assert after[0] <= before[0] and after[1] <= before[1], f"{before} tensors and bytes became {after}"
 
 
-@pytest.mark.parametrize("max_bytes", [None, 30_000], ids=["", "store"])
+@pytest.mark.parametrize("max_bytes", [pytest.param(None, marks=slow, id=""), pytest.param(30_000, id="store")])
 def test_nothing_is_kept(max_bytes):
     """A model that holds the images, the caches or the answers of calls that are over."""
     model = make_model()

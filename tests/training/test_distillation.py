@@ -336,7 +336,7 @@ def test_resumed(stream, model, tmp_path, capsys, monkeypatch):
     assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_divergence_falls(dtype, model, tmp_path, capsys):
     """Training that does not do what it is for.
 

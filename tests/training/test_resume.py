@@ -67,13 +67,13 @@ def check_same(folder, whole):
     "moment, number, before, skipped",
     [
         ("step", 14, 6, None),  # the second micro-batch of a step
-        ("weights", 1, None, "trainer_state.json, which is written last, is missing"),
+        pytest.param("weights", 1, None, "trainer_state.json, which is written last, is missing", marks=slow),
         ("weights", 3, 4, "trainer_state.json, which is written last, is missing"),
         pytest.param("optimizer", 2, 2, "trainer_state.json, which is written last, is missing", marks=slow),
         pytest.param("random state", 2, 2, "trainer_state.json, which is written last, is missing", marks=slow),
         ("state", 3, 4, "trainer_state.json is cut off"),
-        ("removal", 1, 6, None),
-        ("weights", 6, 10, None),  # of the trained model, after the last checkpoint
+        pytest.param("removal", 1, 6, None, marks=slow),
+        pytest.param("weights", 6, 10, None, marks=slow),  # of the trained model, after the last checkpoint
         ("options", 2, 10, None),
     ],
 )
@@ -151,7 +151,9 @@ def test_killed_at_any_moment(seed, arguments, whole, tmp_path):
     check_same(out, whole)
 
 
-@pytest.mark.parametrize("moment, number", [("step", 5), ("weights", 2), pytest.param("state", 2, marks=slow)])
+@pytest.mark.parametrize(
+    "moment, number", [("step", 5), *(pytest.param(moment, 2, marks=slow) for moment in ("weights", "state"))]
+)
 def test_schedule_of_a_killed_trainer(moment, number, tmp_path):
     """A script with a plain `Trainer` that cannot be started again, or whose parts thaw at another step."""
     assert call(killed_runs.schedule, tmp_path / "whole") == 0

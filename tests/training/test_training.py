@@ -34,7 +34,7 @@ def test_trainer(tmp_path, gradient_checkpointing):
         assert torch.allclose(loaded(**batch).logits, model.eval()(**batch).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("llama", marks=pytest.mark.slow)])
 def test_trainer_resumes(name, tmp_path):
     """A run that goes on from a checkpoint with other weights or another optimizer state than it had, also where the
     experts of the trained text model have other names in a file than in memory.
