@@ -67,7 +67,6 @@ class LossInputs(NamedTuple):
             items = _items_that_count(items, labels[..., 1:], masked[..., 1:], ignored)
         return cls(masked, shifted, items, index)
 
-    @property
     def given(self) -> dict[str, Any]:
         """The arguments that are not None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
@@ -95,7 +94,7 @@ def _items_that_count(
 def loss_over_all_logits(text_model: PreTrainedModel, outputs: Any, inputs: LossInputs) -> torch.Tensor:
     """Computes the loss over all logits, with those of added tokens, plus the load-balancing loss of experts."""
     loss = text_model.loss_function(
-        outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given}
+        outputs.logits, vocab_size=outputs.logits.shape[-1], **{"labels": None, **inputs.given()}
     )
     # JetMoE has a name of its own.
     weights = (getattr(text_model, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
